@@ -137,8 +137,8 @@ format: $(STAMP)
 # Pages and dashboards that are generated from the code.
 reference: $(STAMP)
 	$(BIN)/python scripts/reference.py
-	$(BIN)/python -m router.phases_page
-	$(BIN)/python -m router.lifecycle_page > docs/lifecycle.md
+	$(BIN)/python -m scripts.phases_page
+	$(BIN)/python -m scripts.lifecycle_page > docs/lifecycle.md
 	$(BIN)/python -m scripts.dashboards
 
 proto: $(STAMP)

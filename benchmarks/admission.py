@@ -1,9 +1,9 @@
 """Measures the costs and benefits of admission control by simulation: `python -m benchmarks.admission [--jobs 2]`.
 
-Workloads of simulator/workloads.py on 2 prefill and 2 decode workers of the H100 profile, targets 2 s / 50 ms, at rates
-from 0.3 to 1.5 of each workload's capacity: the highest rate at which `goodput` without the rule `rejection` keeps
-90 %. It prints the share of requests that met both targets, and the difference between `goodput` and two others: the
-same policy without the rule, and the best baseline. Bar: neither difference is below -0.3 points.
+Workloads of simulator/traces/workloads.py on 2 prefill and 2 decode workers of the H100 profile, targets 2 s / 50 ms,
+at rates from 0.3 to 1.5 of each workload's capacity: the highest rate at which `goodput` without the rule `rejection`
+keeps 90 %. It prints the share of requests that met both targets, and the difference between `goodput` and two others:
+the same policy without the rule, and the best baseline. Bar: neither difference is below -0.3 points.
 
 `--kill` prints the same for a decode worker that crashes, which also causes an overload.
 """
@@ -19,14 +19,14 @@ from typing import Final
 
 from pdserve.core.types import Role, Slo
 from pdserve.profiles import load_profile
-from router.settings import RouterSettings
-from simulator.cluster import make_workers
-from simulator.goodput import TraceWindow, cut, find_goodput, runner
+from router.state.settings import RouterSettings
+from simulator.cluster.world import simulate
 from simulator.metrics import summarise
 from simulator.model import SimConfig, WorkerFault, WorkerFaultKind
-from simulator.reshape import Reshaped, rate_scaled
-from simulator.workloads import make_workload
-from simulator.world import simulate
+from simulator.search.goodput import TraceWindow, cut, find_goodput, runner
+from simulator.search.layouts import make_workers
+from simulator.traces.reshape import Reshaped, rate_scaled
+from simulator.traces.workloads import make_workload
 
 PROFILE: Final = "h100-sxm.llama-3.1-8b.bf16"
 WORKERS: Final = 2  # of each role

@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from benchmarks.schedule.work import FINAL_TOLERANCE, NUM_WORKERS, PAIRS, POLICIES, TRACES, question
 from pdserve.core.types import Slo
-from simulator.reshape import Reshaped, rate_scaled
-from simulator.world import simulate
+from simulator.cluster.world import simulate
+from simulator.traces.reshape import Reshaped, rate_scaled
 
 
 def main() -> None:

@@ -18,9 +18,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pdserve.engine.attention import attend, make_context
-from pdserve.engine.paged import PagedAttention, PagedPlan
-from pdserve.engine.pool import BlockShape, TorchPool
+from pdserve.engine.cpu.paged import PagedAttention, PagedPlan
+from pdserve.engine.memory.pool import BlockShape, TorchPool
+from pdserve.engine.model.attention import attend, make_context
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_LAYERS = 12, 4, 64, 16, 4
 ROUNDS = 7

@@ -26,7 +26,7 @@ from benchmarks.openloop import percentile
 from pdserve import AsyncClient, Client
 from pdserve.core.protocol import FirstToken, TokensArrived
 from pdserve.launch.running import Running
-from router import replay
+from router.recording import replay
 
 SHARE: Final = 0.3
 PROMPTS: Final = (

@@ -16,9 +16,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from kvtransfer.protocol.mapping import Window, pieces_of
 from kvtransfer.reshape.convert import BlockArrays, pack, unpack
-from kvtransfer.reshape.mapping import Window, pieces_of
-from pdserve.core.kv_shape import KvShape
+from pdserve.core.kv.kv_shape import KvShape
 
 LARGE = KvShape(layout="block-major.v1", dtype="float32", num_layers=16, num_kv_heads=8, head_dim=64, block_size=16)
 BUNDLED = replace(LARGE, num_layers=6, num_kv_heads=2, head_dim=32)

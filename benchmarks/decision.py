@@ -28,9 +28,9 @@ from pdserve.core.protocol import (
     TransferEnded,
 )
 from pdserve.core.types import FinishReason, Role, Sampling, Slo, TokenOut
-from router.events import RequestArrived, WorkerConnected
-from router.settings import RouterSettings
-from router.state import RouterState
+from router.state.events import RequestArrived, WorkerConnected
+from router.state.settings import RouterSettings
+from router.state.state import RouterState
 
 GRANT = b"opaque to the router"
 RESIDENTS = 8  # per decode worker

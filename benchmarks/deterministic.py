@@ -20,8 +20,8 @@ from typing import Final
 from benchmarks.engine.child import prompts
 from benchmarks.engine.peers import BLOCK_SIZE, step
 from pdserve.config import WorkerConfig
-from pdserve.engine.build_engine import open_torch_engine
 from pdserve.engine.interface import Engine
+from pdserve.engine.load.build_engine import open_torch_engine
 
 MODEL: Final = Path(__file__).parents[1] / "pdserve" / "models" / "stdlib-5m"
 DECODE_PROMPT_TOKENS: Final = 64

@@ -2,7 +2,7 @@
 
     python -m benchmarks.device_poll [--rounds 7]
 
-The engine is a loop of small torch calls on this thread. The watcher of kvtransfer/cuda_watcher.py runs beside it with
+The engine is a loop of small torch calls on this thread. The watcher of kvtransfer/devices/cuda.py runs beside it with
 an event that never completes, as for a receive whose sender is late. Rounds alternate; each figure is a median of
 rounds, beside that of the loop alone in the same rounds.
 """
@@ -16,8 +16,8 @@ from typing import Final
 
 import torch
 
-from kvtransfer import cuda_watcher
-from kvtransfer.cuda_watcher import CudaCopying, Watcher
+from kvtransfer.devices import cuda
+from kvtransfer.devices.cuda import CudaCopying, Watcher
 
 CALLS: Final = 20_000
 INTERVALS_S: Final = (None, 50e-6, 200e-6, 1e-3)  # None: nobody looks
@@ -45,7 +45,7 @@ def measure(interval_s: float | None) -> tuple[float, float]:
     """Seconds of the loop, and looks per second beside it."""
     event = PendingEvent()
     if interval_s is not None:
-        cuda_watcher.poll_s = lambda waited_s: interval_s
+        cuda.poll_s = lambda waited_s: interval_s
         Watcher().add(CudaCopying(event, None, 1e6), lambda: None)
     took_s = loop_s()
     event.is_over = True

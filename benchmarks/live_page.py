@@ -25,7 +25,7 @@ from benchmarks.live_view import TOKENS
 from benchmarks.ui_frame_rate import heap_mib
 from pdserve import AsyncClient
 from pdserve.launch.running import Running
-from simulator.tables import table
+from simulator.report.tables import table
 from tests.support.ui_browser import find_chromium, launch, wait_for_draws
 
 PARTS: Final = 12

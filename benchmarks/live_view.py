@@ -27,7 +27,7 @@ from benchmarks.http import Seen, cpu_s, turn
 from pdserve import AsyncClient
 from pdserve.core.json_text import to_json
 from pdserve.launch.running import Running
-from router.watching import MAX_VIEWERS
+from router.service.cluster import MAX_VIEWERS
 
 TOKENS = 16
 

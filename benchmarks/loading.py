@@ -29,10 +29,10 @@ from typing import Any, Final
 import torch
 
 from pdserve.core.json_text import to_json
-from pdserve.engine.config import read_config
-from pdserve.engine.device import choose_precision
-from pdserve.engine.safetensors_file import open_checkpoint
-from pdserve.engine.weights import load_weights
+from pdserve.engine.load.device import choose_precision
+from pdserve.engine.load.safetensors_file import open_checkpoint
+from pdserve.engine.load.weights import load_weights
+from pdserve.engine.model.config import read_config
 
 NUM_SHARDS: Final = 4
 SPEED_BAR: Final = 0.8

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from pdserve.core.percentiles import nearest_rank
+from pdserve.core.results import nearest_rank
 from pdserve.core.types import Slo
 from pdserve.v1 import inference_pb2, inference_pb2_grpc
 

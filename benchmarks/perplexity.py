@@ -32,8 +32,8 @@ from tokenizers import Tokenizer
 
 from benchmarks.engine.report import table
 from pdserve.config import WorkerConfig
-from pdserve.engine.build_engine import open_torch_engine
 from pdserve.engine.interface import Engine, Row
+from pdserve.engine.load.build_engine import open_torch_engine
 
 MODEL: Final = Path(__file__).parents[1] / "pdserve/models/stdlib-5m"
 HELD_OUT: Final = (

@@ -17,16 +17,16 @@ from typing import Final, NamedTuple, final
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.protocol import FirstToken, Granted, Prefill, Reserve, TokensArrived
-from router.cluster_state import ClusterState
-from router.commands import EmitTokens, EndCancelled, FailRequest, FinishRequest, WakeAt
-from router.events import RequestArrived
 from router.policy.candidates import local_options, rank_decodes, remote_options, tandem_step_s
 from router.policy.interface import Choice, Decision, Obstacle, PolicyInput
-from router.replay import COMMAND_KINDS, EVENT_KINDS
-from router.state import RouterState
-from router.view import WorkerView
-from simulator.recorded import steps
-from simulator.trace_rows import NumberedLine
+from router.recording.replay import COMMAND_KINDS, EVENT_KINDS
+from router.state.cluster_state import ClusterState
+from router.state.commands import EmitTokens, EndCancelled, FailRequest, FinishRequest, WakeAt
+from router.state.events import RequestArrived
+from router.state.state import RouterState
+from router.state.view import WorkerView
+from simulator.traces.recorded import steps
+from simulator.traces.trace_rows import NumberedLine
 
 Senders = Mapping[tuple[str, int], str]  # (request id, attempt) -> its prefill worker
 

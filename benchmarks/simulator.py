@@ -17,13 +17,13 @@ from pathlib import Path
 
 from pdserve.core.types import Slo
 from pdserve.profiles import load_profile
-from router.settings import RouterSettings
-from simulator.cluster import make_workers
+from router.state.settings import RouterSettings
+from simulator.cluster.world import World
 from simulator.model import SimConfig, Trace
-from simulator.reshape import Reshaped, first, rate_scaled
-from simulator.synthetic import Poisson, log_normal
-from simulator.traces import FileTrace
-from simulator.world import World
+from simulator.search.layouts import make_workers
+from simulator.traces.files import FileTrace
+from simulator.traces.reshape import Reshaped, first, rate_scaled
+from simulator.traces.workloads import Poisson, log_normal
 
 PROFILE = "h100-sxm.llama-3.1-8b.bf16"
 FILE = "mooncake_conversation.jsonl"

@@ -29,17 +29,17 @@ import torch
 from tokenizers import Tokenizer
 
 from decode_worker.batching import DecodeBatching
-from decode_worker.chunking import ChunkRule
-from decode_worker.drafting import DraftRule
+from decode_worker.planning import ChunkRule
+from decode_worker.speculation import DraftRule
 from pdserve.config import WorkerConfig
 from pdserve.core.attempt import Attempt, AttemptKey, EndRule
-from pdserve.core.blocks import BlockAllocator
-from pdserve.core.latency import CostModel, CostPrior
+from pdserve.core.cost.latency import CostModel, CostPrior
+from pdserve.core.kv.blocks import BlockAllocator
 from pdserve.core.protocol import TokenRow
 from pdserve.core.types import Role, Sampling, TokenOut
-from pdserve.engine.device_defaults import with_device_defaults
 from pdserve.engine.interface import Engine, OnLayer, Row, RowOut, kept
-from pdserve.engine.load import load_engine
+from pdserve.engine.load_engine import load_engine
+from pdserve.engine.memory.plan import with_device_defaults
 from pdserve.worker.calibrate import measure_cost
 
 MODEL = Path(__file__).parents[1] / "pdserve" / "models" / "stdlib-5m"

@@ -36,20 +36,20 @@ import torch
 from benchmarks.structured import EOS, LARGE, large_folder
 from decode_worker.program import DecodeProgram
 from pdserve.config import WorkerConfig
+from pdserve.core.access.proof import ClusterSecret
 from pdserve.core.grammar import Grammar, GrammarKind
-from pdserve.core.proof import ClusterSecret
 from pdserve.core.types import Role, Sampling, TokenOut
-from pdserve.engine import grammars
-from pdserve.engine.build_engine import open_torch_engine
 from pdserve.engine.gpu import resample
-from pdserve.engine.gpu.buckets import buckets_for
 from pdserve.engine.gpu.engine import GraphEngine
-from pdserve.engine.gpu.static import StaticDecode
+from pdserve.engine.gpu.graphs import StaticDecode
+from pdserve.engine.gpu.kernels.fixed_shapes import buckets_for
 from pdserve.engine.interface import Row, RowOut
+from pdserve.engine.load.build_engine import open_torch_engine
+from pdserve.engine.sampling import grammars
 from pdserve.text.tokenizer import load_tokenizer
 from pdserve.v1 import worker_pb2
 from pdserve.wire.convert import sampling_to_proto
-from pdserve.worker.context import ProgramContext
+from pdserve.worker.interface import ProgramContext
 
 SESSION: Final = 1
 SECRET: Final = "0" * 64
@@ -196,7 +196,7 @@ def opened(folder: Path, most_rows: int, num_blocks: int) -> Iterator[tuple[Deco
     )
     tokenizer = load_tokenizer(str(folder))
     stubs = Stubs(tokenizer)
-    with mock.patch.object(resample.Resampler, "warm"), mock.patch.object(resample, "forbid", stubs.forbid):
+    with mock.patch.object(resample.Resampler, "warm"), mock.patch.object(resample, "forbid_tokens", stubs.forbid):
         eager = open_torch_engine(config)
         eager.step = NoPrompts(tokenizer)  # type: ignore[method-assign]
         decode = StaticDecode(

@@ -22,9 +22,8 @@ from unittest import mock
 
 from benchmarks.engine.decode_steps import WARM, DecodeSteps, engines, parse_flags
 from benchmarks.engine.report import table
-from pdserve.engine.kernels import openmp
-from pdserve.engine.kernels.program import KernelProgram
-from pdserve.engine.kernels.task import name_of
+from pdserve.engine.cpu.kernels import task
+from pdserve.engine.cpu.kernels.task import KernelProgram, name_of
 from pdserve.engine.torch_engine import TorchEngine
 
 
@@ -75,7 +74,7 @@ def one_by_one(program: KernelProgram) -> list[tuple[str, float]]:
         kernel = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(call.address)
         began_s = time.perf_counter()
         if call.is_shared:
-            openmp.run(kernel, call.task)
+            task.run(kernel, call.task)
         else:
             kernel(call.task)
         found.append((name_of(call.address), time.perf_counter() - began_s))

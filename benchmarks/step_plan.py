@@ -19,12 +19,12 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from decode_worker.batching import DecodeBatching
-from decode_worker.chunking import ChunkRule
+from decode_worker.planning import ChunkRule
 from decode_worker.step import DecodeStep
 from pdserve.core.attempt import Attempt, AttemptKey, EndRule
-from pdserve.core.blocks import BlockAllocator
-from pdserve.core.latency import CostModel
-from pdserve.core.percentiles import nearest_rank
+from pdserve.core.cost.latency import CostModel
+from pdserve.core.kv.blocks import BlockAllocator
+from pdserve.core.results import nearest_rank
 from pdserve.core.types import Sampling, TokenOut
 from pdserve.engine.interface import RowOut
 from pdserve.profiles import load_profile

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from benchmarks.engine.decode_steps import WARM, DecodeSteps, engines, parse_flags
 from benchmarks.engine.report import table
-from pdserve.engine.linear import Linear
-from pdserve.engine.ops import quantise
-from pdserve.engine.parameters import MlpWeights
+from pdserve.engine.cpu.ops import quantise
+from pdserve.engine.model.linear import Linear
+from pdserve.engine.model.parameters import MlpWeights
 from pdserve.engine.torch_engine import TorchEngine
 
 ROUND: Final[dict[str, Callable[[Tensor], tuple[Tensor, ...]]]] = {

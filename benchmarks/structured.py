@@ -34,8 +34,8 @@ from pdserve.config import WorkerConfig
 from pdserve.core.grammar import Grammar, GrammarKind
 from pdserve.core.types import Role, Sampling
 from pdserve.engine.interface import Engine, Row
-from pdserve.engine.load import load_engine
-from pdserve.engine.matchers import Matchers
+from pdserve.engine.load_engine import load_engine
+from pdserve.engine.sampling.grammars import Matchers
 from pdserve.structured.compile import Compiler
 from pdserve.text.tokenizer import Tokenizer, load_tokenizer
 from tests.unit.structured.judge import why_invalid

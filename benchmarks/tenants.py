@@ -20,16 +20,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from pdserve.core.key_file import Tenant
-from pdserve.core.percentiles import nearest_rank
+from pdserve.core.access.key_file import Tenant
+from pdserve.core.results import nearest_rank
 from pdserve.core.types import Slo
 from pdserve.profiles import load_profile
-from router.quotas import BURST_S
-from router.settings import RouterSettings
-from simulator.cluster import make_workers
+from router.service.tenants import BURST_S
+from router.state.settings import RouterSettings
+from simulator.cluster.world import simulate
 from simulator.model import RequestRow, SimConfig, TraceRequest
-from simulator.synthetic import Poisson, log_normal
-from simulator.world import simulate
+from simulator.search.layouts import make_workers
+from simulator.traces.workloads import Poisson, log_normal
 
 PROFILE: Final = "h100-sxm.llama-3.1-8b.bf16"
 SLO: Final = Slo(ttft_s=1.0, tpot_s=0.05)

@@ -40,7 +40,7 @@ BUNDLED: Final = Path(__file__).parent.parent / "pdserve/models/stdlib-5m"
 
 def child(part: str, model: str, dtype: str, seconds: float) -> None:
     """Prints tokens per second, from a line on standard input until `seconds` later."""
-    from pdserve.engine.build_engine import open_torch_engine
+    from pdserve.engine.load.build_engine import open_torch_engine
 
     threads = int(os.environ["OMP_NUM_THREADS"])
     engine = open_torch_engine(

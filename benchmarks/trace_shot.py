@@ -18,7 +18,7 @@ from playwright.sync_api import sync_playwright
 
 from benchmarks.clients.programs import python_of
 from pdserve import Client
-from pdserve.core.phases import Phase
+from pdserve.core.results import Phase
 from pdserve.launch.running import Running
 from pdserve.telemetry import names
 from tests.support.phoenix import Phoenix, running_phoenix

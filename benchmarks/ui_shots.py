@@ -20,8 +20,7 @@ from typing import Any, Final
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from pdserve.client.results import Explanation
-from pdserve.core.live import LiveFrame
-from pdserve.core.log_line import LogLine
+from pdserve.core.live import LiveFrame, LogLine
 from pdserve.top.app import TopApp
 from tests.support.ui_browser import find_chromium, launch, wait_for_draws, wait_until
 from tests.support.ui_frames import FrameSource, Load, frame_from_json

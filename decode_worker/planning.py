@@ -7,21 +7,179 @@ other sequence needs soon, and never preempt one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Final, final
 
-from decode_worker.async_step import step_after
-from decode_worker.chunking import ChunkRule
-from decode_worker.decode_sequence import DecodeSequence
-from decode_worker.drafter import Drafter
-from decode_worker.lifecycle import DecodeStage
+from decode_worker.decode_sequence import DecodeSequence, DecodeStage
 from decode_worker.sequence_table import SequenceTable
-from decode_worker.slack import step_allowance
-from decode_worker.step import Continuation, DecodeStep, places_in
+from decode_worker.speculation import DraftRule, NgramProposer
+from decode_worker.step import Continuation, DecodeStep, places_in, step_after
+from pdserve.core.attempt import EndRule
+from pdserve.core.cost.latency import CostModel
+from pdserve.core.cost.step_rule import (
+    DUE_SHARE,
+    LEAST_CHUNK,
+    LONGEST_GAP,
+    Allowance,
+    Pending,
+    chunk_tokens,
+    divide,
+    due_at_s,
+    held_share,
+    is_worth_waiting,
+    step_limit,
+)
 from pdserve.core.effects import StepAccount
-from pdserve.core.memory_price import held_share
-from pdserve.core.prompt_order import Pending, divide, due_at_s
-from pdserve.core.step_rule import Allowance
+
+# --- slack ----------------------------------------------------------------------------------------------------
+# How long a step may take so that its decode rows still meet their TPOT targets.
+#
+# TPOT is a mean over an answer, so each token has a due time: the n-th token after the first is due n TPOT targets
+# after the first. A sequence that is ahead of its due times has slack for one long step. So has a sequence that can
+# catch up afterwards, because steps without prompt tokens are shorter than its target. A sequence that is further
+# behind must be faster than its target, on average, until its end.
+
+HORIZON: Final = 16  # tokens in which a sequence must catch up; with more, its answer would depend on later load
+PACE: Final = 1.2  # assumed time of each of these tokens, in decode steps, because other prompts also need chunks
+
+
+def step_allowance(decoding: Sequence[DecodeSequence], now_s: float, decode_s: float) -> Allowance:
+    """The longest step that starts at `now_s` and lets each of `decoding` meet its TPOT target.
+
+    `decode_s` is the time of a step of these rows alone. A sequence that would be late even if it only decoded until
+    its end, or whose target is shorter than `decode_s`, limits the step only by its longest gap.
+    """
+    allowed_s = longest_gap_s = least_target_s = math.inf
+    tpot_s = longest_s = None
+    token_s = spare_s = most_spare_s = 0.0
+    for each in decoding:
+        attempt = each.attempt
+        # Most sequences have the targets of the one before them, so this is computed once.
+        if attempt.tpot_s != tpot_s or attempt.itl_s != longest_s:
+            tpot_s, longest_s = attempt.tpot_s, attempt.itl_s
+            if tpot_s is not None:
+                token_s = DUE_SHARE * tpot_s
+                spare_s = max(0.0, token_s - PACE * decode_s)
+                most_spare_s = (HORIZON - 1) * spare_s
+                longest_gap_s = min(
+                    longest_gap_s, LONGEST_GAP * max(tpot_s, decode_s) if longest_s is None else longest_s
+                )
+        if tpot_s is None:
+            continue
+        num_tokens = len(each.tokens)
+        num_output, left = num_tokens - each.prompt_len, each.ends_at - num_tokens
+        # The time until the next token is due, and what the tokens after it can make up for.
+        slack_s = each.first_token_at_s + num_output * token_s - now_s
+        slack_s += most_spare_s if left >= HORIZON else (left - 1) * spare_s
+        if slack_s < token_s:
+            # Per token, until the end.
+            left = max(left, 1)
+            mean_s = (each.first_token_at_s + (num_output - 1 + left) * tpot_s - now_s) / left
+            if mean_s < decode_s:
+                continue
+            slack_s = min(token_s, mean_s)
+        if slack_s < allowed_s:
+            allowed_s = slack_s
+        if token_s < least_target_s:
+            least_target_s = token_s
+    if longest_gap_s == math.inf:
+        return Allowance(None)
+    gain_s = least_target_s - decode_s if least_target_s < math.inf else 0.0
+    return Allowance(min(allowed_s, longest_gap_s), longest_gap_s, gain_s)
+
+
+# --- chunking -------------------------------------------------------------------------------------------------
+# The worker's side of the step rule: its cost model, which learns from each step, and the sizes of chunks.
+
+
+@final
+class ChunkRule:
+    """Chooses chunks of `least` to `most` tokens. `cost` learns from each step."""
+
+    def __init__(self, cost: CostModel, *, most: int, least: int = LEAST_CHUNK) -> None:
+        self.cost = cost
+        self._least = min(least, most)
+        self._most = most
+
+    def longest(
+        self, *, rows: int, context_tokens: int, allowed_s: float | None, held_share: float = 0.0
+    ) -> Callable[[int], int]:
+        """For a step with `rows` decode rows over `context_tokens`: a function that gives the most tokens of one
+        prompt, of which so many tokens are already computed. See pdserve.core.cost.step_rule."""
+        cost, most = self.cost, self._most
+        if rows == 0:
+            return lambda _: most
+        limit = step_limit(
+            cost,
+            decode_s=cost.decode_s(rows, context_tokens),
+            allowed_s=allowed_s,
+            held_share=held_share,
+            least=self._least,
+            most=most,
+        )
+        return lambda cached: chunk_tokens(
+            cost, limit, rows=rows, context_tokens=context_tokens, cached=cached, most=most
+        )
+
+    def is_worth_waiting(
+        self, allowance: Allowance, *, rows: int, context_tokens: int, wanted: int, held_share: float = 0.0
+    ) -> bool:
+        """Whether the next step should have no prompt tokens; see pdserve.core.cost.step_rule."""
+        decode_s = self.cost.decode_s(rows, context_tokens)
+        return rows > 0 and is_worth_waiting(
+            self.cost, allowance, decode_s=decode_s, held_share=held_share, wanted=wanted, most=self._most
+        )
+
+    def observe(self, account: StepAccount, step_s: float) -> None:
+        self.cost.observe_batch(account.timed(step_s))
+
+
+# --- drafter --------------------------------------------------------------------------------------------------
+# Chooses the drafts of decode rows: n-grams from their own text, if they pay, fit into memory and are allowed.
+
+
+@final
+class Drafter:
+    def __init__(self, rule: DraftRule, sequences: SequenceTable, end_rule: EndRule) -> None:
+        self._rule = rule
+        self._sequences = sequences
+        self._end_rule = end_rule
+
+    def draft(
+        self, decoding: list[DecodeSequence], context_tokens: int, tpot_s: float | None
+    ) -> list[list[int]] | None:
+        """The drafts of each decode row, with allocated blocks; None if drafts do not pay."""
+        least = self._rule.least_probability(len(decoding))
+        drafts: list[list[int]] = []
+        probabilities: list[list[float]] = []
+        for sequence in decoding:
+            if sequence.proposer is None:
+                sequence.proposer = NgramProposer()
+            sequence.proposer.read(sequence.tokens)
+            probabilities.append(sequence.proposer.accept_probabilities(self._rule.most, least))
+            drafts.append(self._cut(sequence, sequence.proposer.propose(sequence.tokens, len(probabilities[-1]))))
+            del probabilities[-1][len(drafts[-1]) :]
+        counts = self._rule.counts(probabilities, context_tokens=context_tokens, tpot_s=tpot_s)
+        if counts is None:
+            return None
+        for sequence, draft, count in zip(decoding, drafts, counts, strict=True):
+            del draft[self._sequences.room_for(sequence, count) :]
+        return drafts if any(drafts) else None
+
+    def _cut(self, sequence: DecodeSequence, draft: list[int]) -> list[int]:
+        """Cuts drafts after a token that ends the text."""
+        sampling = sequence.attempt.sampling
+        room = min(
+            sampling.max_tokens - sequence.num_output - 1, self._end_rule.max_context_tokens - len(sequence.tokens) - 1
+        )
+        for index, token in enumerate(draft[: max(0, room)]):
+            if self._end_rule.is_end(sampling, token):
+                return draft[:index]
+        return draft[: max(0, room)]
+
+
+# --- planning -------------------------------------------------------------------------------------------------
 
 MAX_CONSECUTIVE_WAITS: Final = 16  # steps in which prompts wait for slack; new rows have none, so waits must be bounded
 

@@ -9,38 +9,74 @@ from functools import partial
 from typing import Any, final
 
 from decode_worker.batching import DecodeBatching
-from decode_worker.checking import KvCheck
-from decode_worker.chunking import ChunkRule
-from decode_worker.drafting import DraftRule
-from decode_worker.token_rows import join_rows, responses_by_router
-from kvtransfer import issuer
-from kvtransfer.copy_streams import CopyLimits
-from kvtransfer.endpoint import make_receiver
-from kvtransfer.fault_injector import make_fault_injector
-from kvtransfer.grants import check_movable, encode_grant, fingerprint_of
-from kvtransfer.rank_endpoints import joined_receiver
-from kvtransfer.stats import events
-from kvtransfer.transport import Received, ReceiveOutcome, Receiver
+from decode_worker.planning import ChunkRule
+from decode_worker.sequence_table import KvCheck
+from decode_worker.speculation import DraftRule
+from kvtransfer.devices import issuer
+from kvtransfer.devices.copy_streams import CopyLimits
+from kvtransfer.faults.injector import make_fault_injector
+from kvtransfer.link.endpoint import make_receiver
+from kvtransfer.protocol.grants import check_movable, encode_grant, fingerprint_of
+from kvtransfer.protocol.transport import Received, ReceiveOutcome, Receiver, events
+from kvtransfer.ranks.rank_endpoints import joined_receiver
 from pdserve.config import WorkerConfig
 from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
 from pdserve.core.attempt import AttemptKey, FailureKind
+from pdserve.core.cost.latency import CostModel
+from pdserve.core.effects import PlainSampled
 from pdserve.core.errors import PdserveError
-from pdserve.core.grant import Grant, TransferKey
-from pdserve.core.latency import CostModel
-from pdserve.core.stamps import BlockStamps
+from pdserve.core.kv.kv_shape import Grant, TransferKey
+from pdserve.core.kv.stamps import BlockStamps
+from pdserve.core.protocol import TokenRow
 from pdserve.core.types import Role
 from pdserve.engine.interface import Engine
-from pdserve.engine.load import load_engine
-from pdserve.engine.rejected_joins import rejected_joins
+from pdserve.engine.load_engine import load_engine
+from pdserve.engine.ranks.rejected_joins import rejected_joins
 from pdserve.telemetry import metric_names
 from pdserve.v1 import transfer_pb2, worker_pb2
 from pdserve.v1.transfer_pb2_grpc import add_TransferServiceServicer_to_server
-from pdserve.wire.protocol import FINGERPRINT
-from pdserve.worker.context import ProgramContext
+from pdserve.wire.protocol import FINGERPRINT, TOKEN_ROW
+from pdserve.worker import messages
 from pdserve.worker.host import WorkerHost
-from pdserve.worker.intake import key_of
+from pdserve.worker.interface import ProgramContext
+from pdserve.worker.messages import key_of
 from pdserve.worker.program import RoleProgram
+
+# --- token rows -----------------------------------------------------------------------------------------------
+# Joins the token rows of one call by attempt, and puts them into one message for each router. No I/O.
+
+
+def join_rows(rows: Iterable[TokenRow]) -> list[TokenRow]:
+    """Joins the rows of each attempt. With accepted drafts, a step yields several tokens."""
+    joined: list[TokenRow] = []
+    for row in rows:
+        last = joined[-1] if joined else None
+        if last is None or last.key != row.key:
+            joined.append(replace(row))
+            continue
+        last.tokens += row.tokens
+        last.finish = row.finish
+        last.decode_s += row.decode_s
+        last.preemptions += row.preemptions
+    return joined
+
+
+def responses_by_router(
+    rows: Iterable[TokenRow], plain: Iterable[PlainSampled]
+) -> dict[int, worker_pb2.AttachResponse]:
+    """One message for each router, by the number of its stream."""
+    by_router: dict[int, worker_pb2.AttachResponse] = {}
+    for columns in plain:
+        for router, tokens in messages.plain_tokens(columns):
+            by_router[router] = worker_pb2.AttachResponse(tokens=worker_pb2.Tokens(plain=tokens))
+    for row in rows:
+        response = by_router.setdefault(row.key.router, worker_pb2.AttachResponse())
+        response.tokens.rows.append(TOKEN_ROW.encode(row))
+    return by_router
+
+
+# --- program --------------------------------------------------------------------------------------------------
 
 log = logging.getLogger(__name__)
 

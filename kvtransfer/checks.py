@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from pdserve.core.check_result import CheckResult
-from pdserve.core.extras import EXTRAS, advice, missing
+from pdserve.core.installation import EXTRAS, CheckResult, advice, missing
 
 _SHARED_HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 

@@ -23,17 +23,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, final
 
-from kvtransfer.endpoint import make_receiver, make_sender
-from kvtransfer.grants import PROTOCOL
-from kvtransfer.transport import SendOutcome, Sent
+from kvtransfer.link.endpoint import make_receiver, make_sender
+from kvtransfer.protocol.grants import PROTOCOL
+from kvtransfer.protocol.transport import SendOutcome, Sent
 from kvtransfer.transports.registry import TRANSPORTS
 from pdserve.config import SECRET_ENV, forget_secrets, from_env
+from pdserve.core.access.proof import NONCE_BYTES, CallChecker, ClusterSecret
 from pdserve.core.errors import PdserveError, TransferFailed
-from pdserve.core.grant import Fingerprint, Grant, TransferKey
-from pdserve.core.kv_shape import KvShape
-from pdserve.core.proof import NONCE_BYTES, CallChecker, ClusterSecret
-from pdserve.engine.host_memory import HostMemory
+from pdserve.core.kv.kv_shape import Fingerprint, Grant, KvShape, TransferKey
 from pdserve.engine.interface import KvPool
+from pdserve.engine.memory.host import HostMemory
 from pdserve.v1.transfer_pb2_grpc import add_TransferServiceServicer_to_server
 from pdserve.wire.peer_server import listen, make_peer_server, server_options
 
@@ -167,8 +166,8 @@ def _pool(device: str) -> KvPool:
         return ProbePool()
     import torch
 
-    from pdserve.engine.device import use_device
-    from pdserve.engine.pool import BlockShape, TorchPool
+    from pdserve.engine.load.device import use_device
+    from pdserve.engine.memory.pool import BlockShape, TorchPool
 
     use_device(torch.device(device))
     shape = BlockShape(

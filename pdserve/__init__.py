@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
-from pdserve.core.version import VERSION
+from pdserve.core.installation import VERSION
 
 if TYPE_CHECKING:
     from pdserve.client.aio import AsyncClient as AsyncClient

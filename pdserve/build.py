@@ -12,7 +12,7 @@ from typing import Final
 
 from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_text
 from pdserve.core.errors import ConfigError
-from pdserve.core.version import UNKNOWN_BUILD, VERSION
+from pdserve.core.installation import UNKNOWN_BUILD, VERSION
 
 BUILD_FILE: Final = "build.txt"  # in a wheel, beside this module
 _BUILD: Final = re.compile(r"[A-Za-z0-9.]{1,20}")

@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_text
-from pdserve.core.bearer import check_token
+from pdserve.core.access.hosts import PORTS, check_endpoint, check_token, is_loopback_host
 from pdserve.core.durations import DAY_S
 from pdserve.core.errors import ConfigError
-from pdserve.core.hosts import PORTS, check_endpoint, is_loopback_host
 from pdserve.core.policies import POLICIES
-from pdserve.core.setting import LARGEST_COUNT, check_fields, setting
-from pdserve.core.tls_settings import CallerTlsSettings, TlsSettings, check_tls
+from pdserve.core.setting import LARGEST_COUNT, CallerTlsSettings, TlsSettings, check_fields, check_tls, setting
 
 TRANSPORTS: Final = ("auto", "shm", "tcp", "nccl", "cuda_ipc", "nixl")
 DTYPES: Final = ("auto", "float32", "bfloat16", "int8", "int4", "fp8")

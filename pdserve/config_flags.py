@@ -19,8 +19,7 @@ from typing import Any, Final, NoReturn, TypeVar
 from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_text
 from pdserve.config import LOG_LEVEL_ENV, LOG_LEVELS, GatewayConfig, RouterConfig, WorkerConfig, from_env
 from pdserve.core.errors import ConfigError, shortened
-from pdserve.core.nearest import did_you_mean, nearest
-from pdserve.core.setting import is_hidden, live_names
+from pdserve.core.setting import did_you_mean, is_hidden, live_names, nearest
 from pdserve.core.urls import hide_password
 
 Config = TypeVar("Config", WorkerConfig, RouterConfig, GatewayConfig)

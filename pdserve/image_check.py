@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from pdserve.core.extras import advice, command, missing
+from pdserve.core.installation import advice, command, missing
 
 #: Distributions for one major version of CUDA, which their name contains. Those of a kind own the same files.
 _FOR_ONE_CUDA: Final = (re.compile(r"cupy-cuda(\d+)x"), re.compile(r"nvidia-nccl-cu(\d+)"))
@@ -139,7 +139,7 @@ def a_kernel_compiles() -> Iterator[str]:
         import triton
         from triton.backends.compiler import GPUTarget
 
-        from pdserve.engine.gpu import forbid
+        from pdserve.engine.gpu import resample
     except (ImportError, OSError) as error:
         yield f"Triton cannot be imported ({error}): {advice(cuda_extra())}"
         return
@@ -158,7 +158,7 @@ def a_kernel_compiles() -> Iterator[str]:
     logits, words = torch.empty(1, 128, device="meta"), torch.empty(1, 4, dtype=torch.int32, device="meta")
     row = torch.empty(1, dtype=torch.int64, device="meta")
     try:
-        kernel: Any = forbid._forbid
+        kernel: Any = resample._forbid
         kernel.warmup(logits, words, row, 128, 4, 128, BLOCK=128, grid=(1, 1))
     except Exception as error:  # any error of a compiler and its assembler
         yield f"no kernel compiles for sm_90: {type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Reads and replaces a key file on disk. The format is in pdserve/core/key_file.py.
+"""Reads and replaces a key file on disk. The format is in pdserve/core/access/key_file.py.
 
 Whoever can write the file can add a key, so it must belong to this user or to root, and nobody else may write it.
 """
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from pdserve.bounded_file import opened
+from pdserve.core.access.key_file import MAX_FILE_BYTES, read
 from pdserve.core.errors import ConfigError
-from pdserve.core.key_file import MAX_FILE_BYTES, read
 
 NEW_FILE_MODE: Final = 0o600
 

@@ -15,11 +15,11 @@ from typing import Any, Final, Protocol, final
 
 from pdserve.config import LOG_LEVEL_ENV, SECRETS, GatewayConfig, RouterConfig, WorkerConfig, forget_secrets
 from pdserve.config_flags import Config, log_flags, parse_flags, with_file
+from pdserve.core.access.hosts import is_loopback_host
 from pdserve.core.errors import PdserveError
-from pdserve.core.extras import missing
-from pdserve.core.hosts import is_loopback_host
+from pdserve.core.installation import missing
 from pdserve.core.setting import live_names
-from pdserve.descriptors import allow_descriptors, needed_by
+from pdserve.listening import allow_descriptors, needed_by
 from pdserve.model_source import find_model
 from pdserve.progress import is_on_terminal
 from pdserve.telemetry.logs import log_level, log_to_stderr

@@ -1,8 +1,8 @@
 """Chooses the prompt chunks of a step, and allocates and frees the memory of prompts. Pure: time is passed as `now_s`.
 
-A prompt waits in the inbox, is computed in chunks, and keeps its blocks until its KV has been sent. lifecycle.py has
-its stages, and pdserve/core/prompt_order.py decides which prompt comes first. If the first token is also the last one,
-the KV is not sent.
+A prompt waits in the inbox, is computed in chunks, and keeps its blocks until its KV has been sent. prefill_sequence.py
+has its stages, and pdserve/core/cost/step_rule.py decides which prompt comes first. If the first token is also the last
+one, the KV is not sent.
 
 All blocks of a prompt are allocated when its computation starts, so memory cannot run out half-way. From then on a
 sender may read them, so they are freed only after `sent` was called. When a prompt starts, prefill_worker/pushing.py
@@ -23,7 +23,7 @@ from pdserve.core.attempt import (
     blocks_for,
     shareable_blocks,
 )
-from pdserve.core.blocks import BlockAllocator
+from pdserve.core.cost.step_rule import Pending, PromptOrder, divide, due_at_s
 from pdserve.core.effects import (
     BlocksDone,
     PrefillEffect,
@@ -33,13 +33,12 @@ from pdserve.core.effects import (
     StepAccount,
     TransferLost,
 )
-from pdserve.core.prompt_order import Pending, PromptOrder, divide, due_at_s
+from pdserve.core.kv.blocks import BlockAllocator
+from pdserve.core.kv.stamps import content_hash64
 from pdserve.core.protocol import AttemptFailed, FirstToken, Load, Refused, Released
-from pdserve.core.stamps import content_hash64
 from pdserve.core.types import TokenOut
 from pdserve.engine.interface import RowOut
-from prefill_worker.lifecycle import PrefillMove, PrefillStage
-from prefill_worker.prefill_sequence import PrefillSequence, PrefillStep
+from prefill_worker.prefill_sequence import PrefillMove, PrefillSequence, PrefillStage, PrefillStep
 from prefill_worker.pushing import PushRule
 
 

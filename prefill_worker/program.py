@@ -9,35 +9,33 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, final
 
-from kvtransfer import issuer
-from kvtransfer.copy_streams import CopyLimits
-from kvtransfer.endpoint import make_sender
-from kvtransfer.fault_injector import make_fault_injector
-from kvtransfer.grants import check_movable, decode_grant, fingerprint_of, shape_of
-from kvtransfer.rank_endpoints import joined_sender
-from kvtransfer.stats import events
-from kvtransfer.transport import Sender, SendOutcome, Sent, Text
+from kvtransfer.devices import issuer
+from kvtransfer.devices.copy_streams import CopyLimits
+from kvtransfer.faults.injector import make_fault_injector
+from kvtransfer.link.endpoint import make_sender
+from kvtransfer.protocol.grants import check_movable, decode_grant, fingerprint_of, shape_of
+from kvtransfer.protocol.transport import Sender, SendOutcome, Sent, Text, events
+from kvtransfer.ranks.rank_endpoints import joined_sender
 from pdserve.config import WorkerConfig
 from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
 from pdserve.core.attempt import Attempt, AttemptKey, FailureKind
+from pdserve.core.cost.latency import CostModel
+from pdserve.core.cost.overlap import hidden_share
+from pdserve.core.cost.step_rule import PromptOrder
 from pdserve.core.errors import ConfigError, InvalidRequest, PdserveError
-from pdserve.core.grant import Grant
-from pdserve.core.hashing import chain_key
-from pdserve.core.kv_shape import is_same_bytes
-from pdserve.core.latency import CostModel
-from pdserve.core.overlap import hidden_share
-from pdserve.core.prompt_order import PromptOrder
-from pdserve.core.stamps import BlockStamps
+from pdserve.core.kv.hashing import chain_key
+from pdserve.core.kv.kv_shape import Grant, is_same_bytes
+from pdserve.core.kv.stamps import BlockStamps
 from pdserve.core.types import Role
 from pdserve.engine.interface import Engine, OnLayer
-from pdserve.engine.load import load_engine
-from pdserve.engine.rejected_joins import rejected_joins
+from pdserve.engine.load_engine import load_engine
+from pdserve.engine.ranks.rejected_joins import rejected_joins
 from pdserve.telemetry import metric_names
 from pdserve.v1 import transfer_pb2, worker_pb2
 from pdserve.wire.protocol import FINGERPRINT
-from pdserve.worker.context import ProgramContext
 from pdserve.worker.host import WorkerHost
+from pdserve.worker.interface import ProgramContext
 from pdserve.worker.program import RoleProgram
 from prefill_worker.batching import PrefillBatching
 from prefill_worker.prefill_sequence import PrefillStep

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, final
 
+from pdserve.core.cost.latency import TYPICAL_TRANSFER_BYTES, CostPrior, Fit, LinkModel
+from pdserve.core.cost.overlap import grouped_s
 from pdserve.core.effects import StepAccount
-from pdserve.core.fit import Fit
-from pdserve.core.latency import TYPICAL_TRANSFER_BYTES, CostPrior, LinkModel
-from pdserve.core.overlap import grouped_s
 
 MESSAGE_S: Final = 1e-4  # cost of a further part at both ends; benchmarks/overlap/ measures it
 DEVICE_MESSAGE_S: Final = 5e-4  # between GPUs: launches, events and messages of both ends; estimated, not measured

@@ -10,7 +10,7 @@ from pdserve.program import Host, run
 
 def make(config: RouterConfig) -> Host:
     # Imported here, because `--help` must work without the packages of the extra `server`.
-    from router.program import make_router
+    from router.service.program import make_router
 
     return make_router(config)
 

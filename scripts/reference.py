@@ -18,18 +18,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from decode_worker import lifecycle as decode_lifecycle
+from decode_worker import decode_sequence as decode_lifecycle
 from pdserve.cli.main import HELPS, make_parsers
 from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
 from pdserve.core.setting import NAME, Range
-from pdserve.gateway.field_support import IGNORED, MODELS, REJECTED, Endpoint
-from pdserve.gateway.response_fields import ADDED, EMPTY, FILLED, Answer
+from pdserve.gateway.api.field_support import IGNORED, MODELS, REJECTED, Endpoint
+from pdserve.gateway.api.response_fields import ADDED, EMPTY, FILLED, Answer
 from pdserve.launch.keys import COMPUTED, TOP
 from pdserve.launch.report import LogLimits
 from pdserve.launch.spec import NUM_WORKERS, ClusterSpec
 from pdserve.telemetry.metric_names import METRICS, LabelValues, MetricSpec
 from pdserve.telemetry.names import ATTRIBUTES, SPANS
-from prefill_worker import lifecycle as prefill_lifecycle
+from prefill_worker import prefill_sequence as prefill_lifecycle
 
 COMMAND: Final = "make reference"
 FOLDER: Final = "docs/reference"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from pdserve.core.percentiles import nearest_rank
+from pdserve.core.results import nearest_rank
 from pdserve.core.types import Role
 from simulator.model import RequestRow, SimResult, WorkerRow
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from pdserve.core.access.key_file import Tenant
+from pdserve.core.cost.latency import CostPrior
 from pdserve.core.errors import ConfigError
-from pdserve.core.key_file import Tenant
-from pdserve.core.latency import CostPrior
 from pdserve.core.types import Path, Role, Slo
-from router.quotas import BURST_S
-from router.settings import RouterSettings
+from router.service.tenants import BURST_S
+from router.state.settings import RouterSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +165,7 @@ class SimConfig:
 
 @dataclass(slots=True, kw_only=True)
 class RequestRow:
-    """The result of one request. `outcome` is a value of router.commands.Outcome."""
+    """The result of one request. `outcome` is a value of router.state.commands.Outcome."""
 
     number: int  # in the trace
     arrival_s: float
@@ -213,7 +213,7 @@ class WorkerRow:
     stranded_token_s: float = 0.0  # the part that is not computed, transferred or decoded
     preemptions: int = 0
     #: Shares of its time, in intervals of `shares_width_s`: steps that only prefill, mixed ones, and ones that only
-    #: decode (simulator/over_time.py).
+    #: decode (simulator/cluster/tally.py).
     shares_width_s: float = 0.0
     shares: Sequence[Sequence[float]] = ()
 
@@ -249,7 +249,7 @@ class SimResult:
 
 
 class Simulate(Protocol):
-    """`simulator.world.simulate`.
+    """`simulator.cluster.world.simulate`.
 
     `on_ended` is called with each row as it ends, whatever its outcome. If it returns False, the run stops, and the
     remaining requests stay "unfinished". So a search need not complete runs whose result is known.

@@ -88,8 +88,8 @@ def report() -> None:
     """One line of JSON; oneDNN prints its own when it first multiplies."""
     import torch
 
-    from pdserve.engine.kernels import jit, rows
-    from pdserve.engine.linear import PackedLinear, weight_levels
+    from pdserve.engine.cpu.kernels import jit, rows
+    from pdserve.engine.model.linear import PackedLinear, weight_levels
 
     PackedLinear(torch.ones(64, 64), None)(torch.ones(4, 64))
     x = torch.ones(1, 64)

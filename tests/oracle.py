@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from pdserve.core.types import Sampling
-from pdserve.engine.sampling import Draw, sample
+from pdserve.engine.sampling.sampler import Draw, sample
 
 TIE: Final = 1e-5  # of the standard deviation of the position's logits; float32 errs by up to 7e-6 of it
 MAX_TIES: Final = 0.01  # of the positions that are judged together

@@ -14,7 +14,7 @@ from typing import Final
 from benchmarks.attacks.row import AttackResult, AttackRow, AttackTarget, is_closed
 from pdserve.config import RouterConfig
 from pdserve.telemetry import metric_names
-from pdserve.wire.port_options import HANDSHAKE_S
+from pdserve.wire.peer_server import HANDSHAKE_S
 
 NUM_EACH: Final = 300
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # and empty settings

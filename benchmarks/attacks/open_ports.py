@@ -20,7 +20,7 @@ from typing import Any, Final
 import grpc
 
 from benchmarks.attacks.row import AttackResult, AttackRow, AttackTarget
-from kvtransfer.frames import Greeting
+from kvtransfer.protocol.frames import Greeting
 from pdserve.telemetry import metric_names
 from pdserve.v1 import (
     cluster_pb2,

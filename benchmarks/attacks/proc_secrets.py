@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from benchmarks.attacks.row import AttackResult, AttackRow, AttackTarget
-from pdserve.launch.open_ports import session_of
+from pdserve.launch.ports import session_of
 
 
 def attack(target: AttackTarget) -> AttackResult:

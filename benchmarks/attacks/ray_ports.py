@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.attacks.row import AttackResult, AttackRow, AttackTarget
-from pdserve.launch.open_ports import listeners, session_of
+from pdserve.launch.ports import listeners, session_of
 from pdserve.launch.running import Running
 
 START_S: Final = 300.0

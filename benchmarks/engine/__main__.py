@@ -34,7 +34,7 @@ from benchmarks.engine.report import Memory, limits_line, median_rate, peer_tabl
 from benchmarks.engine.turns import PROMPT_TOKENS, WARM_STEPS, PeerEngine, PeerFailed, Point, Turn, take_turns
 from benchmarks.engine.work import WEIGHT_BYTES, EngineWork, decode_work, prefill_work
 from pdserve.core.errors import PdserveError
-from pdserve.engine.config import ModelConfig, read_config
+from pdserve.engine.model.config import ModelConfig, read_config
 
 ROOT: Final = Path(__file__).parents[2]
 ROOM_TOKENS: Final = 128  # vLLM's block on a CPU: the KV of each sequence is rounded up to it

@@ -10,7 +10,7 @@ from typing import Final, final
 from benchmarks.engine.child import prompts
 from benchmarks.engine.peers import BLOCK_SIZE, step
 from pdserve.config import WorkerConfig
-from pdserve.engine.build_engine import open_torch_engine
+from pdserve.engine.load.build_engine import open_torch_engine
 from pdserve.engine.torch_engine import TorchEngine
 
 PROMPT_TOKENS: Final = 32

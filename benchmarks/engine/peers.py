@@ -20,8 +20,8 @@ import torch
 from benchmarks.engine.child import Orders, prompts, serve
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Sampling
-from pdserve.engine.build_engine import open_torch_engine
 from pdserve.engine.interface import Engine, Row
+from pdserve.engine.load.build_engine import open_torch_engine
 
 BLOCK_SIZE: Final = 16
 MATRIX_SIDE: Final = 2048

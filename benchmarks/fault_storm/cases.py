@@ -1,6 +1,6 @@
 """Chooses what happens to transfer number n of the fault storm, from the storm's seed and n alone. Pure.
 
-Two in five transfers meet a fault. It hits a frame or a process (kvtransfer.faults), or comes from an owner of the
+Two in five transfers meet a fault. It hits a frame or a process (kvtransfer.faults.plan), or comes from an owner of the
 transfer: the owner aborts, leaves gaps, never finishes, restarts, or does not report its failure to the other.
 """
 
@@ -13,9 +13,9 @@ from enum import Enum
 from functools import lru_cache
 from typing import Final
 
-from kvtransfer.faults import Fault, FaultKind, FaultPlan
-from kvtransfer.frames import Tag, tag_of
-from pdserve.core.grant import TransferKey
+from kvtransfer.faults.plan import Fault, FaultKind, FaultPlan
+from kvtransfer.protocol.frames import Tag, tag_of
+from pdserve.core.kv.kv_shape import TransferKey
 
 MAX_BLOCKS: Final = 24
 FAULT_SHARE: Final = 0.4

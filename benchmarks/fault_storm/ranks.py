@@ -1,7 +1,7 @@
 """A process of the fault storm as a worker of several tensor-parallel ranks: each rank has a pool of its own heads.
 
-Rank 0 is the leader's own transfer end. The others are controlled over real streams (kvtransfer/rank_server.py), as if
-they were separate processes. A kill ends all of them, because a worker that loses a rank ends.
+Rank 0 is the leader's own transfer end. The others are controlled over real streams (kvtransfer/ranks/rank_server.py),
+as if they were separate processes. A kill ends all of them, because a worker that loses a rank ends.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ import numpy as np
 import torch
 
 from benchmarks.fault_storm.storage import NUM_BLOCKS, Memory, Storage, content_hash_of
-from kvtransfer.fault_injector import FaultInjector
-from kvtransfer.grants import PROTOCOL
-from kvtransfer.joined import JoinedReceiver, JoinedSender
-from kvtransfer.rank_link import RankLink, RemoteReceiver, RemoteSender
-from kvtransfer.rank_server import RankServer
-from kvtransfer.transport import RankReceiver, RankSender, Text
+from kvtransfer.faults.injector import FaultInjector
+from kvtransfer.protocol.grants import PROTOCOL
+from kvtransfer.protocol.transport import RankReceiver, RankSender, Text
+from kvtransfer.ranks.rank_endpoints import JoinedReceiver, JoinedSender
+from kvtransfer.ranks.rank_link import RankLink, RemoteReceiver, RemoteSender
+from kvtransfer.ranks.rank_server import RankServer
 from pdserve.config import WorkerConfig
-from pdserve.core.grant import Fingerprint
-from pdserve.core.kv_shape import KvShape
-from pdserve.core.proof import Identity
+from pdserve.core.access.proof import Identity
+from pdserve.core.kv.kv_shape import Fingerprint, KvShape
 from pdserve.engine.interface import EngineSpec, KvPool
-from pdserve.engine.pool import BlockShape, TorchPool
+from pdserve.engine.memory.pool import BlockShape, TorchPool
 from pdserve.v1 import rank_pb2
 from tests.support.cluster_secret import SECRET, TEXT
 from tests.support.fake_device import HiddenPool

@@ -19,10 +19,10 @@ from benchmarks.fault_storm.report import kind_of
 from benchmarks.fault_storm.storage import OTHER_TEXT, REUSED, block_hash, content_hash_of
 from benchmarks.fault_storm.worker import NUM_LAYERS, Setup, StormWorker
 from benchmarks.gpu.ends import nccl_environment
-from kvtransfer.endpoint import make_receiver, make_sender
-from kvtransfer.grants import grant_from_proto, grant_to_proto
-from kvtransfer.transport import Received, ReceiveOutcome, SendOutcome, Sent
-from pdserve.core.grant import Grant
+from kvtransfer.link.endpoint import make_receiver, make_sender
+from kvtransfer.protocol.grants import grant_from_proto, grant_to_proto
+from kvtransfer.protocol.transport import Received, ReceiveOutcome, SendOutcome, Sent
+from pdserve.core.kv.kv_shape import Grant
 from pdserve.v1 import transfer_pb2
 from tests.support.cluster_secret import SECRET
 from tests.support.netns import enter

@@ -13,9 +13,9 @@ from typing import Any, Final, Literal
 import numpy as np
 import torch
 
-from pdserve.core.blocks import BlockAllocator
-from pdserve.core.stamps import content_hash64
-from pdserve.engine.pool import BlockShape, TorchPool
+from pdserve.core.kv.blocks import BlockAllocator
+from pdserve.core.kv.stamps import content_hash64
+from pdserve.engine.memory.pool import BlockShape, TorchPool
 from tests.support.fake_device import HiddenPool
 
 NUM_BLOCKS: Final = 512

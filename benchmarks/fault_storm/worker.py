@@ -17,10 +17,10 @@ from typing import Any, Final
 from benchmarks.fault_storm.cases import Case, fault_of
 from benchmarks.fault_storm.ranks import RANKS_PATIENCE, RankedStorage, StormRanks, fingerprint_of_ranks
 from benchmarks.fault_storm.storage import SHAPES, Memory, Storage
-from kvtransfer.channel import Waker
-from kvtransfer.copy_streams import CopyLimits
-from kvtransfer.fault_injector import FaultInjector
-from kvtransfer.transport import Received, Sent
+from kvtransfer.devices.copy_streams import CopyLimits
+from kvtransfer.faults.injector import FaultInjector
+from kvtransfer.link.channel import Waker
+from kvtransfer.protocol.transport import Received, Sent
 from tests.support.fake_device import Trouble
 from tests.support.fake_ends import stand_in_each
 from tests.support.transfer_ends import fingerprint

@@ -36,8 +36,8 @@ from benchmarks.goodput.load import MIXED, Lengths
 from benchmarks.goodput.run import VLLM, Cell, Contender, Course, attained, run
 from benchmarks.goodput.simulated import add_simulated
 from benchmarks.openloop import percentile
+from pdserve.core.cost.step_rule import LONGEST_GAP
 from pdserve.core.json_text import to_json
-from pdserve.core.step_rule import LONGEST_GAP
 from pdserve.core.types import Slo
 
 CONTENDERS: Final = (

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.goodput.run import Cell
-from pdserve.core.latency import CostModel
+from pdserve.core.cost.latency import CostModel
 from pdserve.core.protocol import BatchTimed
-from router import replay
-from router.events import WorkerConnected
-from simulator.traces import FileTrace
-from simulator.world import simulate
+from router.recording import replay
+from router.state.events import WorkerConnected
+from simulator.cluster.world import simulate
+from simulator.traces.files import FileTrace
 
 
 def add_simulated(record: Path, cells: Sequence[Cell]) -> None:

@@ -16,8 +16,8 @@ Each part runs in its own process, so a crash does not affect the others. It app
 once; DIR/table.md shows all rows, and for each bar whether it is met. DIR is $OUT if that is set. A part that exceeds
 its time is killed and keeps its rows; a part for which no time is left is reported as skipped. The exit code is 1 if a
 part failed; a missed bar is not a failure. --cases measures some cases of a part; the second command above compares
-switches (pdserve/engine/gpu/switches.py) and settings, whose findings stand beside those without them. --rehearse runs
-the same code on a CPU in one process, with tiny models, Triton's interpreter and stand-ins for devices.
+switches (pdserve/engine/gpu/kernels/switches.py) and settings, whose findings stand beside those without them.
+--rehearse runs the same code on a CPU in one process, with tiny models, Triton's interpreter and stand-ins for devices.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from benchmarks.gpu import stages
 from benchmarks.gpu.failures import out_folder
 from benchmarks.gpu.report import FILE, append, error_text, read, table
 from benchmarks.gpu.setting import PartChoice
-from pdserve.engine.gpu.switches import VARIABLE
+from pdserve.engine.gpu.kernels.switches import VARIABLE
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def run_part(name: str, out: Path, choice: PartChoice, *, is_rehearsal: bool) ->
     if is_rehearsal:
         from tests.gpu.interpreter import prepare
 
-        if "pdserve.engine.gpu.static" not in sys.modules:
+        if "pdserve.engine.gpu.graphs" not in sys.modules:
             prepare()
         setting = rehearsal(HostClock(), choice)
     else:

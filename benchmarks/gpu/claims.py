@@ -27,7 +27,7 @@ from benchmarks.gpu.floor import (
     expected_tokens_per_s,
     truncated_draw_s,
 )
-from pdserve.engine.gpu.splits import imbalance
+from pdserve.engine.gpu.kernels.fixed_shapes import imbalance
 
 PEAK_TFLOP_S: Final = 989.4
 PRODUCT_OF_PEAK: Final = 0.80  # cuBLAS, 2,048 rows of this shape

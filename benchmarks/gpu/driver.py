@@ -22,7 +22,7 @@ from pdserve.config import WorkerConfig
 from pdserve.config_flags import to_flags
 from pdserve.core.protocol import TokensArrived
 from pdserve.core.types import Role, Sampling
-from pdserve.engine.memory_plan import MemoryPlan
+from pdserve.engine.memory.plan import MemoryPlan
 from pdserve.launch.report import memory_of
 from pdserve.v1 import worker_pb2
 from pdserve.wire.convert import sampling_to_proto

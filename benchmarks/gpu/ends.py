@@ -19,13 +19,13 @@ from typing import Any, Literal, final
 
 import torch
 
-from kvtransfer.copy_streams import CopyLimits
-from kvtransfer.endpoint import make_receiver, make_sender
-from kvtransfer.transport import Received, Sent
+from kvtransfer.devices.copy_streams import CopyLimits
+from kvtransfer.link.endpoint import make_receiver, make_sender
+from kvtransfer.protocol.transport import Received, Sent
 from kvtransfer.transports.cuda_ipc import CUDA_IPC
 from kvtransfer.transports.registry import TRANSPORTS
 from pdserve.core.errors import InternalError
-from pdserve.core.grant import Fingerprint, Grant, TransferKey
+from pdserve.core.kv.kv_shape import Fingerprint, Grant, TransferKey
 from tests.support.cluster_secret import SECRET
 from tests.support.fake_device import DevicePool
 from tests.support.fake_ends import stand_in
@@ -70,7 +70,7 @@ def make_pool(memory: Memory, num_blocks: int, block_bytes: int, seed: int) -> A
 def device_of(memory: Memory, pool: Any) -> Any:
     if memory == "stand-in":
         return TRANSPORTS[CUDA_IPC]._device(pool)  # type: ignore[attr-defined]
-    from kvtransfer.cuda import device_of
+    from kvtransfer.devices.cuda import device_of
 
     return device_of(pool)
 

@@ -15,13 +15,12 @@ from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.setting import Setting
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Sampling
-from pdserve.engine.build_engine import open_torch_engine
-from pdserve.engine.config import read_config
 from pdserve.engine.gpu.engine import GraphEngine
-from pdserve.engine.gpu.graphs import EagerReplays, Replays, make_replays
-from pdserve.engine.gpu.static import StaticDecode
+from pdserve.engine.gpu.graphs import EagerReplays, Replays, StaticDecode, make_replays
 from pdserve.engine.interface import PENDING, Flight, Row
-from pdserve.engine.memory import weight_bytes
+from pdserve.engine.load.build_engine import open_torch_engine
+from pdserve.engine.load.device import weight_bytes
+from pdserve.engine.model.config import read_config
 
 GREEDY = Sampling(temperature=0.0, max_tokens=1 << 20, ignore_eos=True)
 _WARM_STEPS = 2

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Final
 
-from pdserve.engine.config import ModelConfig
-from pdserve.engine.gpu.splits import TilePart, imbalance, least_tiles, num_programs, parts, tile_range
+from pdserve.engine.gpu.kernels.fixed_shapes import TilePart, imbalance, least_tiles, num_programs, parts, tile_range
+from pdserve.engine.model.config import ModelConfig
 
 COPY_GB_S: Final = 3000.0  # read and written, of an H100 as it was once seen (vendor: 3350)
 PROCESSORS: Final = 132

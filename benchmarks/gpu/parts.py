@@ -23,7 +23,7 @@ from benchmarks.gpu.clock import copy_gb_s, kernels_of, matrix_tflop_s
 from benchmarks.gpu.floor import decode_floor, shape_of
 from benchmarks.gpu.report import FILE, Report, read
 from benchmarks.gpu.setting import Setting
-from pdserve.engine.config import read_config
+from pdserve.engine.model.config import read_config
 
 LLAMA = "llama-3.1-8b"
 NAMED_ROWS = (1, 128)

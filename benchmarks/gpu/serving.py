@@ -20,7 +20,7 @@ from benchmarks.gpu.report import Report
 from benchmarks.gpu.setting import Setting
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Role
-from pdserve.engine.memory_plan import MemoryPlan
+from pdserve.engine.memory.plan import MemoryPlan
 
 CASE_S: Final = 80.0  # two workers start and compile
 WORKER_SHARE: Final = 0.45  # of the device's memory, for each of two workers

@@ -24,8 +24,8 @@ from pathlib import Path
 
 from benchmarks.overlap.message import message_s
 from benchmarks.overlap.work import Pairs, Seen, write_shape
+from pdserve.core.cost.latency import CostPrior
 from pdserve.core.effects import StepAccount
-from pdserve.core.latency import CostPrior
 from prefill_worker.pushing import AT_END, PushRule
 
 CHUNK, BLOCK = 512, 16

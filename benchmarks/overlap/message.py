@@ -6,9 +6,9 @@ import statistics
 import threading
 import time
 
-from kvtransfer.endpoint import make_receiver, make_sender
-from pdserve.core.grant import Grant, TransferKey
-from pdserve.core.stamps import BlockStamps
+from kvtransfer.link.endpoint import make_receiver, make_sender
+from pdserve.core.kv.kv_shape import Grant, TransferKey
+from pdserve.core.kv.stamps import BlockStamps
 from tests.support.cluster_secret import SECRET
 from tests.support.transfer_ends import WAIT_S, GrpcHost, HostPool, fingerprint
 

@@ -9,7 +9,7 @@ import socket
 import sys
 
 from decode_worker.program import make_host as make_decode
-from kvtransfer import channel
+from kvtransfer.link import channel
 from pdserve.config import WorkerConfig
 from pdserve.program import run
 from prefill_worker.program import make_host as make_prefill

@@ -40,14 +40,14 @@ from benchmarks.schedule.work import (
     question,
     slo,
 )
-from router.policy.rules import RULES
-from simulator.bound import upper_bound
-from simulator.goodput import HighestRate
+from router.policy.interface import RULES
+from simulator.cluster.world import simulate
 from simulator.metrics import summarise
 from simulator.model import RequestRow, SimResult
-from simulator.plan import climb, demand, measure
-from simulator.reshape import Reshaped, jittered, rate_scaled
-from simulator.world import simulate
+from simulator.search.bound import upper_bound
+from simulator.search.goodput import HighestRate
+from simulator.search.plan import climb, demand, measure
+from simulator.traces.reshape import Reshaped, jittered, rate_scaled
 
 ABLATED: Final = (("mooncake-jittered", "chat-13b"), ("azure", "chat-13b"))
 OVERLOADED: Final = "chat-13b"

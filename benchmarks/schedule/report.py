@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.schedule.work import NUM_WORKERS, PAIRS, POLICIES, PROFILE, TRACES, slo
-from router.policy.rules import RULES
+from router.policy.interface import RULES
 
 Lines = dict[str, dict[str, Any]]  # by the cell's name
 

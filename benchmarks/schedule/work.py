@@ -10,19 +10,19 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
+from pdserve.core.cost.latency import CostModel
+from pdserve.core.cost.profile import Profile
 from pdserve.core.errors import ConfigError
-from pdserve.core.latency import CostModel
-from pdserve.core.percentiles import nearest_rank
-from pdserve.core.profile import Profile
+from pdserve.core.results import nearest_rank
 from pdserve.core.types import Slo
 from pdserve.profiles import load_profile
-from router.settings import RouterSettings
-from simulator.bound import upper_bound
-from simulator.goodput import TARGET, TRICKLE, TraceWindow, cut
+from router.state.settings import RouterSettings
 from simulator.model import Trace, TraceRequest
-from simulator.plan import CHUNK_TOKENS, Question, demand
-from simulator.reshape import Joined, Reshaped, Step, first, jittered, rate_scaled
-from simulator.traces import FileTrace
+from simulator.search.bound import upper_bound
+from simulator.search.goodput import TARGET, TRICKLE, TraceWindow, cut
+from simulator.search.plan import CHUNK_TOKENS, Question, demand
+from simulator.traces.files import FileTrace
+from simulator.traces.reshape import Joined, Reshaped, Step, first, jittered, rate_scaled
 
 PROFILE: Final = "h100-sxm.llama-3.1-8b.bf16"
 LINK: Final = "ib400"  # sixteen workers are two hosts

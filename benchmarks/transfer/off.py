@@ -16,8 +16,10 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from kvtransfer import checksum, fused, fused_kernel, inbound, outbound
-from kvtransfer.checksum import Checksum
+from kvtransfer.devices import fused, fused_kernel
+from kvtransfer.link import inbound, outbound
+from kvtransfer.protocol import checksum
+from kvtransfer.protocol.checksum import Checksum
 from kvtransfer.transports import shm
 
 OFF: Final = (Checksum.BLAKE2B_64,)

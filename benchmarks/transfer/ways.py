@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.transfer.off import OFF, allow
-from kvtransfer.checksum import Checksum
-from kvtransfer.receiver import StreamReceiver
-from kvtransfer.sender import StreamSender
-from kvtransfer.transport import SendOutcome, Sent
+from kvtransfer.link.receiver import StreamReceiver
+from kvtransfer.link.sender import StreamSender
+from kvtransfer.protocol.checksum import Checksum
+from kvtransfer.protocol.transport import SendOutcome, Sent
 from kvtransfer.transports.registry import kinds
-from pdserve.core.grant import Grant, TransferKey
+from pdserve.core.kv.kv_shape import Grant, TransferKey
 from pdserve.tls.certificates import ReloadingCertificates
 from tests.support.cluster_secret import SECRET
 from tests.support.tls_files import files_in

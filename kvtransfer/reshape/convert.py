@@ -2,7 +2,7 @@
 
 A transferred block has the target's format, narrowed to the shard's heads and the part's layers, so packing and
 unpacking are the same copy between two memories. float32 is rounded to bfloat16 as torch does, and to int8 and fp8 as
-pdserve.engine.pool.quantise does: the result is bit for bit what the target's engine would have stored.
+pdserve.engine.memory.pool.quantise does: the result is bit for bit what the target's engine would have stored.
 """
 
 # Shapes: N blocks, L layers, P planes, C tokens per block, K kv heads, D head dim, R rows of D values.
@@ -14,9 +14,9 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from kvtransfer.reshape.mapping import TokenRun, Window
+from kvtransfer.protocol.mapping import TokenRun, Window
 from pdserve.core.errors import InternalError
-from pdserve.core.kv_shape import SCALE_BYTES, SCALED, BlockForm
+from pdserve.core.kv.kv_shape import SCALE_BYTES, SCALED, BlockForm
 
 # Tokens are converted in groups of about this size, so that every pass over a group finds it in the cache.
 LOT_BYTES: Final = 256 * 1024

@@ -19,18 +19,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, final
 
-from kvtransfer.commands import OnRead, OnSent
-from kvtransfer.memory import flat
+from kvtransfer.link.sender import StreamSender
+from kvtransfer.protocol.commands import OnRead, OnSent
+from kvtransfer.protocol.mapping import arrival_of, pieces_of, ready_blocks
+from kvtransfer.protocol.plan import flat
+from kvtransfer.protocol.transport import Link, SendOutcome, Sent, Text, TransferStats, total
 from kvtransfer.reshape.convert import BlockArrays, pack
-from kvtransfer.reshape.mapping import arrival_of, pieces_of, ready_blocks
-from kvtransfer.reshape.staging import StagingPool
-from kvtransfer.sender import StreamSender
-from kvtransfer.stats import TransferStats, total
-from kvtransfer.transport import Link, SendOutcome, Sent, Text
+from kvtransfer.reshape.unpacker import StagingPool
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
-from pdserve.core.grant import Grant, TransferKey
-from pdserve.core.kv_shape import KvShape
-from pdserve.core.stamps import BlockStamps
+from pdserve.core.kv.kv_shape import Grant, KvShape, TransferKey
+from pdserve.core.kv.stamps import BlockStamps
 from pdserve.engine.interface import KvPool
 
 log = logging.getLogger(__name__)

@@ -6,18 +6,24 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import final
 
-from kvtransfer.commands import OnRead, OnSent
-from kvtransfer.dial import Caller
+from kvtransfer.link.dial import Caller
+from kvtransfer.link.sender import StreamSender
+from kvtransfer.protocol.commands import OnRead, OnSent
+from kvtransfer.protocol.transport import Link, SendOutcome, Sent, Text, TransferStats, total
 from kvtransfer.reshape.reshaper import Reshaper
 from kvtransfer.reshape.wire_rule import WireRule
-from kvtransfer.sender import StreamSender
-from kvtransfer.stats import TransferStats, total
-from kvtransfer.transport import Link, SendOutcome, Sent, Text
 from kvtransfer.transports.registry import divides_blocks
 from pdserve.core.errors import ConfigError, Unavailable
-from pdserve.core.grant import Fingerprint, Grant, TransferKey
-from pdserve.core.kv_shape import KvShape, check_convertible, is_same_bytes, wire_dtype
-from pdserve.core.stamps import BlockStamps
+from pdserve.core.kv.kv_shape import (
+    Fingerprint,
+    Grant,
+    KvShape,
+    TransferKey,
+    check_convertible,
+    is_same_bytes,
+    wire_dtype,
+)
+from pdserve.core.kv.stamps import BlockStamps
 from pdserve.engine.interface import KvPool
 
 MakeStream = Callable[[KvPool, BlockStamps, OnRead | None, str], StreamSender]  # str: the wire dtype

@@ -8,16 +8,32 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import final
 
-from kvtransfer.channel import Channel
-from kvtransfer.checksum import Checksum
-from kvtransfer.frames import BadFrame, Frame
-from kvtransfer.receive_transfer import Claim
+from kvtransfer.link.channel import Channel
+from kvtransfer.protocol.checksum import Checksum
+from kvtransfer.protocol.frames import BadFrame, Frame
+from kvtransfer.protocol.mapping import Arrival
+from kvtransfer.protocol.receive_transfer import Claim
 from kvtransfer.reshape.convert import BlockArrays, unpack
-from kvtransfer.reshape.mapping import Arrival
-from kvtransfer.reshape.staging import StagingPool
 from kvtransfer.transports.interface import ReceiveLink
-from pdserve.core.kv_shape import BlockForm
+from pdserve.core.kv.kv_shape import BlockForm
 from pdserve.engine.interface import KvPool
+from pdserve.engine.memory.host import HostMemory
+
+# --- staging --------------------------------------------------------------------------------------------------
+# Host memory for blocks between two formats. It is a pool like an engine's, so every transport can use it.
+
+
+@final
+class StagingPool:
+    is_on_host = True
+
+    def __init__(self, form: BlockForm, num_blocks: int) -> None:
+        self.num_blocks, self.block_bytes = num_blocks, form.block_bytes
+        self._memory = HostMemory(num_blocks * form.block_bytes)  # keeps the descriptor
+        self.buffer, self.descriptor = self._memory.buffer, self._memory.descriptor
+
+
+# --- unpacker -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)

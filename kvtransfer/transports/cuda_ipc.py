@@ -11,19 +11,27 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, final
 
-from kvtransfer.copy_streams import CopyLimits
-from kvtransfer.device import Blocks, Copying, Device
-from kvtransfer.frames import BadFrame, Frame
-from kvtransfer.plan import DEVICE_CHUNK_BYTES
-from kvtransfer.receive_transfer import Claim
-from kvtransfer.send_transfer import Job
-from kvtransfer.send_transfers import StaleSource
+from kvtransfer.devices.copy_streams import CopyLimits
+from kvtransfer.protocol.device import Blocks, Copying, Device
+from kvtransfer.protocol.frames import BadFrame, Frame
+from kvtransfer.protocol.plan import DEVICE_CHUNK_BYTES
+from kvtransfer.protocol.receive_transfer import Claim
+from kvtransfer.protocol.send_transfer import Job
+from kvtransfer.protocol.send_transfers import StaleSource
 from kvtransfer.transports.interface import ReceiveLink, ReceivePath, SendLink, SendPath
-from kvtransfer.transports.local import TAKEN, UnixListener, await_taken, receive_within
 from kvtransfer.transports.on_device import OnDevice, extents_of_part
-from kvtransfer.transports.slots import Slots, check_numbers, give_back, read_numbers
+from kvtransfer.transports.slots import (
+    TAKEN,
+    Slots,
+    UnixListener,
+    await_taken,
+    check_numbers,
+    give_back,
+    read_numbers,
+    receive_within,
+)
 from pdserve.core.errors import TransferFailed
-from pdserve.engine.gpu.extent import StridedExtent
+from pdserve.engine.gpu.kernels.extent import StridedExtent
 from pdserve.engine.interface import KvPool
 from pdserve.v1 import transfer_pb2
 

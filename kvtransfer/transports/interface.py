@@ -20,14 +20,13 @@ import socket
 from collections.abc import Iterable
 from typing import Protocol
 
-from kvtransfer.channel import Channel
-from kvtransfer.checksum import Checksum
-from kvtransfer.frames import Frame
-from kvtransfer.parts import PartLayout
-from kvtransfer.receive_transfer import Claim
-from kvtransfer.send_transfer import Job
-from kvtransfer.writer import Writer
-from pdserve.engine.gpu.extent import StridedExtent
+from kvtransfer.link.channel import Channel, Writer
+from kvtransfer.protocol.checksum import Checksum
+from kvtransfer.protocol.frames import Frame
+from kvtransfer.protocol.plan import PartLayout
+from kvtransfer.protocol.receive_transfer import Claim
+from kvtransfer.protocol.send_transfer import Job
+from pdserve.engine.gpu.kernels.extent import StridedExtent
 from pdserve.engine.interface import KvPool
 
 

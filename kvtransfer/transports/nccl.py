@@ -21,29 +21,104 @@ from __future__ import annotations
 import logging
 import socket
 import struct
+import threading
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, final
 
-from kvtransfer.copy_streams import CopyLimits
-from kvtransfer.device import Copying, Device, DeviceConnection, DeviceConnector
-from kvtransfer.frames import BadFrame, Frame, Kind, Tag
-from kvtransfer.pair_slots import PairSlot, PairSlots
-from kvtransfer.receive_transfer import Claim
-from kvtransfer.send_transfer import Job
-from kvtransfer.staging_budget import StagingShare
+from kvtransfer.devices.copy_streams import CopyLimits
+from kvtransfer.devices.staging_budget import StagingShare
+from kvtransfer.protocol.device import Copying, Device, DeviceConnection, DeviceConnector
+from kvtransfer.protocol.frames import BadFrame, Frame, Kind, Tag
+from kvtransfer.protocol.receive_transfer import Claim
+from kvtransfer.protocol.send_transfer import Job
 from kvtransfer.transports.interface import ReceiveLink, ReceivePath, SendLink, SendPath
-from kvtransfer.transports.local import TAKEN, await_taken, receive_within
-from kvtransfer.transports.on_device import DeviceOf, OnDevice, announce_packed, extents_of_part
-from kvtransfer.transports.slots import give_back
-from kvtransfer.transports.staging_slots import StagingSlots, slot_size
+from kvtransfer.transports.on_device import (
+    DeviceOf,
+    OnDevice,
+    StagingSlots,
+    announce_packed,
+    extents_of_part,
+    slot_size,
+)
+from kvtransfer.transports.slots import TAKEN, await_taken, give_back, receive_within
 from kvtransfer.transports.tcp import TcpListener
 from pdserve.core.errors import TransferFailed
-from pdserve.engine.gpu.extent import StridedExtent
+from pdserve.engine.gpu.kernels.extent import StridedExtent
 from pdserve.engine.interface import KvPool
 from pdserve.v1 import transfer_pb2
+
+# --- pair slots -----------------------------------------------------------------------------------------------
+# Limits the number of pairs. If the limit is reached, a new pair takes the slot of the least recently used one.
+#
+# A pair can be closed only while it has no open transfer, and only its sender knows this. So pairs are asked to close,
+# in the order of their last use, and the new pair takes the first slot that becomes free.
+
+WAIT_S: Final = 3.0  # wait for a slot, over all pairs that are asked to close
+ANSWER_S: Final = 0.5  # wait for each of these pairs: its connection and its communicator must end
+
+
+@final
+class PairSlot:
+    """The slot of one pair. Any thread may call it."""
+
+    def __init__(self, pair_slots: PairSlots) -> None:
+        self._pair_slots = pair_slots
+        self.ask: Callable[[], None] | None = None  # asks the pair to close, and returns; None: it is being made
+
+    def used(self) -> None:
+        self._pair_slots.used(self)
+
+    def leave(self) -> None:
+        self._pair_slots.leave(self)
+
+
+@final
+class PairSlots:
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._taken: list[PairSlot] = []  # least recently used first
+        self._changed = threading.Condition()
+
+    def __len__(self) -> int:
+        return len(self._taken)
+
+    def take(self) -> PairSlot:
+        """Waits for a slot if none is free. Raises TransferFailed if no pair closes."""
+        ends_s = time.monotonic() + WAIT_S
+        with self._changed:
+            for pair_slot in [None, *self._taken]:
+                if pair_slot is not None and pair_slot.ask is not None:
+                    pair_slot.ask()
+                wait_s = ANSWER_S if pair_slot is not None and pair_slot.ask is not None else 0.0
+                if self._changed.wait_for(self._has_room, min(wait_s, max(0.0, ends_s - time.monotonic()))):
+                    self._taken.append(PairSlot(self))
+                    return self._taken[-1]
+                if time.monotonic() >= ends_s:
+                    break
+        raise TransferFailed(f"{self.most} pairs are open, and none could be closed")
+
+    def used(self, pair_slot: PairSlot) -> None:
+        with self._changed:
+            if pair_slot in self._taken:
+                self._taken.remove(pair_slot)
+                self._taken.append(pair_slot)
+
+    def leave(self, pair_slot: PairSlot) -> None:
+        """Frees the slot. Idempotent."""
+        with self._changed:
+            if pair_slot in self._taken:
+                self._taken.remove(pair_slot)
+                self._changed.notify_all()
+
+    def _has_room(self) -> bool:
+        return len(self._taken) < self.most
+
+
+# --- nccl -----------------------------------------------------------------------------------------------------
 
 log = logging.getLogger(__name__)
 
@@ -286,7 +361,7 @@ class Nccl(OnDevice, TcpListener):
     def _connector(self) -> DeviceConnector:
         if self._given_connector is not None:
             return self._given_connector
-        from kvtransfer.nccl_connection import NcclConnector
+        from kvtransfer.devices.nccl_connection import NcclConnector
 
         return NcclConnector()
 

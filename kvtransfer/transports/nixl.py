@@ -7,8 +7,8 @@
 
 Only the connection's thread writes into the receiver's pool. If the sender wrote into the pool, or NIXL read directly
 into it, an abort would have to wait for that, but the library can neither end a read nor prove that it has ended
-(kvtransfer/nixl_agent.py). A dead peer could then block memory indefinitely. Staging costs one more copy, of a chunk
-that is in the cache. A late or dead sender can at worst change bytes before their checksum is computed.
+(kvtransfer/devices/nixl_agent.py). A dead peer could then block memory indefinitely. Staging costs one more copy, of a
+chunk that is in the cache. A late or dead sender can at worst change bytes before their checksum is computed.
 
 Pools are in host memory, and NIXL uses UCX. NIXL has no read-only registration: a process with the metadata could also
 write. So only receivers with a ticket get the metadata, which covers only the pool.
@@ -23,15 +23,21 @@ import threading
 from array import array
 from typing import Final, final
 
-from kvtransfer.frames import BadFrame, Frame
-from kvtransfer.memory import copy
-from kvtransfer.nixl_agent import Agent, MakeLibrary, NixlRead, NixlReader, make_library
-from kvtransfer.plan import byte_ranges
-from kvtransfer.receive_transfer import Claim
-from kvtransfer.send_transfer import Job
+from kvtransfer.devices.nixl_agent import Agent, MakeLibrary, NixlRead, NixlReader, make_library
+from kvtransfer.protocol.frames import BadFrame, Frame
+from kvtransfer.protocol.plan import byte_ranges, copy
+from kvtransfer.protocol.receive_transfer import Claim
+from kvtransfer.protocol.send_transfer import Job
 from kvtransfer.transports.interface import ReceiveLink, ReceivePath, SendLink, SendPath
-from kvtransfer.transports.local import TAKEN, await_taken, receive_within
-from kvtransfer.transports.slots import Slots, check_numbers, give_back, read_numbers
+from kvtransfer.transports.slots import (
+    TAKEN,
+    Slots,
+    await_taken,
+    check_numbers,
+    give_back,
+    read_numbers,
+    receive_within,
+)
 from kvtransfer.transports.tcp import TcpListener
 from pdserve.core.errors import TransferFailed
 from pdserve.engine.interface import KvPool

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import final
 
-from kvtransfer.copy_streams import CopyLimits
-from kvtransfer.device import Copying, Device, Fence
-from kvtransfer.frames import BadFrame
-from kvtransfer.parts import Part
-from kvtransfer.send_transfer import Job
-from kvtransfer.send_transfers import StaleSource
+from kvtransfer.devices.copy_streams import CopyLimits
+from kvtransfer.devices.staging_budget import StagingShare
+from kvtransfer.protocol.device import Blocks, Copying, Device, Fence, Pinned
+from kvtransfer.protocol.frames import BadFrame
+from kvtransfer.protocol.plan import Part, blocks_per_chunk
+from kvtransfer.protocol.send_transfer import Job
+from kvtransfer.protocol.send_transfers import StaleSource
 from kvtransfer.transports.interface import ReceiveLink, SendLink
-from pdserve.engine.gpu.extent import StridedExtent
+from pdserve.engine.gpu.kernels.extent import StridedExtent
 from pdserve.engine.interface import KvPool
 
 DeviceOf = Callable[[KvPool], Device]
@@ -34,7 +36,7 @@ class OnDevice:
     def why_not(self, *, is_on_host: bool = False) -> str:
         if is_on_host or self._device_of is not None:
             return ""
-        from kvtransfer.cuda import why_no_cuda
+        from kvtransfer.devices.cuda import why_no_cuda
 
         return why_no_cuda(*self.packages)
 
@@ -69,7 +71,7 @@ class OnDevice:
         """`limits` are set by the first call for a pool."""
         if self._device_of is not None:
             return self._device_of(pool)
-        from kvtransfer.cuda import device_of
+        from kvtransfer.devices.cuda import device_of
 
         return device_of(pool, limits)
 
@@ -112,3 +114,56 @@ def announce_packed(
 def _one_of_each(runs: Sequence[StridedExtent]) -> list[StridedExtent]:
     """One run for each alignment: of the address modulo 16 bytes, and of the size modulo 16 words."""
     return list({(one.first % 16, one.num_bytes % 64): one for one in reversed(runs)}.values())
+
+
+# --- staging slots --------------------------------------------------------------------------------------------
+# A connection's staging slots on a device, if needed with pinned host memory for a socket.
+
+
+def slot_size(block_bytes: int, slot_bytes: int) -> int:
+    """Bytes of a slot that holds whole blocks: about `slot_bytes`, and at least one block."""
+    return blocks_per_chunk(block_bytes, slot_bytes) * block_bytes
+
+
+@final
+class StagingSlots:
+    """Each slot is a separate allocation, so that connections with other numbers of slots can reuse it."""
+
+    def __init__(self, device: Device, block_bytes: int, share: StagingShare, *, is_pinned: bool = False) -> None:
+        """Closes `share` with the slots. Raises TransferFailed if the device or the host has no memory left."""
+        self.num_bytes, self._share = share.slot_bytes, share
+        self._blocks = share.slot_bytes // block_bytes
+        self._slots: list[Blocks] = []
+        self._hosts: list[Pinned] = []
+        try:
+            for _ in range(share.num_slots):
+                self._slots.append(device.staging(self._blocks))
+                if is_pinned:
+                    self._hosts.append(device.pinned(self.num_bytes))
+        except BaseException:
+            self.close()
+            raise
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __getitem__(self, slot: int) -> Blocks:
+        return self._slots[slot]
+
+    def dense(self, slot: int, num_bytes: int) -> Blocks:
+        """The slot as blocks of `num_bytes` bytes."""
+        return self._slots[slot].cut(0, self._blocks, num_bytes)
+
+    def host(self, slot: int) -> Pinned:
+        return self._hosts[slot]
+
+    def view(self, slot: int, num_bytes: int) -> memoryview:
+        return self._hosts[slot].view[:num_bytes]
+
+    def close(self) -> None:
+        """Call it once no work on the device uses them."""
+        for staging in self._slots:
+            staging.close()
+        for host in self._hosts:
+            host.close()
+        self._share.close()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from kvtransfer.copy_streams import CopyLimits
-from kvtransfer.device import Fence
+from kvtransfer.devices.copy_streams import CopyLimits
+from kvtransfer.protocol.device import Fence
 from kvtransfer.transports.cuda_ipc import CudaIpc
 from kvtransfer.transports.interface import Transport
 from kvtransfer.transports.nccl import Nccl
@@ -16,7 +16,7 @@ from kvtransfer.transports.shm import Shm
 from kvtransfer.transports.tcp import Tcp
 from kvtransfer.transports.tcp_staged import TcpStaged
 from pdserve.core.errors import ConfigError
-from pdserve.engine.gpu.extent import StridedExtent
+from pdserve.engine.gpu.kernels.extent import StridedExtent
 from pdserve.engine.interface import KvPool
 
 #: In order of preference.

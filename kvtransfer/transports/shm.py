@@ -11,17 +11,15 @@ import time
 from array import array
 from typing import Final, final
 
-from kvtransfer import fused
-from kvtransfer.checksum import Checksum
-from kvtransfer.frames import BadFrame, Frame
-from kvtransfer.host import can_share_memory
-from kvtransfer.memory import copy, views_of
-from kvtransfer.receive_transfer import Claim
-from kvtransfer.send_transfer import Job
-from kvtransfer.shared import HELLO_BYTES, SharedPool, offer
+from kvtransfer.devices import fused
+from kvtransfer.devices.shared import HELLO_BYTES, SharedPool, can_share_memory, offer
+from kvtransfer.protocol.checksum import Checksum
+from kvtransfer.protocol.frames import BadFrame, Frame
+from kvtransfer.protocol.plan import copy, views_of
+from kvtransfer.protocol.receive_transfer import Claim
+from kvtransfer.protocol.send_transfer import Job
 from kvtransfer.transports.interface import ReceiveLink, ReceivePath, SendLink, SendPath
-from kvtransfer.transports.local import TAKEN, UnixListener, await_taken
-from kvtransfer.transports.slots import Slots, check_numbers, give_back, read_numbers
+from kvtransfer.transports.slots import TAKEN, Slots, UnixListener, await_taken, check_numbers, give_back, read_numbers
 from pdserve.engine.interface import KvPool
 from pdserve.v1 import transfer_pb2
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import socket
 from typing import Final, final
 
-from kvtransfer.channel import Channel
-from kvtransfer.frames import BadFrame, Frame
-from kvtransfer.memory import advance
-from kvtransfer.receive_transfer import Claim
-from kvtransfer.send_transfer import Job
+from kvtransfer.link.channel import Channel
+from kvtransfer.protocol.frames import BadFrame, Frame
+from kvtransfer.protocol.plan import advance
+from kvtransfer.protocol.receive_transfer import Claim
+from kvtransfer.protocol.send_transfer import Job
 from kvtransfer.transports.interface import ReceiveLink, ReceivePath, SendLink, SendPath
 from pdserve.engine.interface import KvPool
 from pdserve.v1 import transfer_pb2

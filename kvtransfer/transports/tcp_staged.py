@@ -17,17 +17,24 @@ import socket
 from collections import deque
 from typing import Final, final
 
-from kvtransfer.copy_streams import DEFAULT_STAGING_BYTES
-from kvtransfer.device import Copying, Device
-from kvtransfer.frames import BadFrame, Frame
-from kvtransfer.host_device import HostDevice
-from kvtransfer.memory import host_view
-from kvtransfer.receive_transfer import Claim
-from kvtransfer.send_transfer import Job
-from kvtransfer.staging_budget import StagingBudget
+from kvtransfer.devices.copy_streams import DEFAULT_STAGING_BYTES
+from kvtransfer.devices.host_device import HostDevice
+from kvtransfer.devices.staging_budget import StagingBudget
+from kvtransfer.protocol.device import Copying, Device
+from kvtransfer.protocol.frames import BadFrame, Frame
+from kvtransfer.protocol.plan import host_view
+from kvtransfer.protocol.receive_transfer import Claim
+from kvtransfer.protocol.send_transfer import Job
 from kvtransfer.transports.interface import ReceiveLink, ReceivePath, SendLink, SendPath
-from kvtransfer.transports.on_device import DeviceOf, OnDevice, announce_packed, extents_of_part, wake_nobody
-from kvtransfer.transports.staging_slots import StagingSlots, slot_size
+from kvtransfer.transports.on_device import (
+    DeviceOf,
+    OnDevice,
+    StagingSlots,
+    announce_packed,
+    extents_of_part,
+    slot_size,
+    wake_nobody,
+)
 from kvtransfer.transports.tcp import WAKE_BYTES, TcpListener, discard
 from pdserve.core.errors import TransferFailed
 from pdserve.engine.interface import KvPool

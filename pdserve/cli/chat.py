@@ -8,8 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Final
 
-from pdserve.cli.sampling import add_sampling_flags, options
-from pdserve.cli.stats import stats_line
+from pdserve.cli.sampling import add_sampling_flags, options, stats_line
 from pdserve.cli.target import add_target_flags, connect
 from pdserve.client.request import Prompt
 from pdserve.client.sync import Client

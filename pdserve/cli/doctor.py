@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from pdserve.build import FULL_VERSION
-from pdserve.core.check_result import CheckResult, Level
 from pdserve.core.errors import ModelError, PdserveError
-from pdserve.core.extras import EXTRAS, advice, check_platform, missing
-from pdserve.engine.host_limits import free_bytes, usable_cores
+from pdserve.core.installation import EXTRAS, CheckResult, Level, advice, check_platform, missing
+from pdserve.engine.memory.host import free_bytes, usable_cores
 from pdserve.image_check import compiler_is_there, cuda_of_torch, cuda_versions_agree, cupy_is_there
 from pdserve.model_source import TOY_MODELS, find_model, model_name
 
@@ -208,9 +207,9 @@ def _encoded(text: str, tokenizer: Tokenizer, folder: Path) -> list[int]:
 
 
 def _model(asked: str | None) -> Iterator[CheckResult]:
-    from pdserve.engine.checkpoint_sizes import check_sizes
-    from pdserve.engine.config import read_config
-    from pdserve.engine.safetensors_file import open_checkpoint
+    from pdserve.engine.load.checkpoint_sizes import check_sizes
+    from pdserve.engine.load.safetensors_file import open_checkpoint
+    from pdserve.engine.model.config import read_config
     from pdserve.launch.settings import bundled_model
     from pdserve.text.tokenizer import load_tokenizer
 

@@ -11,8 +11,14 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from pdserve.build import FULL_VERSION
-from pdserve.cli.sampling import add_sampling_flags, options
-from pdserve.cli.stats import phases_line, stats_line, truncation_warnings, versions_line
+from pdserve.cli.sampling import (
+    add_sampling_flags,
+    options,
+    phases_line,
+    stats_line,
+    truncation_warnings,
+    versions_line,
+)
 from pdserve.cli.target import add_target_flags, connect
 from pdserve.client.beam import EarlyStopping
 from pdserve.client.results import Completion

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from pdserve.core.access.key_file import KEY_RANDOM_BYTES, check_tenant_name, key_hash, load, make_key, read
 from pdserve.core.errors import ConfigError, NotFound
-from pdserve.core.key_file import KEY_RANDOM_BYTES, check_tenant_name, key_hash, load, make_key, read
 from pdserve.key_file_access import locked, read_bytes, replace
 
 HELP = "make, list and revoke the keys of tenants"

@@ -16,7 +16,7 @@ from typing import Final, Protocol, cast
 from pdserve.build import FULL_VERSION
 from pdserve.config_flags import Parser
 from pdserve.core.errors import NONE_YET, NotFound, NoWorkers, PdserveError, Unauthenticated
-from pdserve.core.extras import missing
+from pdserve.core.installation import missing
 
 #: The module of each command. `router` and `simulator` may import pdserve, but not the reverse, so the modules are
 #: imported by name.
@@ -30,8 +30,8 @@ COMMANDS: Final = {
     "drain": "pdserve.cli.drain",
     "undrain": "pdserve.cli.undrain",
     "explain": "pdserve.cli.explain",
-    "replay": "router.replay_command",
-    "play": "router.play_command",
+    "replay": "router.recording.replay_command",
+    "play": "router.recording.play",
     "simulate": "simulator.commands.simulate",
     "plan": "simulator.commands.plan",
     "keys": "pdserve.cli.keys",

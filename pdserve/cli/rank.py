@@ -11,11 +11,11 @@ from typing import Final
 
 from pdserve.config import SECRET_ENV, from_env
 from pdserve.core.errors import ConfigError
-from pdserve.core.extras import check_platform
+from pdserve.core.installation import check_platform
 from pdserve.model_source import find_model
 
 HELP = "start ranks on this host that join a worker on another host"
-PROGRAM: Final = "kvtransfer.joining_follower"
+PROGRAM: Final = "kvtransfer.ranks.joining_follower"
 MAX_COUNT: Final = 63
 TLS_FLAGS: Final = {
     "tls-cert": "certificate of this host's ranks (PEM), if the worker has TLS",

@@ -12,8 +12,8 @@ from pdserve.client.aio import AsyncClient
 from pdserve.client.connect import Tls, is_loopback
 from pdserve.client.sync import Client
 from pdserve.config import TOKEN_ENV, from_env
+from pdserve.core.access.hosts import is_loopback_host
 from pdserve.core.errors import ConfigError
-from pdserve.core.hosts import is_loopback_host
 from pdserve.tls.local_ca import local_ca
 
 DEFAULT_TARGET = "127.0.0.1:50051"

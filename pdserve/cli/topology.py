@@ -6,8 +6,8 @@ import argparse
 
 from pdserve.cli.target import add_target_flags, connect
 from pdserve.client.results import Topology, Worker
+from pdserve.core.installation import versions_text
 from pdserve.core.json_text import to_json
-from pdserve.core.version import versions_text
 
 HELP = "show the workers of a cluster"
 

@@ -22,7 +22,7 @@ from pdserve.config import (
 )
 from pdserve.config_flags import joined, words
 from pdserve.core.errors import ConfigError, ModelError
-from pdserve.core.extras import check_platform
+from pdserve.core.installation import check_platform
 from pdserve.telemetry.logs import FORMAT_ENV, FORMATS
 
 HELP = "start a cluster"

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import os
 import re
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Protocol, final
 
 import grpc
+import grpc.aio
 
 from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_bytes
 from pdserve.build import FULL_VERSION
-from pdserve.core.bearer import check_token
+from pdserve.core.access.hosts import NO_HTTP_PROXY, check_endpoint, check_token, is_ip_address, is_loopback_host
 from pdserve.core.errors import ConfigError
-from pdserve.core.hosts import NO_HTTP_PROXY, check_endpoint, is_ip_address, is_loopback_host
-from pdserve.core.version import VERSION_KEY
+from pdserve.core.installation import VERSION_KEY
 from pdserve.telemetry import propagate
+from pdserve.tls.certificates import Certificates, ReloadingCertificates
 
 CONNECT_S: Final = 5.0
 #: Calls go to the addresses in turn, also to those of one name; one that cannot be reached is left out until it can.
@@ -195,3 +198,110 @@ def _content(name: str, path: TlsPath | None) -> bytes | None:
     if (b"PRIVATE KEY-----" if name == "tls_key" else b"-----BEGIN CERTIFICATE-----") not in content:
         raise ConfigError(name, path, "a PEM file with " + ("a private key" if name == "tls_key" else "certificates"))
     return content
+
+
+# --- transport ------------------------------------------------------------------------------------------------
+# Opens the channel of a client. A test replaces it (pdserve.testing.MockTransport).
+
+
+class ClientTransport(Protocol):
+    """Each method returns a channel of its kind: the methods that generated stubs call, and `close`."""
+
+    def open(self, target: Target) -> Any: ...
+
+    def open_aio(self, target: Target) -> Any: ...
+
+
+class GrpcTransport:
+    """Connects to the target. The default."""
+
+    def open(self, target: Target) -> grpc.Channel:
+        credentials, options = target.credentials(), target.channel_options()
+        if credentials is None:
+            return grpc.insecure_channel(target.address, options=options)
+        return grpc.secure_channel(target.address, credentials, options=options)
+
+    def open_aio(self, target: Target) -> grpc.aio.Channel:
+        """Call it inside the event loop that will use the channel."""
+        credentials, options = target.credentials(), target.channel_options()
+        if credentials is None:
+            return grpc.aio.insecure_channel(target.address, options=options)
+        return grpc.aio.secure_channel(target.address, credentials, options=options)
+
+
+# --- reloading ------------------------------------------------------------------------------------------------
+# A transport for programs that run long: it opens a new channel when the certificate files have changed.
+#
+# Running calls keep their channel, which is closed after they have ended.
+
+GRACE_S: Final = 600.0  # for the calls on a channel that was replaced
+
+
+@final
+class ReloadingTransport:
+    """Trusts the CA in the files, and presents their certificate."""
+
+    def __init__(self, tls: ReloadingCertificates) -> None:
+        self._tls = tls
+
+    def open(self, target: Target) -> Any:
+        """A blocking channel, which keeps its certificates."""
+        return GrpcTransport().open(self._with(target, self._tls.current()))
+
+    def open_aio(self, target: Target) -> Any:
+        return ReloadingChannel(self, target)
+
+    def channel_of(self, target: Target, known: Certificates | None) -> tuple[Any, Certificates] | None:
+        """A new channel; None if the certificates are still `known`."""
+        found = self._tls.current()
+        if found is known:
+            return None
+        return GrpcTransport().open_aio(self._with(target, found)), found
+
+    def _with(self, target: Target, found: Certificates) -> Target:
+        tls = Tls(
+            root_certs=found.ca,
+            private_key=found.key or None,
+            certificate_chain=found.cert or None,
+            server_name=self._tls.peer_name or None,
+        )
+        return dataclasses.replace(target, tls=tls)
+
+
+@final
+class ReloadingChannel:
+    """The methods of a grpc.aio channel that generated stubs use. Belongs to one event loop."""
+
+    def __init__(self, transport: ReloadingTransport, target: Target) -> None:
+        self._transport, self._target = transport, target
+        self._known: Certificates | None = None
+        self._channel: Any = None
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return self._current().unary_unary(*args, **kwargs)
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return self._current().unary_stream(*args, **kwargs)
+
+    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return self._current().stream_unary(*args, **kwargs)
+
+    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return self._current().stream_stream(*args, **kwargs)
+
+    async def close(self, grace: float | None = None) -> None:
+        for one in list(self._closing):
+            one.cancel()
+        if self._channel is not None:
+            await self._channel.close(grace)
+
+    def _current(self) -> Any:
+        found = self._transport.channel_of(self._target, self._known)
+        if found is not None:
+            former, (self._channel, self._known) = self._channel, found
+            if former is not None:
+                closing = asyncio.ensure_future(former.close(GRACE_S))
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
+        return self._channel

@@ -12,7 +12,7 @@ from pdserve.core.types import NO_DEFAULTS, FinishReason, Role, SamplingDefaults
 from pdserve.v1 import cluster_pb2, inference_pb2, worker_pb2
 from pdserve.wire.codec import Codec
 from pdserve.wire.convert import TOPS
-from pdserve.wire.results import SAMPLING_DEFAULTS, TIMINGS, USAGE
+from pdserve.wire.protocol import SAMPLING_DEFAULTS, TIMINGS, USAGE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

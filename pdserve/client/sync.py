@@ -12,19 +12,18 @@ from typing import Any, Self, TypeVar, Unpack, final
 
 import grpc
 
-from pdserve.client import base, beam, calls
+from pdserve.client import base, beam
+from pdserve.client import base as calls
 from pdserve.client.answer import AnswerBuilder
-from pdserve.client.base import Attempts, BaseClient, BaseStream
+from pdserve.client.base import Attempts, BaseClient, BaseStream, UnaryCall
 from pdserve.client.beam import Beam, EarlyStopping, Tops
-from pdserve.client.calls import UnaryCall
 from pdserve.client.options import Options
 from pdserve.client.request import Prompt, token_ids_of
 from pdserve.client.results import Completion, Explanation, Model, Piece, Token, Topology
 from pdserve.core.errors import NotFound, PdserveError, Unavailable
-from pdserve.core.live import LiveFrame
-from pdserve.core.log_line import LogLine
+from pdserve.core.live import LiveFrame, LogLine
 from pdserve.wire import status
-from pdserve.wire.live import FRAME
+from pdserve.wire.protocol import FRAME
 
 Result = TypeVar("Result")
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, cast, final
 
-from pdserve.core.hashing import extend_hashes, tail_hash
-from pdserve.core.stamps import content_hash64
+from pdserve.core.kv.hashing import extend_hashes, tail_hash
+from pdserve.core.kv.stamps import content_hash64
 from pdserve.core.types import FinishReason, RequestAttributes, Sampling
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdserve.core.attempt import AttemptKey
-from pdserve.core.latency import CostModel
+from pdserve.core.cost.latency import CostModel
 from pdserve.core.protocol import AttemptFailed, BatchTimed, FirstToken, Granted, Refused, Released, TokenRow
 from pdserve.core.types import TokenOut
 

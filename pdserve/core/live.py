@@ -6,8 +6,8 @@ Times are seconds of the router's monotonic clock, unless another origin is give
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Final, NamedTuple
 
 from pdserve.core.types import Role
 
@@ -15,7 +15,7 @@ PERIOD_S: Final = 0.25  # default time between two frames
 
 
 class LivePhase(NamedTuple):
-    phase: str  # a name from pdserve.core.phases
+    phase: str  # a name from pdserve.core.results
     begin_s: float  # after the request's arrival
     seconds: float
 
@@ -112,3 +112,51 @@ class LiveFrame:
     workers: tuple[LiveWorker, ...]
     requests: tuple[LiveRequest, ...]  # in progress, and ended since the frame before
     version: str = ""  # of the router, with its build; empty if unknown
+
+
+# --- live json ------------------------------------------------------------------------------------------------
+# Converts a frame of the live view to the JSON that the page reads.
+
+DIGITS: Final = 6  # decimals of seconds, that is, microseconds
+_WORKER: Final = tuple(one.name for one in fields(LiveWorker) if one.name != "role")
+_REQUEST: Final = tuple(one.name for one in fields(LiveRequest) if one.name != "phases")
+
+
+def frame_to_json(frame: LiveFrame) -> dict[str, Any]:
+    return {
+        "at_s": frame.at_s,
+        "queued": frame.queued,
+        "running": frame.running,
+        "omitted": frame.omitted,
+        "version": frame.version,
+        "totals": asdict(frame.totals),
+        "workers": [
+            {"role": one.role.value, **{name: _rounded(getattr(one, name)) for name in _WORKER}}
+            for one in frame.workers
+        ],
+        "requests": [_request(one) for one in frame.requests],
+    }
+
+
+def _request(one: LiveRequest) -> dict[str, Any]:
+    row = {name: _rounded(getattr(one, name)) for name in _REQUEST}
+    row["phases"] = [[name, _rounded(begin_s), _rounded(seconds)] for name, begin_s, seconds in one.phases]
+    return row
+
+
+def _rounded(value: Any) -> Any:
+    return round(value, DIGITS) if isinstance(value, float) else value
+
+
+# --- log line -------------------------------------------------------------------------------------------------
+# One line of a process's log, as the live view shows it. Pure data.
+
+MAX_LINES: Final = 200  # kept by a process, and sent in one answer
+MAX_CHARS: Final = 2000  # in one line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogLine:
+    at_unix_s: float
+    level: str  # a level name of Python's logging, for example WARNING
+    text: str  # logger, message and fields; several lines if there is a traceback

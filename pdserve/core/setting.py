@@ -6,11 +6,13 @@ A range is declared once, and checked for every source of the value: a flag, `--
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from pdserve.core.access.hosts import is_loopback_host
 from pdserve.core.errors import ConfigError
 from pdserve.core.urls import has_password
 
@@ -86,3 +88,84 @@ def check_value(one: dataclasses.Field[Any], value: object, name: str) -> None:
         raise ConfigError(name, value, str(allowed))
     if one.metadata.get("is_name") and not (isinstance(value, str) and NAME.fullmatch(value)):
         raise ConfigError(name, repr(value), "1 to 128 letters, digits, dots, hyphens or underscores")
+
+
+# --- nearest --------------------------------------------------------------------------------------------------
+# The known name that is nearest to a mistyped one.
+
+MAX_NAME_CHARS: Final = 64  # of a mistyped name; comparing takes quadratic time, and no known name is longer
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float | None = None) -> str | None:
+    """`cutoff`: least similarity; by default lower for short names, of which one typing error changes more."""
+    if cutoff is None:
+        cutoff = 0.6 if len(name) < 5 else 0.7
+    return next(iter(difflib.get_close_matches(name, known, 1, cutoff)), None) if len(name) <= MAX_NAME_CHARS else None
+
+
+def did_you_mean(found: str | None) -> str:
+    """The end of an error message; empty without a suggestion."""
+    return f"; did you mean {found}?" if found else ""
+
+
+# --- tls settings ---------------------------------------------------------------------------------------------
+# The TLS settings of a process, and the rule that nothing is served in plain text beyond loopback.
+#
+# Every process of a cluster has the same group of settings. A process presents one certificate: as a server to its
+# callers, and as a client to the processes that it calls.
+
+AUTO: Final = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsSettings:
+    """The TLS settings of a worker. All of its callers belong to the cluster."""
+
+    tls_cert: str = setting(
+        "PEM file with this process's certificate, and intermediate certificates after it; plain text when empty", ""
+    )
+    tls_key: str = setting("PEM file with the private key of tls_cert", "")
+    tls_ca: str = setting(
+        "PEM file with the CA certificates of the cluster; its processes accept only each other's certificates from "
+        "these",
+        "",
+    )
+    tls_peer_name: str = setting(
+        "name in the certificates of the processes that this one calls; the host that it calls when empty", ""
+    )
+    insecure: bool = setting("serve plain text beyond loopback", False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallerTlsSettings(TlsSettings):
+    """The TLS settings of a process that callers from outside the cluster may reach."""
+
+    tls_client_ca: str = setting(
+        "PEM file with the CA certificates of callers; they then need a certificate from these, or from tls_ca", ""
+    )
+
+
+def check_tls(config: TlsSettings, host: str, *, is_worker: bool = False) -> None:
+    """Raises ConfigError if the settings are incomplete, or if `host` would serve plain text to other hosts."""
+    if bool(config.tls_cert) is not bool(config.tls_key):
+        absent = "tls_key" if config.tls_cert else "tls_cert"
+        raise ConfigError(absent, "nothing", "a PEM file: a certificate and its key are set together")
+    if is_worker and bool(config.tls_cert) is not bool(config.tls_ca):
+        absent = "tls_ca" if config.tls_cert else "tls_cert"
+        raise ConfigError(absent, "nothing", "a PEM file: a worker has a certificate, its key and the cluster's CA")
+    if isinstance(config, CallerTlsSettings) and config.tls_client_ca and not config.tls_cert:
+        raise ConfigError("tls_client_ca", config.tls_client_ca, "tls_cert and tls_key beside it")
+    if not (config.tls_cert or config.insecure or is_loopback_host(host)):
+        expected = (
+            "a loopback address, or TLS: `pdserve up --tls auto`, or a certificate in tls_cert and tls_key; with "
+            "--insecure it is served in plain text"
+        )
+        raise ConfigError("host", host, expected)
+
+
+# --- names ----------------------------------------------------------------------------------------------------
+# The files of a process's certificates, as a Kubernetes secret of type kubernetes.io/tls names them.
+
+CERT: Final = "tls.crt"
+KEY: Final = "tls.key"
+CA: Final = "ca.crt"

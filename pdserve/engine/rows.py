@@ -6,10 +6,12 @@ No block was changed before, so a rejected step can be repeated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Final, final
 
 from pdserve.core.errors import InternalError
+from pdserve.core.types import Sampling
 from pdserve.engine.interface import EngineSpec, Row
 
 
@@ -85,3 +87,78 @@ def _check_table(spec: EngineSpec, index: int, held: Sequence[int]) -> None:
 
 def _wrong(index: int, problem: str) -> InternalError:
     return InternalError(f"row {index} cannot be computed: {problem}")
+
+
+# --- row words ------------------------------------------------------------------------------------------------
+# Encodes the rows of a step as numbers for the follower ranks.
+#
+# Histories, sampling and grammars are needed only by the leader and not sent. Each row carries whether it samples.
+
+_FIELDS: Final = 7
+_DRAWS: Final = Sampling(temperature=0.0, max_tokens=1)
+
+
+def to_words(rows: Sequence[Row]) -> list[int]:
+    words: list[int] = []
+    for row in rows:
+        lists = (row.tokens, row.blocks, row.drafts, row.targets)
+        words += (*map(len, lists), row.start, row.num_top, row.sample is not None)
+        for one in lists:
+            words += one
+    return words
+
+
+def from_words(words: Sequence[int]) -> list[Row]:
+    """Rows that compute the same states and logits as the rows passed to `to_words`."""
+    rows: list[Row] = []
+    left = iter(words)
+    while fields := list(islice(left, _FIELDS)):
+        tokens, blocks, drafts, targets = (_take(left, count) for count in fields[:4])
+        start, num_top, is_drawing = fields[4:]
+        rows.append(
+            Row(
+                tokens=tokens,
+                start=start,
+                blocks=blocks,
+                sample=_DRAWS if is_drawing else None,
+                drafts=drafts,
+                targets=targets,
+                num_top=num_top,
+            )
+        )
+    return rows
+
+
+def _take(left: Iterator[int], count: int) -> list[int]:
+    return list(islice(left, count))
+
+
+# --- warm rows ------------------------------------------------------------------------------------------------
+# Steps that launch, and so compile, every kernel of an engine without graphs.
+#
+# A kernel is compiled at its first launch, for a second or more, while requests wait. Which kernel a step uses depends
+# only on whether a row has one token, up to sixteen, or a longer chunk. These steps contain each case once.
+
+CHUNK: Final = 48  # more tokens than a kernel for few queries accepts
+_GREEDY: Final = Sampling(temperature=0.0)
+
+
+def warm_rows(spec: EngineSpec) -> Iterator[list[Row]]:
+    """Each step overwrites the pool's first blocks, so they come before the first request."""
+    limit = min(spec.max_context_tokens, spec.num_blocks * spec.block_size)
+    end = min(limit, CHUNK)
+    for count in (1, 2, CHUNK):
+        if end >= count:
+            yield [_row(spec, count, end)]
+
+
+def _row(spec: EngineSpec, count: int, end: int) -> Row:
+    token = 1 % spec.vocab_size
+    return Row(
+        tokens=[token] * count,
+        start=end - count,
+        blocks=list(range(-(-end // spec.block_size))),
+        sample=_GREEDY,
+        history=[token] * end,
+        prompt_len=end,
+    )

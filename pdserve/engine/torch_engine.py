@@ -18,16 +18,15 @@ import torch
 from torch import Tensor
 
 from pdserve.core.types import TokenOut
-from pdserve.engine.attention import AttentionBackend, MakeAttention
-from pdserve.engine.batch import pack
-from pdserve.engine.grammars import Grammars
 from pdserve.engine.interface import EngineSpec, OnLayer, Row, RowOut, kept
-from pdserve.engine.matchers import RowMasks
-from pdserve.engine.memory_plan import MemoryPlan
-from pdserve.engine.model import Decoder
-from pdserve.engine.pool import TorchPool
+from pdserve.engine.memory.plan import MemoryPlan
+from pdserve.engine.memory.pool import TorchPool
+from pdserve.engine.model.attention import AttentionBackend, MakeAttention
+from pdserve.engine.model.batch import pack
+from pdserve.engine.model.decoder import Decoder
 from pdserve.engine.rows import check_rows
-from pdserve.engine.sampling import Draw, sample
+from pdserve.engine.sampling.grammars import Grammars, RowMasks
+from pdserve.engine.sampling.sampler import Draw, sample
 
 MAX_LOGITS: Final = 2**24  # of a prompt at a time: for a chunk of 2048 tokens, 128k logits each would be 1 GB
 

@@ -35,8 +35,8 @@ from operator import mul
 from typing import Final, final
 
 from pdserve.core.types import Role, Sampling, TokenOut
-from pdserve.engine.host_memory import HostMemory
 from pdserve.engine.interface import EngineSpec, OnLayer, Row, RowOut, kept
+from pdserve.engine.memory.host import HostMemory
 from pdserve.engine.rows import check_rows
 
 EOS: Final = 256

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from typing import Final, final
 
 from pdserve.client.aio import AsyncClient, AsyncStream
+from pdserve.client.request import Prompt
 from pdserve.client.results import Completion, Piece, Token, TokenLogprob
 from pdserve.core.errors import InvalidRequest
-from pdserve.gateway.sdk_call import SdkCall
+from pdserve.gateway.api.logprobs import EchoedPrompt
+from pdserve.gateway.api.sdk_call import SdkCall
 
 MAX_BYTES_OF: Final = 8192  # tokens in one call
 MAX_KNOWN: Final = 2**19  # more than a vocabulary has; at this number the table is cleared
@@ -128,3 +131,45 @@ class TokenTable:
         for start in range(0, len(missing), MAX_BYTES_OF):
             asked: Sequence[int] = missing[start : start + MAX_BYTES_OF]
             self._known.update(zip(asked, await client.tokens(asked), strict=True))
+
+
+# --- echo -----------------------------------------------------------------------------------------------------
+# Prompts that /v1/completions repeats before its answers (`echo`): reads their texts and token ids.
+
+
+async def with_echoes(
+    call: SdkCall, client: AsyncClient, tokens: TokenTable, most_tokens: int
+) -> tuple[SdkCall, tuple[EchoedPrompt, ...]]:
+    """The prompts to repeat, and the call with the token ids that were read for them. Raises InvalidRequest.
+
+    Prompts of over `most_tokens` are not read, because the call will reject them.
+    """
+    if not call.shown.has_echo:
+        return call, ()
+    kept = call.options.get("truncate_prompt_tokens")
+    prompts: list[Prompt] = []
+    echoes: list[EchoedPrompt] = []
+    for prompt in call.prompts:
+        if isinstance(prompt, str) and kept is None and call.shown.logprobs is None:
+            prompts.append(prompt)
+            echoes.append(EchoedPrompt(prompt))
+            continue
+        ids: Sequence[int] = await client.tokenize(prompt) if isinstance(prompt, str) else prompt  # type: ignore[assignment]
+        if kept:
+            ids = ids[-kept:]
+        text = ""
+        if isinstance(prompt, str) and not (kept and len(ids) == kept):
+            text = prompt
+        elif len(ids) <= most_tokens:
+            with contextlib.suppress(InvalidRequest):  # the call rejects such ids, by the name of its own field
+                text = await _text_of(ids, call, client, tokens)
+        prompts.append(list(ids))
+        echoes.append(EchoedPrompt(text, () if call.shown.logprobs is None else tuple(ids)))
+    return dataclasses.replace(call, prompts=prompts), tuple(echoes)
+
+
+async def _text_of(ids: Sequence[int], call: SdkCall, client: AsyncClient, tokens: TokenTable) -> str:
+    if not call.shows_special_tokens:
+        return await client.detokenize(ids)
+    await tokens.learn(client, set(ids))
+    return b"".join(map(tokens, ids)).decode("utf-8", "replace")

@@ -23,7 +23,10 @@ from pdserve.client.aio import AsyncClient
 from pdserve.client.options import Options
 from pdserve.client.results import Model
 from pdserve.config import GatewayConfig
+from pdserve.core.access.shares import BYTES_WEIGHT, CONTROL, COUNT_WEIGHT, OPERATOR, HeldBody, Shares, kept_of
 from pdserve.core.errors import (
+    Cancelled,
+    DeadlineExceeded,
     InternalError,
     InvalidRequest,
     NotFound,
@@ -32,22 +35,95 @@ from pdserve.core.errors import (
     ShuttingDown,
     shortened,
 )
-from pdserve.core.shares import BYTES_WEIGHT, CONTROL, COUNT_WEIGHT, OPERATOR, HeldBody, Shares, kept_of
-from pdserve.gateway import errors, headers, json_body, live_view, openapi, replies, sse, tokens
-from pdserve.gateway.body import check_declared, read_body
-from pdserve.gateway.docs_page import docs_page
+from pdserve.gateway import endpoints
+from pdserve.gateway.api import errors, headers, json_body, openapi, replies, sse
+from pdserve.gateway.api.errors import BodyTooLarge
+from pdserve.gateway.api.field_support import Endpoint
+from pdserve.gateway.api.openapi import docs_page
+from pdserve.gateway.api.operations import OPERATIONS
+from pdserve.gateway.api.responses_request import responses_call
+from pdserve.gateway.api.sdk_call import SdkCall, chat_call, check_model, text_call
 from pdserve.gateway.door import Caller, Door
-from pdserve.gateway.field_support import Endpoint
-from pdserve.gateway.health import Health
-from pdserve.gateway.operations import OPERATIONS
 from pdserve.gateway.respond import Responder, Sender, encoded, send_json, send_whole
-from pdserve.gateway.responses_request import responses_call
-from pdserve.gateway.sdk_call import SdkCall, chat_call, check_model, text_call
 from pdserve.gateway.shutdown import Shutdown
 from pdserve.gateway.ui.page import page
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics
 from pdserve.telemetry.propagate import HEADER, trace_id_of
+
+# --- body -----------------------------------------------------------------------------------------------------
+# Reads the body of a request, with limits on its size, on the time that it takes and on what its caller holds.
+
+# After a time of grace, a body arrives at this rate or faster. Without it, a few bytes would keep a connection.
+GRACE_S: Final = 5.0
+LEAST_RATE: Final = 1024  # bytes per second
+
+
+def check_declared(content_length: str | None, most: int) -> None:
+    """Raises BodyTooLarge before a byte is read."""
+    if content_length is None:
+        return
+    if not (content_length.isascii() and content_length.isdecimal() and len(content_length) <= 18):
+        raise InvalidRequest("content-length", shortened(repr(content_length)), "a number of bytes")
+    num_bytes = int(content_length)
+    if num_bytes > most:
+        raise BodyTooLarge("body", f"{num_bytes} bytes", f"at most {most} bytes")
+
+
+def time_for(num_bytes: int, limit_s: float) -> float:
+    """The time after its headers at which a body of which so much has arrived is late."""
+    return min(limit_s, GRACE_S + num_bytes / LEAST_RATE)
+
+
+async def read_body(receive: Any, most: int, limit_s: float, held: HeldBody) -> bytes:
+    """Raises BodyTooLarge, DeadlineExceeded, Overloaded, and Cancelled if the client has left."""
+    body = bytearray()
+    began_s = asyncio.get_running_loop().time()
+    try:
+        async with asyncio.timeout(time_for(0, limit_s)) as timeout:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise Cancelled("the client has disconnected")
+                part = message.get("body", b"")
+                if len(body) + len(part) > most:
+                    raise BodyTooLarge("body", f"over {most} bytes", f"at most {most} bytes")
+                held.add(len(part))
+                body += part
+                if not message.get("more_body", False):
+                    return bytes(body)
+                timeout.reschedule(began_s + time_for(len(body), limit_s))
+    except TimeoutError:
+        raise DeadlineExceeded("sending its body") from None
+
+
+# --- health ---------------------------------------------------------------------------------------------------
+# Whether the router serves. The router is asked at most once per period, however many callers there are.
+
+REMEMBER_S: Final = 0.5
+
+
+@final
+class Health:
+    def __init__(self, client: AsyncClient, clock: Callable[[], float] = time.monotonic) -> None:
+        self._client = client
+        self._clock = clock
+        self._asking = asyncio.Lock()
+        self._is_serving = False
+        self._until_s = -float("inf")
+
+    async def is_serving(self) -> bool:
+        async with self._asking:
+            if self._clock() >= self._until_s:
+                try:
+                    self._is_serving = await self._client.is_serving()
+                except PdserveError:
+                    self._is_serving = False
+                self._until_s = self._clock() + REMEMBER_S
+            return self._is_serving
+
+
+# --- app ------------------------------------------------------------------------------------------------------
 
 log = logging.getLogger(__name__)
 
@@ -102,12 +178,14 @@ class Gateway:
                 self._route("/v1/models", "GET", self._models),
                 self._route("/v1/models/{name:path}", "GET", self._model),
                 self._route(
-                    "/tokenize", "POST", self._unary(tokens.tokenize_request, tokens.tokenize, tokens.tokenize_bytes)
+                    "/tokenize",
+                    "POST",
+                    self._unary(endpoints.tokenize_request, endpoints.tokenize, endpoints.tokenize_bytes),
                 ),
                 self._route(
                     "/detokenize",
                     "POST",
-                    self._unary(tokens.detokenize_request, tokens.detokenize, tokens.detokenize_bytes),
+                    self._unary(endpoints.detokenize_request, endpoints.detokenize, endpoints.detokenize_bytes),
                 ),
                 self._route("/version", "GET", self._version),
                 self._route("/load", "GET", self._load),
@@ -212,19 +290,19 @@ class Gateway:
 
     async def _live_events(self, scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
         if scope["method"] == "HEAD":
-            return await live_view.send_head(caller, send)
-        return await live_view.stream_frames(caller, receive, send)
+            return await endpoints.send_head(caller, send)
+        return await endpoints.stream_frames(caller, receive, send)
 
     async def _live_request(self, scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
-        found = await live_view.explanation(caller.client, scope["path_params"]["request_id"])
+        found = await endpoints.explanation(caller.client, scope["path_params"]["request_id"])
         return await _send(send, 200, found)
 
     async def _live_worker_log(self, scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
-        return await _send(send, 200, await live_view.worker_log(caller.client, scope["path_params"]["worker_id"]))
+        return await _send(send, 200, await endpoints.worker_log(caller.client, scope["path_params"]["worker_id"]))
 
     def _live_command(self, command: Callable[[AsyncClient, str], Awaitable[None]]) -> Handler:
         async def handle(scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
-            live_view.check_own(given)
+            endpoints.check_own(given)
             await command(caller.client, scope["path_params"]["worker_id"])
             await send({"type": "http.response.start", "status": 204, "headers": []})
             await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -2,7 +2,7 @@
 
 uvicorn itself waits without limit for a request's headers, accepts headers, trailers and chunk extensions of any size,
 never drops a client that stops reading, and loses the body of a request that offers another protocol. Bodies are
-limited in body.py, requests per caller in app.py.
+limited in app.py, requests per caller in app.py.
 
 Each byte of a connection is counted: as a part of a head, of a body, of a chunked body's framing, or as dropped.
 """
@@ -24,7 +24,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from pdserve.core.log_limit import LogLimit
-from pdserve.gateway import errors, sse
+from pdserve.gateway.api import errors, sse
 from pdserve.gateway.handshake import Handshake
 
 if TYPE_CHECKING:

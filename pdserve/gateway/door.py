@@ -22,8 +22,8 @@ from typing import Final, TypeVar, final
 
 from pdserve.client.aio import AsyncClient
 from pdserve.client.results import Model
+from pdserve.core.access.shares import caller_of
 from pdserve.core.errors import Overloaded, Unauthenticated
-from pdserve.core.shares import caller_of
 
 REMEMBER_S: Final = 10.0
 REMEMBER_REJECTED_S: Final = 1.0
@@ -43,7 +43,7 @@ class Caller:
 
     @property
     def share(self) -> str:
-        """Who it is in pdserve/core/shares.py. An older router names no tenant: then each token is a caller."""
+        """Who it is in pdserve/core/access/shares.py. An older router names no tenant: then each token is a caller."""
         tenant = self.model.tenant
         return caller_of(f"token {self.key.hex()}" if tenant is None else tenant)
 

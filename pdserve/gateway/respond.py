@@ -16,16 +16,15 @@ from typing import Any, Final, TypeVar, final
 from pdserve.client.aio import AsyncClient
 from pdserve.client.results import Model, Piece, TokenLogprob
 from pdserve.core.errors import Cancelled
-from pdserve.gateway import logprobs, sse
-from pdserve.gateway.answers import Answers, TokenTable
-from pdserve.gateway.echo import with_echoes
-from pdserve.gateway.errors import ErrorReply
-from pdserve.gateway.field_support import Endpoint
-from pdserve.gateway.headers import IGNORED, REQUEST_ID
-from pdserve.gateway.logprobs import EchoedPrompt
-from pdserve.gateway.replies import ChatWriter, Head, TextWriter, Writer
-from pdserve.gateway.responses_writer import ResponsesWriter
-from pdserve.gateway.sdk_call import SdkCall
+from pdserve.gateway.answers import Answers, TokenTable, with_echoes
+from pdserve.gateway.api import logprobs, sse
+from pdserve.gateway.api.errors import ErrorReply
+from pdserve.gateway.api.field_support import Endpoint
+from pdserve.gateway.api.headers import IGNORED, REQUEST_ID
+from pdserve.gateway.api.logprobs import EchoedPrompt
+from pdserve.gateway.api.replies import ChatWriter, Head, TextWriter, Writer
+from pdserve.gateway.api.responses_writer import ResponsesWriter
+from pdserve.gateway.api.sdk_call import SdkCall
 
 Written = TypeVar("Written")
 PAUSE_BYTES: Final = 65_536  # encoded or written between two pauses

@@ -14,12 +14,12 @@ from typing import Any, Final, final
 import uvicorn
 
 from pdserve.client.aio import AsyncClient
-from pdserve.client.reloading import ReloadingTransport
+from pdserve.client.connect import ReloadingTransport
 from pdserve.client.retry import Retries
 from pdserve.config import GatewayConfig
+from pdserve.core.access.hosts import is_loopback_host
 from pdserve.core.durations import clamped_s
 from pdserve.core.errors import ConfigError, InternalError, NoWorkers, Unauthenticated
-from pdserve.core.hosts import is_loopback_host
 from pdserve.gateway.app import Gateway
 from pdserve.gateway.arrivals import Arrivals
 from pdserve.gateway.connection import BUSY, Connection, ConnectionLimits, Connections, set_options

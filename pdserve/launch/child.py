@@ -16,7 +16,7 @@ from typing import Any, Final, final
 from pdserve.config import without_secrets
 from pdserve.core.errors import PdserveError
 from pdserve.core.progress import phase_of
-from pdserve.launch.open_ports import session_of
+from pdserve.launch.ports import session_of
 from pdserve.launch.spec import waiting_env
 
 TAIL_LINES: Final = 40

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, final
 
+from pdserve.bounded_file import cache_file
 from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
 from pdserve.config_flags import FLAGS_FILE, live_flags
 from pdserve.core.errors import PdserveError
@@ -22,7 +23,6 @@ from pdserve.launch.report import LauncherReport
 from pdserve.launch.spec import Process
 from pdserve.listening import HELD_ENV
 from pdserve.prefix.embedded import EmbeddedRedis
-from pdserve.private_file import cache_file
 
 KILL_AFTER_S: Final = 5.0  # in addition to a process's own drain time
 LAST_WORDS_S: Final = 3.0  # in which a server that ends at once tells its clients

@@ -9,8 +9,7 @@ from typing import Any, Final, Literal
 from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
 from pdserve.config_flags import check_shown
 from pdserve.core.errors import ConfigError
-from pdserve.core.nearest import did_you_mean, nearest
-from pdserve.core.setting import check_value
+from pdserve.core.setting import check_value, did_you_mean, nearest
 
 Value = str | int | float | bool | tuple[str, ...]
 Kind = Literal["worker", "prefill_worker", "decode_worker", "router", "gateway"]

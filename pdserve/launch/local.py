@@ -4,29 +4,161 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Final, final
 
+from pdserve.client.aio import AsyncClient
 from pdserve.client.connect import Tls
+from pdserve.client.results import Completion
+from pdserve.client.retry import Retries
 from pdserve.config import RouterConfig
-from pdserve.core.errors import ConfigError
-from pdserve.core.hosts import join, local_host
+from pdserve.core.access.hosts import join, local_host
+from pdserve.core.errors import ConfigError, Overloaded, Unavailable
 from pdserve.launch.crew import REDIS, Crew, member, side_by_side
+from pdserve.launch.degraded import check_alone
 from pdserve.launch.keys import Kind, Value
-from pdserve.launch.launcher_metrics import LauncherMetrics
 from pdserve.launch.make_tls import make_certificates
-from pdserve.launch.neighbours import check_alone
 from pdserve.launch.ports import HeldPorts, check_free, free_ports, with_user_of_port
-from pdserve.launch.readiness import FIRST_ANSWER_S, first_answer
 from pdserve.launch.report import LauncherReport
-from pdserve.launch.spec import ClusterSpec, fixed_ports, gateway, ports, processes, router_config
+from pdserve.launch.spec import (
+    METRICS_HOST,
+    ClusterSpec,
+    Process,
+    fixed_ports,
+    gateway,
+    metrics_host,
+    ports,
+    processes,
+    router_config,
+    served_names,
+)
 from pdserve.listening import PortInUse
 from pdserve.owned_folder import OwnedFolder
 from pdserve.prefix.embedded import SOCKET as REDIS_SOCKET
 from pdserve.prefix.embedded import socket_url
+from pdserve.telemetry import metric_names
+from pdserve.telemetry.metrics import Metrics
+from pdserve.tls.certificates import certificates_of
+from pdserve.wire.status import NO_CONNECTION
+
+# --- readiness ------------------------------------------------------------------------------------------------
+# Proves that a cluster answers: generates a real token through the router, on the remote path if there is one.
+
+# Longer than a prompt that a decode worker would prefill itself, so that the prefill worker and the transfer are tested
+# too.
+PROMPT: Final = "def ready(cluster):\n    return all(worker.is_ready for worker in cluster.workers)\n" * 2
+ANSWER_TOKENS: Final = 2
+FIRST_ANSWER_S: Final = 120.0
+_ASK_AGAIN_S: Final = 0.05
+
+
+async def first_answer(
+    target: str,
+    *,
+    token: str | None,
+    workers: int,
+    timeout_s: float,
+    tls: Tls | None = None,
+    insecure: bool = False,
+    on_wait: Callable[[str], None] = lambda cause: None,
+) -> Completion:
+    """The first completion. Waits while workers are still connecting, and tells `on_wait` the cause; raises the last
+    error after `timeout_s`, and an error of TLS at once."""
+    deadline_s = time.monotonic() + timeout_s
+    async with AsyncClient(target, token=token, tls=tls, insecure=insecure, retries=Retries(limit=0)) as client:
+        while True:
+            left_s = max(deadline_s - time.monotonic(), 0.1)
+            try:
+                topology = await client.topology()
+                connected = [worker.worker_id for worker in topology.workers if worker.is_connected]
+                if len(connected) < workers:
+                    seen = f" ({', '.join(sorted(connected))})" if connected else ""
+                    raise Unavailable(f"the router is connected to {len(connected)} of {workers} workers{seen}")
+                return await client.generate(PROMPT, max_tokens=ANSWER_TOKENS, temperature=0.0, timeout_s=left_s)
+            except (Unavailable, Overloaded) as error:
+                if time.monotonic() >= deadline_s or error.message.startswith(NO_CONNECTION):
+                    raise
+                on_wait(error.message)
+            await asyncio.sleep(_ASK_AGAIN_S)
+
+
+# --- launcher metrics -----------------------------------------------------------------------------------------
+# The launcher's own metrics, and the metrics ports of all its processes for Prometheus's HTTP service discovery.
+
+TARGETS: Final = "/targets"
+_COMPONENTS: Final = {"prefill_worker": "prefill", "decode_worker": "decode", "pdserve.gateway": "gateway"}
+
+
+def targets(spec: ClusterSpec) -> list[dict[str, object]]:
+    """One group for each process with a metrics port, the launcher first. `instance` is the name of the process, so
+    that it stays the same after a restart of the cluster on other ports. Pure."""
+    if spec.metrics is None:
+        return []
+    found = [_group(spec, "launcher", "launcher", METRICS_HOST, spec.metrics, is_https=spec.tls is not None)]
+    for process in _served(spec):
+        config, component = process.config, _COMPONENTS.get(process.module, process.module)
+        if config.metrics_port:
+            host, is_https = local_host(metrics_host(config)), bool(config.tls_cert)
+            found.append(_group(spec, process.name, component, host, config.metrics_port, is_https=is_https))
+    return found
+
+
+def _served(spec: ClusterSpec) -> list[Process]:
+    *workers, router = processes(spec)
+    http = gateway(spec, "")
+    return [router, *workers, *([] if http is None else [http])]
+
+
+def _group(spec: ClusterSpec, name: str, component: str, host: str, port: int, *, is_https: bool) -> dict[str, object]:
+    labels = {
+        "instance": name,
+        "component": component,
+        "cluster": spec.cluster,
+        "model": served_names(spec)[0],
+        "__scheme__": "https" if is_https else "http",
+    }
+    return {"targets": [join(host, port)], "labels": labels}
+
+
+@final
+class LauncherMetrics:
+    """Does nothing if the cluster has no metrics."""
+
+    def __init__(self, spec: ClusterSpec) -> None:
+        self._spec = spec
+        self._metrics = Metrics.off() if spec.metrics is None else Metrics("launcher")
+
+    def start(self) -> None:
+        """Raises ConfigError if the port is in use or a TLS file cannot be used."""
+        if self._spec.metrics is None:
+            return
+        tls = certificates_of(router_config(self._spec, ()), is_mutual=False)
+        page = json.dumps(targets(self._spec)).encode()
+        self._metrics.serve(self._spec.metrics, METRICS_HOST, tls, {TARGETS: page})
+
+    def process_started(self, name: str) -> None:
+        self._metrics.add(metric_names.PROCESS_STARTS, process=name)
+
+    def describe(self) -> str:
+        """For the operator: where Prometheus finds the targets, and the port of each process. Empty if it is off."""
+        if self._spec.metrics is None:
+            return ""
+        groups = targets(self._spec)
+        ports = {group["labels"]["instance"]: group["targets"][0].rpartition(":")[2] for group in groups}  # type: ignore[index]
+        scheme = groups[0]["labels"]["__scheme__"]  # type: ignore[index]
+        listed = ", ".join(f"{name} {port}" for name, port in ports.items())
+        return f"metrics: {scheme}://{join(METRICS_HOST, self._spec.metrics)}{TARGETS} lists the ports {listed}"
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._metrics.close()
+
+
+# --- local ----------------------------------------------------------------------------------------------------
 
 GATEWAY: Final = "gateway"
 FIRST_TOKEN: Final = "first token"

@@ -9,14 +9,13 @@ import socket
 from pathlib import Path
 
 from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_bytes
+from pdserve.core.access.hosts import is_loopback_host
 from pdserve.core.errors import ConfigError
-from pdserve.core.extras import advice
-from pdserve.core.hosts import is_loopback_host
-from pdserve.launch.cluster_tls import CALLERS, ClusterTls
-from pdserve.launch.spec import ClusterSpec
+from pdserve.core.installation import advice
+from pdserve.core.setting import CERT
+from pdserve.launch.spec import CALLERS, ClusterSpec, ClusterTls
 from pdserve.owned_folder import OwnedFolder
 from pdserve.tls.local_ca import PURPOSE, announce
-from pdserve.tls.names import CERT
 
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Final
 
 from pdserve.config import RAY_TOKEN_ENV
+from pdserve.core.access.hosts import endpoint_of
 from pdserve.core.errors import ConfigError
-from pdserve.core.hosts import endpoint_of
+from pdserve.core.setting import CA, CERT, KEY
 from pdserve.core.urls import hide_password, place
 from pdserve.owned_folder import SHORT, OwnedFolder, sweep
-from pdserve.tls.names import CA, CERT, KEY
 
 TOKEN_PATH_ENV: Final = "RAY_AUTH_TOKEN_PATH"
 MODE_ENV: Final = "RAY_AUTH_MODE"

@@ -41,7 +41,7 @@ from pdserve.launch.driver_words import (
     emit,
     last_line,
 )
-from pdserve.launch.open_ports import listeners, session_of
+from pdserve.launch.ports import listeners, session_of
 from pdserve.launch.rank_actor import RankActor
 from pdserve.launch.spec import (
     MODULES,

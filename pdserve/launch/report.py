@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final, final
 
+from pdserve.bounded_file import open_private
 from pdserve.core.errors import ConfigError
 from pdserve.core.progress import PhaseProgress, bar_line, log_text, phase_of
 from pdserve.core.setting import check_fields, setting
-from pdserve.engine.memory_plan import MemoryPlan, plan_from_json
+from pdserve.engine.memory.plan import MemoryPlan, plan_from_json
 from pdserve.launch.start_progress import ClusterProgress
-from pdserve.private_file import open_private
 from pdserve.progress import LINE_EVERY_S, StatusLine, first_s
 from pdserve.telemetry.logs import json_line
 

@@ -20,21 +20,20 @@ import pdserve
 from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_text
 from pdserve.config import LOG_LEVELS, REDIS_ENV, SECRET_ENV, TOKEN_ENV, RouterConfig, WorkerConfig, from_env
 from pdserve.config_flags import words
+from pdserve.core.access.key_file import parse
 from pdserve.core.errors import ConfigError
-from pdserve.core.key_file import parse
-from pdserve.core.tls_settings import AUTO
-from pdserve.engine.config import read_config
-from pdserve.engine.host_limits import usable_cores
+from pdserve.core.setting import AUTO
+from pdserve.engine.memory.host import usable_cores
+from pdserve.engine.model.config import read_config
 from pdserve.key_file_access import read_bytes
 from pdserve.launch import own_ray
-from pdserve.launch.cluster_tls import ClusterTls
 from pdserve.launch.keys import KINDS, Kind, check_command_line, check_settings, check_top, fields_of
 from pdserve.launch.make_tls import of_operator
 from pdserve.launch.report import LogLimits
-from pdserve.launch.spec import ClusterSpec, Process, gateway, processes
+from pdserve.launch.spec import ClusterSpec, ClusterTls, Process, gateway, processes
 from pdserve.model_source import BUNDLED, TOY_MODELS, find_model, is_on_hub
 
-FAULTS: Final = "kvtransfer.faults"  # loaded by name, because pdserve imports no package above it
+FAULTS: Final = "kvtransfer.faults.plan"  # loaded by name, because pdserve imports no package above it
 _TLS_FILES: Final = {"tls_cert", "tls_key", "tls_ca", "tls_client_ca", "router_cert", "router_key"}
 _NOT_ASKED: Final = {"settings", "cores", "gpus"}  # of a ClusterSpec, that `merge` does not compare
 _OF_WORKER_TABLES: Final = ("worker", "prefill_worker", "decode_worker")

@@ -20,17 +20,15 @@ from pdserve.config import RAY_TOKEN_ENV, REDIS_ENV, SECRET_ENV
 from pdserve.core.errors import Unavailable
 from pdserve.core.progress import phase_of
 from pdserve.core.urls import place
-from pdserve.launch.cluster_tls import ClusterTls
 from pdserve.launch.crew import REDIS, Crew, Member, member
-from pdserve.launch.degraded import redis_trouble
+from pdserve.launch.degraded import check_alone, redis_trouble
 from pdserve.launch.driver_words import BEGINS, NOW, TOOK
 from pdserve.launch.keys import Kind, Value
 from pdserve.launch.local import GATEWAY, ask_first, redis_path, start_gateway, start_steps, with_ports, with_sockets
 from pdserve.launch.make_tls import make_certificates
-from pdserve.launch.neighbours import check_alone
 from pdserve.launch.ports import HeldPorts
 from pdserve.launch.report import LauncherReport, memory_of
-from pdserve.launch.spec import ClusterSpec, gateway, router, worker_config
+from pdserve.launch.spec import ClusterSpec, ClusterTls, gateway, router, worker_config
 
 DRIVER: Final = "ray"
 DRIVER_START_S: Final = 600.0

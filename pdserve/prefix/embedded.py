@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final, Self, final
 
 from pdserve.core.errors import ConfigError, Unavailable
-from pdserve.core.extras import advice
+from pdserve.core.installation import advice
 from pdserve.owned_folder import OwnedFolder
 
 START_S: Final = 10.0

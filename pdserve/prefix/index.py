@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, final
 
-from pdserve.core.blocks import CacheChange
+from pdserve.core.kv.blocks import CacheChange
 
 MAX_ENTRIES: Final = 8 * 2**20  # (block, worker) pairs; about 100 bytes each
 # number of replaced incarnations that are remembered; messages of older ones cannot arrive any more

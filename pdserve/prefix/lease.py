@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from pdserve.core.hashing import HASH_BYTES
+from pdserve.core.kv.hashing import HASH_BYTES
 from pdserve.prefix import scripts
 from pdserve.prefix.keys import MAX_SLOTS, bit_offset, owner_of
 from pdserve.prefix.registry import Registration

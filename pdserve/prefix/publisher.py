@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Final, final
 
-from pdserve.core.hashing import HASH_BYTES
+from pdserve.core.kv.hashing import HASH_BYTES
 from pdserve.core.urls import hide_password
 from pdserve.outage_log import OutageLog, PeerLog
 from pdserve.prefix.connection import TROUBLE, Backoff, connect, heed_cancellation

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, final
 
+from pdserve.core.access.hosts import endpoint_of
 from pdserve.core.errors import ConfigError
-from pdserve.core.hosts import endpoint_of
 from pdserve.core.types import Role
 from pdserve.core.urls import hide_password
 from pdserve.outage_log import OutageLog, PeerLog

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from pdserve.bounded_file import MAX_JSON_BYTES, parse_json, read_bytes
-from pdserve.core.degrees import profiles_by_degree
+from pdserve.core.cost.profile import Profile, degrees, parse_profile, profiles_by_degree
 from pdserve.core.errors import ConfigError
-from pdserve.core.profile import Profile, degrees, parse_profile
 
 FOLDER: Final = Path(__file__).parent
 

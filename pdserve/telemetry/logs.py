@@ -1,8 +1,8 @@
 """Log format of all processes, on stderr: a line of text per record, with its fields behind, or a JSON object.
 
-2026-11-21 01:11:12,219 INFO router router.workers: a worker is attached worker_id=d0 role=decode
+2026-11-21 01:11:12,219 INFO router router.service.workers: a worker is attached worker_id=d0 role=decode
 
-{"time": "2026-11-21T01:11:12.219Z", "level": "INFO", "process": "router", "logger": "router.workers",
+{"time": "2026-11-21T01:11:12.219Z", "level": "INFO", "process": "router", "logger": "router.service.workers",
  "message": "a worker is attached", "worker_id": "d0", "role": "decode"}
 """
 
@@ -14,10 +14,12 @@ import math
 import os
 import sys
 import time
+from collections import deque
 from typing import Any, Final, final
 
 from pdserve.config import LOG_LEVEL_ENV, LOG_LEVELS
 from pdserve.core.errors import ConfigError
+from pdserve.core.live import MAX_CHARS, MAX_LINES, LogLine
 
 FORMAT_ENV: Final = "PDSERVE_LOG_FORMAT"
 TEXT: Final = "text"
@@ -115,3 +117,26 @@ def _shown(value: object) -> str:
         return f"{value:.6g}"
     text = str(value)
     return repr(text) if not text or " " in text or not text.isprintable() else text  # no other space is printable
+
+
+# --- recent log -----------------------------------------------------------------------------------------------
+# The last records of this process's log, in bounded memory, for the live view.
+
+
+@final
+class RecentLog(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.setFormatter(FieldFormatter("%(name)s: %(message)s"))
+        self._lines: deque[LogLine] = deque(maxlen=MAX_LINES)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = self.format(record)[:MAX_CHARS]
+            self._lines.append(LogLine(at_unix_s=record.created, level=record.levelname, text=text))
+        except Exception:  # as in logging's own handlers, a record that cannot be formatted must not raise
+            self.handleError(record)
+
+    def lines(self) -> tuple[LogLine, ...]:
+        """The oldest first. Called from any thread."""
+        return tuple(self._lines.copy())

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from pdserve.core.phases import MEANING, MEASURED_BY, Phase
+from pdserve.core.results import MEANING, MEASURED_BY, Phase
 
 SCHEMA_URL: Final = "https://opentelemetry.io/schemas/1.41.1"
 SCOPE: Final = "pdserve"

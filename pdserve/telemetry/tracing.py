@@ -17,11 +17,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, Self, final
 
+from pdserve.core.access.hosts import NO_HTTP_PROXY, is_loopback_host
 from pdserve.core.errors import ConfigError
-from pdserve.core.hosts import NO_HTTP_PROXY, is_loopback_host
 from pdserve.telemetry import names
 from pdserve.telemetry.propagate import AttributeValue, TraceContext, parse, render
-from pdserve.telemetry.tail_sampling import is_in_share
+from pdserve.telemetry.request_attributes import is_in_share
 
 log = logging.getLogger(__name__)
 

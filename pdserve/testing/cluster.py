@@ -13,8 +13,7 @@ from pdserve.config import RouterConfig, WorkerConfig
 from pdserve.core.errors import ConfigError, InternalError, NotFound
 from pdserve.core.types import Role
 from pdserve.engine import toy
-from pdserve.launch.local import tls_to
-from pdserve.launch.readiness import first_answer
+from pdserve.launch.local import first_answer, tls_to
 from pdserve.listening import ignore_poller_races
 from pdserve.program import Host
 from pdserve.text.tokenizer import load_tokenizer
@@ -81,7 +80,7 @@ class Cluster:
             config = RouterConfig(
                 **{**_SETTINGS, "workers": tuple(addresses), "cluster_secret": self._secret, **self._router}
             )
-            self._hosts["router"] = host = import_module("router.program").RouterHost(config, on_fatal=_ignore)
+            self._hosts["router"] = host = import_module("router.service.program").RouterHost(config, on_fatal=_ignore)
             self.address = host.start()
             with ThreadPoolExecutor(1) as thread:  # this thread may run an event loop
                 thread.submit(asyncio.run, self._ready(config, len(addresses))).result()

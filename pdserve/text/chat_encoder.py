@@ -18,7 +18,7 @@ from typing import Final, final
 from pdserve.core.errors import InvalidRequest, ModelError
 from pdserve.text.chat import ChatTemplate, Message, ToolCall
 from pdserve.text.control_tokens import SecretNames, any_of, rewritten
-from pdserve.text.reasoning import MISTRAL_MARKS, THINK_MARKS, ReasoningState
+from pdserve.text.stops import MISTRAL_MARKS, THINK_MARKS, ReasoningState
 from pdserve.text.template_forms import PROBE_TOOL
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from pdserve.tls.names import CA, CERT, KEY
+from pdserve.core.setting import CA, CERT, KEY
 
 VALID: Final = datetime.timedelta(days=825)
 _EARLY: Final = datetime.timedelta(hours=1)  # hosts' clocks differ

@@ -21,7 +21,7 @@ from typing import Final, final
 
 from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_bytes
 from pdserve.core.errors import ConfigError
-from pdserve.core.tls_settings import CallerTlsSettings, TlsSettings
+from pdserve.core.setting import CallerTlsSettings, TlsSettings
 
 log = logging.getLogger(__name__)
 

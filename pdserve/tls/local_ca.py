@@ -11,8 +11,8 @@ import stat
 from pathlib import Path
 from typing import Final
 
+from pdserve.core.setting import CA
 from pdserve.owned_folder import PREFIX, temporary_folders
-from pdserve.tls.names import CA
 
 PURPOSE: Final = "tls"
 _PORT: Final = "port-{port}"

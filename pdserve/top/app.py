@@ -13,8 +13,8 @@ from textual.widgets import DataTable, Footer, Static
 
 from pdserve.core.errors import PdserveError
 from pdserve.top import text
-from pdserve.top.history import History
 from pdserve.top.sources import FrameSource
+from pdserve.top.text import History
 
 WINDOW_S: Final = 10.0
 BAR_CHARS: Final = 24

@@ -10,8 +10,7 @@ from typing import Final, Protocol, final
 from pdserve.client.aio import AsyncClient
 from pdserve.client.results import Explanation
 from pdserve.core.errors import InvalidRequest, NotFound
-from pdserve.core.live import LiveFrame
-from pdserve.core.log_line import LogLine
+from pdserve.core.live import LiveFrame, LogLine
 
 PERIOD_S: Final = 0.5
 

@@ -1,6 +1,6 @@
 """Proofs of the cluster's secret on gRPC: the checks of a worker's server, and the calls of its clients.
 
-pdserve/core/proof.py defines the contents of a proof. A method without a row in POLICY is rejected.
+pdserve/core/access/proof.py defines the contents of a proof. A method without a row in POLICY is rejected.
 """
 
 from __future__ import annotations
@@ -16,8 +16,16 @@ from typing import Any, Final, Literal, final
 import grpc
 import grpc.aio
 
+from pdserve.core.access.proof import (
+    NONCE_BYTES,
+    CallChecker,
+    CallProof,
+    Identity,
+    Introduction,
+    Role,
+    canonical_address,
+)
 from pdserve.core.errors import PdserveError, Unauthenticated, UnknownMethod
-from pdserve.core.proof import NONCE_BYTES, CallChecker, CallProof, Identity, Introduction, Role, canonical_address
 from pdserve.v1 import peer_pb2, peer_pb2_grpc
 from pdserve.wire.requests import Abort
 

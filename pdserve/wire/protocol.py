@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from pdserve.core import live
 from pdserve.core import protocol as pr
-from pdserve.core.attempt import AttemptKey, FailureKind, RefusalReason
+from pdserve.core.attempt import Attempt, AttemptKey, FailureKind, RefusalReason
+from pdserve.core.cost.latency import CostPrior
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.grant import Fingerprint
-from pdserve.core.kv_shape import KvShape
-from pdserve.core.latency import CostPrior
-from pdserve.core.types import TokenOut
-from pdserve.v1 import transfer_pb2, worker_pb2
-from pdserve.wire.codec import Codec
-from pdserve.wire.convert import TOPS
+from pdserve.core.kv.kv_shape import Fingerprint, KvShape
+from pdserve.core.live import LogLine
+from pdserve.core.results import Phases, Timings, Usage
+from pdserve.core.types import SamplingDefaults, TokenOut
+from pdserve.v1 import cluster_pb2, inference_pb2, transfer_pb2, worker_pb2
+from pdserve.wire.codec import Codec, Special
+from pdserve.wire.convert import TOPS, sampling_from_proto, sampling_to_proto
 
 MAX_GRANT_BYTES: Final = 2**20  # limit of one grant, which a router keeps until it is prefilled
 
@@ -131,3 +133,53 @@ def _plain_rows(worker_id: str, message: worker_pb2.PlainTokens) -> list[pr.Toke
         )
         for request_id, attempt, index, token_id in zip(*columns, strict=True)
     ]
+
+
+# --- sequence -------------------------------------------------------------------------------------------------
+# The codec of a Sequence: the data that a worker needs to compute a request's tokens. No I/O.
+
+# The worker computes the `given` fields from its clock, its hash seed and the `ignored` fields of the message.
+SEQUENCE: Final = Codec(
+    Attempt,
+    worker_pb2.Sequence,
+    special={"sampling": Special(sampling_to_proto, sampling_from_proto)},
+    renamed={"prompt_ids": "prompt_token_ids", "output_ids": "output_token_ids"},
+    given=("chain_key", "arrived_s", "deadline_at_s", "begun_at_s"),
+    ignored=("deadline_s", "waited_s", "traceparent", "cache_salt"),
+)
+
+
+# --- results --------------------------------------------------------------------------------------------------
+# Codecs of the results of a request, which the router encodes and the SDK decodes.
+
+SAMPLING_DEFAULTS: Final = Codec(SamplingDefaults, inference_pb2.SamplingDefaults)
+USAGE: Final = Codec(Usage, inference_pb2.Usage)
+PHASES: Final = Codec(Phases, inference_pb2.Phases, is_lenient=True)
+TIMINGS: Final = Codec(Timings, inference_pb2.Timings, nested=(PHASES,), is_lenient=True)
+
+
+# --- live -----------------------------------------------------------------------------------------------------
+# The codec of the live view's frames.
+
+#: Lenient, because the times of a router's clock have no bound.
+FRAME: Final = Codec(
+    live.LiveFrame,
+    cluster_pb2.LiveFrame,
+    nested=(
+        Codec(live.LiveTotals, cluster_pb2.LiveTotals),
+        Codec(live.LiveWorker, cluster_pb2.LiveWorker, is_lenient=True),
+        Codec(
+            live.LiveRequest,
+            cluster_pb2.LiveRequest,
+            nested=(Codec(live.LivePhases, cluster_pb2.LivePhases),),
+            is_lenient=True,
+        ),
+    ),
+    is_lenient=True,
+)
+
+
+# --- log line -------------------------------------------------------------------------------------------------
+# The codec of a log's lines.
+
+LOG_LINE: Final = Codec(LogLine, worker_pb2.LogLine, is_lenient=True)  # a time of day is no duration

@@ -8,7 +8,7 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
-from pdserve.core.hosts import NO_HTTP_PROXY
+from pdserve.core.access.hosts import NO_HTTP_PROXY
 from pdserve.tls.certificates import Certificates, ReloadingCertificates
 
 _NAME_OVERRIDE: Final = "grpc.ssl_target_name_override"

@@ -9,8 +9,8 @@ from typing import Final
 
 from pdserve.config import WorkerConfig
 from pdserve.core.attempt import blocks_for
+from pdserve.core.cost.latency import CostModel, CostPrior
 from pdserve.core.errors import InternalError
-from pdserve.core.latency import CostModel, CostPrior
 from pdserve.core.types import Role, Sampling
 from pdserve.engine.interface import Engine, Row
 from pdserve.profiles import load_profile

@@ -18,33 +18,70 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, final
 
 from pdserve.config import WorkerConfig
-from pdserve.core.blocks import CacheChange
+from pdserve.core.access.proof import NONCE_BYTES, CallChecker, ClusterSecret
 from pdserve.core.durations import clamped_s
 from pdserve.core.errors import ConfigError, PdserveError
-from pdserve.core.proof import NONCE_BYTES, CallChecker, ClusterSecret
+from pdserve.core.kv.blocks import CacheChange
 from pdserve.core.types import Role
-from pdserve.engine.memory_plan import MemoryPlan
+from pdserve.engine.memory.plan import MemoryPlan
 from pdserve.listening import ignore_poller_races, is_held
 from pdserve.telemetry import metric_names
+from pdserve.telemetry.logs import RecentLog
 from pdserve.telemetry.metrics import Metrics, make_metrics
-from pdserve.telemetry.recent_log import RecentLog
 from pdserve.tls.certificates import certificates_of
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
-from pdserve.wire.peer_server import listen, make_peer_server, server_options
-from pdserve.worker.context import ProgramContext
-from pdserve.worker.engine_thread import EngineThread
-from pdserve.worker.health import HealthService
+from pdserve.wire.peer_server import listen, make_health_servicer, make_peer_server, server_options
+from pdserve.worker.engine_thread import EngineThread, Watchdog, dump_and_exit
+from pdserve.worker.interface import ProgramContext
 from pdserve.worker.program import RoleProgram
 from pdserve.worker.session import WorkerServicer
-from pdserve.worker.watchdog import Watchdog, dump_and_exit
 
-if TYPE_CHECKING:  # a worker without a registry needs no Redis client
+if TYPE_CHECKING:
     from pdserve.prefix.publisher import WorkerPublisher
 
+
+# --- health ---------------------------------------------------------------------------------------------------
+# gRPC's standard health service. Workers also start without its package, because not every host has it.
+
 log = logging.getLogger(__name__)
+
+
+@final
+class HealthService:
+    """The health of one gRPC service. Without the package, a health check gets UNIMPLEMENTED."""
+
+    def __init__(self, service: str) -> None:
+        self._service = service
+        self._servicer: Any = None
+        if find_spec("grpc_health") is None:
+            log.warning("no health service", extra={"reason": "the package grpcio-health-checking is not installed"})
+            return
+        self._servicer = make_health_servicer()
+
+    def add_to(self, server: Any) -> None:
+        if self._servicer is not None:
+            from grpc_health.v1 import health_pb2_grpc
+
+            health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+
+    async def set_serving(self, *, is_serving: bool) -> None:
+        if self._servicer is not None:
+            from grpc_health.v1 import health_pb2
+
+            response = health_pb2.HealthCheckResponse
+            await self._servicer.set(self._service, response.SERVING if is_serving else response.NOT_SERVING)
+
+    async def shut_down(self) -> None:
+        """Reports NOT_SERVING from now on; later calls of `set_serving` have no effect."""
+        if self._servicer is not None:
+            await self._servicer.enter_graceful_shutdown()
+
+
+# --- host -----------------------------------------------------------------------------------------------------
 
 SERVICE: Final = "pdserve.v1.WorkerService"  # readiness; the empty name is liveness
 FATAL_EXIT_CODE: Final = 71

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from pdserve.config import WorkerConfig
 from pdserve.core import protocol as pr
+from pdserve.core.access.proof import ClusterSecret
 from pdserve.core.attempt import AttemptKey, FailureKind
-from pdserve.core.blocks import BlockAllocator
+from pdserve.core.kv.blocks import BlockAllocator
+from pdserve.core.types import Role
 from pdserve.engine.interface import RowOut
+from pdserve.telemetry.metrics import Metrics
+from pdserve.tls.certificates import ReloadingCertificates
 
 
 class Batching(Protocol):
@@ -47,3 +54,20 @@ class AsyncBatching(Protocol):
     def launched(self, step: Any) -> None: ...
 
     def dropped(self, step: Any) -> None: ...
+
+
+# --- context --------------------------------------------------------------------------------------------------
+# What a host provides to its program.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramContext:
+    config: WorkerConfig
+    role: Role
+    incarnation: str  # new for each start of the process
+    endpoint: str  # HOST:PORT at which other processes reach this worker's gRPC server
+    secret: ClusterSecret
+    post: Callable[[Callable[[], None]], None]  # runs the call on the engine thread; from any thread, never blocks
+    tls: ReloadingCertificates | None = None  # None: plain text
+    now: Callable[[], float] = time.monotonic
+    metrics: Metrics = field(default_factory=Metrics.off)

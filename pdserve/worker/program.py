@@ -17,26 +17,21 @@ from typing import Any
 from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
 from pdserve.core.attempt import Attempt, AttemptKey, AttemptLedger, EndRule, FailureKind
-from pdserve.core.blocks import BlockAllocator, CacheChange
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.hashing import hash_seed
-from pdserve.core.stamps import BlockStamps
-from pdserve.engine.device_defaults import with_device_defaults
+from pdserve.core.kv.blocks import BlockAllocator, CacheChange
+from pdserve.core.kv.hashing import hash_seed
+from pdserve.core.kv.stamps import BlockStamps
 from pdserve.engine.interface import Engine, OnLayer, PlainOuts, RowOut
+from pdserve.engine.memory.plan import with_device_defaults
 from pdserve.outage_log import PeerLog
 from pdserve.progress import PhaseReport
 from pdserve.telemetry import metric_names
 from pdserve.v1 import transfer_pb2, worker_pb2
 from pdserve.worker import calibrate
-from pdserve.worker.attempt_fields import AttemptFields
-from pdserve.worker.compute import Isolation, RowFailed, free_row
-from pdserve.worker.context import ProgramContext
-from pdserve.worker.in_flight import Begun, StepsInFlight, make_steps_in_flight
-from pdserve.worker.intake import SequenceLimits, key_of, read_sequence
-from pdserve.worker.interface import AsyncBatching, Batching
-from pdserve.worker.messages import worker_hello
-from pdserve.worker.outbox import Outbox
+from pdserve.worker.interface import AsyncBatching, Batching, ProgramContext
+from pdserve.worker.messages import AttemptFields, Outbox, SequenceLimits, key_of, read_sequence, worker_hello
 from pdserve.worker.reports import StatusReports
+from pdserve.worker.steps import Begun, Isolation, RowFailed, StepsInFlight, free_row, make_steps_in_flight
 
 log = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ from typing import Any, Final, final
 import grpc
 
 from pdserve.build import FULL_VERSION
-from pdserve.core.log_line import LogLine
-from pdserve.core.version import is_compatible, mismatch
+from pdserve.core.installation import is_compatible, mismatch
+from pdserve.core.live import LogLine
 from pdserve.outage_log import OutageLog, PeerLog
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
-from pdserve.wire.log_line import LOG_LINE
+from pdserve.wire.protocol import LOG_LINE
 from pdserve.worker.program import RoleProgram
 
 log = logging.getLogger(__name__)

@@ -9,16 +9,11 @@ from collections.abc import Callable
 from typing import Final
 
 from pdserve.core.errors import ConfigError
-from router.policy.dynamo import make_dynamo
+from router.policy.baselines import Mooncake, RoundRobin, colocated, make_dynamo, make_least_loaded, make_lmetric
 from router.policy.goodput import Goodput
-from router.policy.interface import Links, Policy
-from router.policy.least_loaded import make_least_loaded
+from router.policy.interface import Links, Policy, check_rules
 from router.policy.least_ttft import LeastTtft
-from router.policy.lmetric import make_lmetric
-from router.policy.mooncake import Mooncake
-from router.policy.rules import check_rules
-from router.policy.static import RoundRobin, colocated
-from router.settings import RouterSettings
+from router.state.settings import RouterSettings
 
 POLICIES: Final[dict[str, Callable[[RouterSettings, Links], Policy]]] = {
     "goodput": lambda settings, links: Goodput(links, settings.rules_off, settings.local_max_uncached_tokens),

@@ -13,23 +13,42 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Final, NamedTuple, final
 
-from pdserve.core.fit import WIDEST_BAND
-from pdserve.core.latency import LinkModel
-from pdserve.core.overlap import chunked_exposed_s
-from pdserve.core.step_rule import TARGET_SHARE
-from router.load import DecodeLoad
+from pdserve.core.cost.latency import WIDEST_BAND, LinkModel
+from pdserve.core.cost.overlap import chunked_exposed_s
+from pdserve.core.cost.step_rule import TARGET_SHARE
 from router.policy.availability import can_start, opens_in_s
 from router.policy.interface import Links, PolicyInput
-from router.policy.tuning import (
-    DECODES_PAIRED,
-    EARLY_SHARE,
-    LOCALS_PRICED,
-    PREFILLS_PAIRED,
-    TRANSFER_TIE_S,
-    WORK_WEIGHT,
-    WORTH_WAITING,
-)
-from router.view import WorkerView
+from router.state.load import DecodeLoad
+from router.state.view import WorkerView
+
+# --- tuning ---------------------------------------------------------------------------------------------------
+# The constants of the goodput policy, with their reasons; the same for all traffic, models and machines.
+
+# The cost of a second of a worker's time, in seconds of delay for this request: on average one later request is
+# delayed.
+WORK_WEIGHT: Final = 1.0
+
+# Share of a target that must be saved by waiting for a busy worker instead of starting elsewhere now, and by a local
+# placement instead of a remote one. Predictions are not more accurate than that.
+WORTH_WAITING: Final = 0.03
+
+# Share of the TTFT target before the predicted end of a decode worker's prompt at which the next one is sent.
+EARLY_SHARE: Final = 0.15
+
+# How long a late request waits, in TTFT targets, for a placement that makes no other request miss its target. Then it
+# takes any placement, so waiting is bounded.
+PATIENCE: Final = 2.0
+
+# How many of the cheapest workers of each role are compared in detail. The others are compared by their cached sums.
+PREFILLS_PAIRED: Final = 3
+DECODES_PAIRED: Final = 4
+LOCALS_PRICED: Final = 3
+
+TRANSFER_TIE_S: Final = 1e-3  # transfers that differ by less count as equally cheap
+OPTIONS_SHOWN: Final = 6  # in explanations
+
+
+# --- candidates -----------------------------------------------------------------------------------------------
 
 # A ranked decode worker with room: (how far its step exceeds the strictest TPOT target, as a share of the target,
 # negative if it is met; position in the order of workers; its step with this request; view; load). For a worker that
@@ -244,7 +263,7 @@ def _parts_late_s(
     work_s: float,
 ) -> float:
     """How long after the first token the KV of a prompt arrives, if it is sent in parts as they are computed
-    (pdserve/core/overlap.py). The prefill worker computes the last `read` of the prompt's `tokens`, and the decode
+    (pdserve/core/cost/overlap.py). The prefill worker computes the last `read` of the prompt's `tokens`, and the decode
     worker lacks the last `lacking`.
     """
     cost, chunk = prefill.cost, prefill.hello.max_batch_tokens

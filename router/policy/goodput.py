@@ -23,10 +23,13 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Final, final
 
-from pdserve.core.latency import LinkModel
+from pdserve.core.cost.latency import LinkModel
 from router.policy.availability import LONGEST_WAIT_S, clamped_wait_s, not_avoided
 from router.policy.candidates import (
     NOTHING_CACHED,
+    OPTIONS_SHOWN,
+    PATIENCE,
+    WORTH_WAITING,
     PlacementOption,
     StepRule,
     local_options,
@@ -36,8 +39,7 @@ from router.policy.candidates import (
     tandem_step_s,
 )
 from router.policy.interface import Candidate, Choice, Decision, Links, Obstacle, PolicyInput
-from router.policy.tuning import OPTIONS_SHOWN, PATIENCE, WORTH_WAITING
-from router.view import WorkerView
+from router.state.view import WorkerView
 
 _COST: Final = attrgetter("cost")
 

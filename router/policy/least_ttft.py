@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Final
 
-from router.load import TRUSTED_SAMPLES
 from router.policy.availability import (
     is_decode_open,
     is_prefill_open,
@@ -28,7 +27,8 @@ from router.policy.availability import (
     wait_for_prefill,
 )
 from router.policy.interface import Candidate, Choice, Decision, Links, PolicyInput
-from router.view import LoadEstimate, WorkerView
+from router.state.load import TRUSTED_SAMPLES
+from router.state.view import LoadEstimate, WorkerView
 
 LOCAL_ADVANTAGE: Final = 0.5  # a local prefill delays running requests, so it must be twice as fast
 PREFILLS_PAIRED: Final = 4  # cheapest of each role that are compared as pairs

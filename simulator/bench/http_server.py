@@ -17,13 +17,12 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from pdserve.core.access.hosts import is_loopback_host
 from pdserve.core.errors import ConfigError, Unauthenticated, Unavailable
-from pdserve.core.hosts import is_loopback_host
 from pdserve.core.json_text import to_json
 from pdserve.core.urls import has_password, hide_password
-from simulator.bench.answer import BenchAnswer
-from simulator.bench.prompts import as_text
-from simulator.bench.server import RequestOptions, ServerReply, most_chunks
+from simulator.bench.load import as_text
+from simulator.bench.server import BenchAnswer, RequestOptions, ServerReply, most_chunks
 from simulator.bench.sse import DONE, BrokenStream, EventReader, error_message, read_chunk
 
 Endpoint = Literal["completions", "chat"]

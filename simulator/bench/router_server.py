@@ -15,8 +15,7 @@ from pdserve.client.options import Options
 from pdserve.client.results import Explanation
 from pdserve.client.retry import Retries
 from pdserve.core.errors import ConfigError, DeadlineExceeded, NotFound, Overloaded, PdserveError
-from simulator.bench.answer import BenchAnswer, BenchOutcome
-from simulator.bench.server import RequestOptions, ServerReply, most_chunks
+from simulator.bench.server import BenchAnswer, BenchOutcome, RequestOptions, ServerReply, most_chunks
 
 log = logging.getLogger(__name__)
 MAX_EXPLAINED: Final = 500  # requests of a turn; a router remembers the last 1,024

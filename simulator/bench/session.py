@@ -3,20 +3,189 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Final, final
+from typing import Any, Final, final
 
 from pdserve.core.types import Slo
-from simulator.bench.answer import BenchAnswer
-from simulator.bench.driver import run_turn
-from simulator.bench.load import LoadLevel, LoadPlan
-from simulator.bench.prompts import PromptMaker
-from simulator.bench.result import BenchResult, LevelResult
-from simulator.bench.server import BenchServer
-from simulator.bench.statistics import BenchTurn
+from simulator.bench.load import LoadLevel, LoadPlan, PromptMaker, check_planned
+from simulator.bench.server import BenchAnswer, BenchOutcome, BenchServer, ServerReply
+from simulator.bench.statistics import BenchResult, BenchTurn, LevelResult
 from simulator.model import TraceRequest
+
+# --- driver ---------------------------------------------------------------------------------------------------
+# Drives one turn of load: an open loop, whose arrivals do not wait for answers, or a closed loop of callers.
+#
+# An open loop prepares all requests before it begins, and measures how late it sends each. A sampler measures how late
+# timers fire meanwhile, because a late event loop also reads answers late. Cancelling a turn ends its requests and
+# returns what was measured.
+
+_SAMPLE_S: Final = 0.02  # between samples of the event loop's delay
+_MOST_SAMPLES: Final = 1_000_000
+OnAnswer = Callable[[BenchAnswer], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    number: int
+    request: TraceRequest
+    body: Any
+
+
+async def run_turn(
+    server: BenchServer,
+    level: LoadLevel,
+    requests: Iterator[TraceRequest],
+    prompts: PromptMaker,
+    *,
+    duration_s: float | None = None,
+    on_answer: OnAnswer,
+) -> BenchTurn:
+    """`duration_s` ends a closed loop: no request begins after it. An interrupted turn is returned, not raised.
+
+    Raises ConfigError if the requests are too many to prepare.
+    """
+    turn = _Turn(server, on_answer)
+    numbered = enumerate(requests)
+    prepared: list[_Prepared] = []
+    if level.is_open:
+        planned = list(numbered)
+        check_planned([one for _, one in planned])
+        for number, one in planned:
+            prepared.append(_prepare(server, prompts, number, one))
+            if number % 64 == 0:
+                await asyncio.sleep(0)  # lets a Ctrl-C through
+    gc.collect()
+    gc.freeze()  # collections would otherwise traverse all prepared requests during the turn
+    sampler = asyncio.create_task(turn.sample_delays())
+    is_interrupted = False
+    turn.begin()
+    try:
+        if level.concurrency is None:
+            await turn.open_loop(prepared)
+        else:
+            lazily = (_prepare(server, prompts, number, one) for number, one in numbered)
+            await turn.closed_loop(lazily, level.concurrency, duration_s)
+    except asyncio.CancelledError:
+        is_interrupted = True
+        await turn.end_requests()
+    finally:
+        sampler.cancel()
+        gc.unfreeze()
+    return turn.result(is_interrupted=is_interrupted)
+
+
+def _prepare(server: BenchServer, prompts: PromptMaker, number: int, one: TraceRequest) -> _Prepared:
+    body = server.prepare(prompts.token_ids(number, one), one.output_tokens)
+    return _Prepared(number=number, request=one, body=body)
+
+
+class _Turn:
+    def __init__(self, server: BenchServer, on_answer: OnAnswer) -> None:
+        self._server, self._on_answer = server, on_answer
+        self._begin_s = 0.0
+        self._answers: list[BenchAnswer] = []
+        self._delays_s: list[float] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self) -> None:
+        self._begin_s = time.perf_counter()
+
+    async def open_loop(self, prepared: Sequence[_Prepared]) -> None:
+        first_s = prepared[0].request.arrival_s if prepared else 0.0
+        for one in prepared:
+            due_s = one.request.arrival_s - first_s
+            if (wait_s := due_s - self._now_s()) > 0.0:
+                await asyncio.sleep(wait_s)
+            self._start(self._one(one, due_s))
+            if wait_s <= 0.0:
+                await asyncio.sleep(0)  # a late generator still sends and reads
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def closed_loop(self, requests: Iterator[_Prepared], callers: int, duration_s: float | None) -> None:
+        async def call() -> None:
+            while duration_s is None or self._now_s() < duration_s:
+                one = next(requests, None)
+                if one is None:
+                    return
+                await self._one(one, None)
+
+        for _ in range(callers):
+            self._start(call())
+        while self._tasks:
+            done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()  # a trace with an invalid row
+
+    async def sample_delays(self) -> None:
+        while len(self._delays_s) < _MOST_SAMPLES:
+            before_s = time.perf_counter()
+            await asyncio.sleep(_SAMPLE_S)
+            self._delays_s.append(max(time.perf_counter() - before_s - _SAMPLE_S, 0.0))
+
+    async def end_requests(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            with suppress(asyncio.CancelledError):
+                await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def result(self, *, is_interrupted: bool) -> BenchTurn:
+        answers = sorted(self._answers, key=lambda one: one.number)
+        lasted_s = max((one.ended_s for one in answers), default=0.0)
+        return BenchTurn(
+            answers=answers, lasted_s=lasted_s, loop_delays_s=self._delays_s, is_interrupted=is_interrupted
+        )
+
+    def _start(self, coroutine: Any) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _one(self, prepared: _Prepared, due_s: float | None) -> None:
+        reply = ServerReply(chunk_s=[])
+        sent_s = self._now_s()
+        try:
+            await self._server.send(prepared.body, reply)
+        except asyncio.CancelledError:
+            reply.outcome = BenchOutcome.INTERRUPTED
+            self._add(prepared, reply, sent_s, due_s)
+            raise
+        self._add(prepared, reply, sent_s, due_s)
+
+    def _add(self, prepared: _Prepared, reply: ServerReply, sent_s: float, due_s: float | None) -> None:
+        request = prepared.request
+        answer = BenchAnswer(
+            number=prepared.number,
+            due_s=sent_s if due_s is None else due_s,
+            sent_s=sent_s,
+            ended_s=self._now_s(),
+            outcome=reply.outcome,
+            prompt_tokens=request.prompt_tokens if reply.prompt_tokens is None else reply.prompt_tokens,
+            output_tokens=len(reply.chunk_s) if reply.output_tokens is None else reply.output_tokens,
+            cached_tokens=reply.cached_tokens or 0,
+            chunk_s=tuple([at_s - self._begin_s for at_s in reply.chunk_s]),
+            error=reply.error,
+            detail=reply.detail,
+            server_ttft_s=reply.server_ttft_s,
+            server_tpot_s=reply.server_tpot_s,
+            request_id=reply.request_id,
+            prefill_worker=reply.prefill_worker,
+            decode_worker=reply.decode_worker,
+        )
+        self._answers.append(answer)
+        self._on_answer(answer)
+
+    def _now_s(self) -> float:
+        return time.perf_counter() - self._begin_s
+
+
+# --- session --------------------------------------------------------------------------------------------------
 
 WARM_CALLERS: Final = 4
 

@@ -9,13 +9,15 @@ completed within both targets; rejected and failed ones are misses.
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from pdserve.core.types import Slo
-from simulator.bench.answer import BenchAnswer, BenchOutcome
+from simulator.bench.load import LoadLevel
+from simulator.bench.server import BenchAnswer, BenchOutcome
 
 SHARES: Final = (0.5, 0.9, 0.95, 0.99)
 LATE_S: Final = 0.010  # p99 lag of the generator above which the figures are doubtful
@@ -178,3 +180,120 @@ def _most_at_once(turn: BenchTurn) -> int:
         at_once += change
         most = max(most, at_once)
     return most
+
+
+# --- ratios ---------------------------------------------------------------------------------------------------
+# Compares two servers that took turns with the same requests.
+#
+# Each pair of turns gives one ratio, first server to second. The two turns of a pair are close together in time, so
+# other load on the machine affects both nearly equally; the spread of the ratios shows the rest of its effect. The
+# result is their median.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedMetric:
+    """`is_time`: smaller is better. `name` is that of vLLM's benchmark."""
+
+    name: str
+    label: str
+    is_time: bool
+    of: Callable[[BenchSummary], float]
+
+
+METRICS: Final = (
+    ComparedMetric(name="median_ttft_ms", label="TTFT, median", is_time=True, of=lambda one: one.ttft_s.median),
+    ComparedMetric(name="p99_ttft_ms", label="TTFT, p99", is_time=True, of=lambda one: one.ttft_s.p99),
+    ComparedMetric(name="median_tpot_ms", label="TPOT, median", is_time=True, of=lambda one: one.tpot_s.median),
+    ComparedMetric(name="median_itl_ms", label="ITL, median", is_time=True, of=lambda one: one.itl_s.median),
+    ComparedMetric(name="p99_itl_ms", label="ITL, p99", is_time=True, of=lambda one: one.itl_s.p99),
+    ComparedMetric(name="median_e2el_ms", label="end to end, median", is_time=True, of=lambda one: one.e2el_s.median),
+    ComparedMetric(
+        name="request_throughput", label="requests/s", is_time=False, of=lambda one: one.rate(one.completed)
+    ),
+    ComparedMetric(
+        name="output_throughput",
+        label="output tokens/s",
+        is_time=False,
+        of=lambda one: one.rate(one.total_output_tokens),
+    ),
+    ComparedMetric(
+        name="request_goodput",
+        label="goodput/s",
+        is_time=False,
+        of=lambda one: math.nan if one.met is None else one.rate(one.met),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratio:
+    """First server to second; `ratios` has one per pair of turns, in order."""
+
+    metric: ComparedMetric
+    ratios: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.ratios)
+
+    @property
+    def least(self) -> float:
+        return min(self.ratios)
+
+    @property
+    def most(self) -> float:
+        return max(self.ratios)
+
+
+def compare_turns(pairs: Sequence[tuple[BenchSummary, BenchSummary]]) -> list[Ratio]:
+    """Metrics that both servers have in at least one pair."""
+    found = []
+    for metric in METRICS:
+        values = [(metric.of(first), metric.of(second)) for first, second in pairs]
+        ratios = tuple(a / b for a, b in values if math.isfinite(a) and math.isfinite(b) and b > 0.0)
+        if ratios:
+            found.append(Ratio(metric=metric, ratios=ratios))
+    return found
+
+
+# --- result ---------------------------------------------------------------------------------------------------
+# The result of a benchmark: the turns of each server at each level of load. Pure data.
+
+
+@dataclass(slots=True, kw_only=True)
+class LevelResult:
+    """The turns of one server at one level."""
+
+    level: LoadLevel
+    server: str
+    turns: list[BenchTurn] = field(default_factory=list)
+    slo: Slo | None = None
+
+    @property
+    def summary(self) -> BenchSummary:
+        return summarise_bench(self.turns, self.slo)
+
+
+@dataclass(slots=True, kw_only=True)
+class BenchResult:
+    servers: list[tuple[str, str, str]]  # name, address, model
+    slo: Slo | None
+    levels: list[LevelResult] = field(default_factory=list)
+    is_interrupted: bool = False
+    has_shared_prefixes: bool = False  # the load has; otherwise no prompt should be found in a prefix cache
+
+    def ratios(self, level: LoadLevel) -> list[Ratio]:
+        """First server to second, from pairs of whole turns; empty for a single server."""
+        at_level = [one for one in self.levels if one.level == level]
+        if len(at_level) < 2:
+            return []
+        pairs = [
+            (summarise_bench([first], self.slo), summarise_bench([second], self.slo))
+            for first, second in zip(at_level[0].turns, at_level[1].turns, strict=False)
+            if not (first.is_interrupted or second.is_interrupted)
+        ]
+        return compare_turns(pairs)
+
+    @property
+    def shown_levels(self) -> list[LoadLevel]:
+        return list(dict.fromkeys(one.level for one in self.levels))

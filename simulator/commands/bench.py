@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 
-from pdserve.cli.plot_file import add_plot_flag
+from pdserve.cli.results import add_plot_flag
 from pdserve.cli.target import add_target_flags
 from pdserve.config_flags import read_as
+from simulator.commands.flags import COMPARE_TOKEN_ENV
 from simulator.commands.simulate import FORMAT_NAMES
 
 HELP = "measure the latency and throughput of a running server"
-COMPARE_TOKEN_ENV = "PDSERVE_COMPARE_TOKEN"
 ENDPOINTS = ("completions", "chat")
 
 

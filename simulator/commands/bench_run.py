@@ -10,10 +10,9 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, final
 
-from pdserve.cli.origin import origin
-from pdserve.cli.plot_file import check_plot, write_plot
+from pdserve.cli.results import check_plot, origin, write_plot
 from pdserve.cli.target import ssl_context, tls_of
 from pdserve.config import TOKEN_ENV, from_env
 from pdserve.core.errors import ConfigError
@@ -22,22 +21,56 @@ from pdserve.core.types import Slo
 from pdserve.listening import ignore_poller_races
 from pdserve.plot.figure import figure_svg
 from pdserve.progress import ProgressLine
-from simulator.bench.fields import aiperf_metrics, own_fields, ratio_fields, vllm_fields
-from simulator.bench.figures import bench_figure
-from simulator.bench.load import LoadLevel, LoadPlan, SyntheticLoad
-from simulator.bench.page import bench_page
-from simulator.bench.prompts import DEFAULT_IDS
-from simulator.bench.result import BenchResult
-from simulator.bench.server import BenchServer, RequestOptions
-from simulator.bench.session import BenchPlan, BenchSession
-from simulator.bench.text import NO_TARGET_S, render_bench
-from simulator.commands.bench import COMPARE_TOKEN_ENV
-from simulator.commands.bench_progress import BenchProgress
+from simulator.bench.figures import bench_figure, bench_page
+from simulator.bench.load import DEFAULT_IDS, LoadLevel, LoadPlan, SyntheticLoad
+from simulator.bench.server import BenchAnswer, BenchOutcome, BenchServer, RequestOptions
+from simulator.bench.session import BenchObserver, BenchPlan, BenchSession
+from simulator.bench.statistics import BenchResult
+from simulator.bench.text import NO_TARGET_S, aiperf_metrics, own_fields, ratio_fields, render_bench, vllm_fields
+from simulator.commands.flags import COMPARE_TOKEN_ENV
 from simulator.commands.simulation import check_writable
 from simulator.model import Trace
-from simulator.reshape import Reshaped, jittered
-from simulator.trace_rows import MAX_TOKENS
-from simulator.traces import FileTrace
+from simulator.traces.files import FileTrace
+from simulator.traces.reshape import Reshaped, jittered
+from simulator.traces.trace_rows import MAX_TOKENS
+
+# --- bench progress -------------------------------------------------------------------------------------------
+# Shows the progress of `pdserve bench` on stderr.
+
+
+@final
+class BenchProgress(BenchObserver):
+    """`total`: requests of a turn; None if only `duration_s` bounds it."""
+
+    def __init__(self, line: ProgressLine, *, total: int | None, duration_s: float | None) -> None:
+        self._line, self._total, self._duration_s = line, total, duration_s
+        self._begin_s = 0.0
+        self._ended = self._failed = self._rejected = 0
+
+    def turn_begins(self, server: str, level: LoadLevel, turn: int, turns: int) -> None:
+        label = f"{server} {level.label}" + (f", turn {turn + 1} of {turns}" if turns > 1 else "")
+        self._line.begin(label, 1.0 if self._total or self._duration_s else None)
+        self._begin_s = time.monotonic()
+        self._ended = self._failed = self._rejected = 0
+
+    def answered(self, answer: BenchAnswer) -> None:
+        self._ended += 1
+        self._failed += answer.outcome is BenchOutcome.FAILED
+        self._rejected += answer.outcome is BenchOutcome.REJECTED
+        by_count = self._ended / self._total if self._total else 0.0
+        by_time = (time.monotonic() - self._begin_s) / self._duration_s if self._duration_s else 0.0
+        self._line.update(min(max(by_count, by_time), 1.0), self._detail())
+
+    def turn_ends(self) -> None:
+        self._line.close()
+
+    def _detail(self) -> str:
+        of = f" of {self._total}" if self._total else ""
+        counts = ((self._rejected, "rejected"), (self._failed, "failed"))
+        return ", ".join([f"{self._ended}{of} ended", *(f"{number} {name}" for number, name in counts if number)])
+
+
+# --- bench run ------------------------------------------------------------------------------------------------
 
 _CONCURRENCY: Final = 4
 _REQUESTS: Final = 100

@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-from pdserve.cli.plot_file import check_plot
+from pdserve.cli.results import check_plot
+from pdserve.core.cost.profile import Profile
 from pdserve.core.errors import ConfigError
 from pdserve.core.json_text import to_json
-from pdserve.core.profile import Profile
 from pdserve.profiles import load_degrees
 from pdserve.progress import ProgressLine
+from simulator.cluster.world import simulate
 from simulator.commands.planning import (
     TOO_SHORT,
     UNATTAINABLE,
@@ -25,13 +26,10 @@ from simulator.commands.planning import (
     question_from,
     show_interrupted,
 )
-from simulator.goodput import HighestRate
-from simulator.gpu_plan import LayoutPlan, compare, limiting_target, measure_layout, verdict
-from simulator.layouts import MAX_DEGREES, MAX_GPUS, Layout, usable_layouts
-from simulator.plan import Question
-from simulator.plan_figure import PlannedLayout
-from simulator.sufficiency import Shortage
-from simulator.world import simulate
+from simulator.report.plan_figure import PlannedLayout
+from simulator.search.goodput import HighestRate, Shortage
+from simulator.search.layouts import MAX_DEGREES, MAX_GPUS, Layout, usable_layouts
+from simulator.search.plan import LayoutPlan, Question, compare, limiting_target, measure_layout, verdict
 
 _BAR: Final = 20
 

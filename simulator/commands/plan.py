@@ -9,15 +9,13 @@ import argparse
 import os
 from typing import Final
 
-from pdserve.cli.plot_file import add_plot_flag
+from pdserve.cli.results import add_plot_flag
 from pdserve.config_flags import read_as
-from simulator.commands import defaults
+from simulator.commands import flags
 from simulator.commands.simulate import FORMAT_NAMES, POLICY_NAMES, WORKLOAD_NAMES
 
 HELP = "find the best numbers of prefill and decode workers"
-DEFAULT_REQUESTS: Final = 2000  # of a trace
 DEFAULT_GPUS: Final = 2
-MAX_REQUESTS: Final = 100_000
 MAX_LENGTH: Final = 100_000  # median tokens of --lengths
 
 
@@ -34,13 +32,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--requests",
         type=int,
         metavar="N",
-        help=f"use only the first N requests ({DEFAULT_REQUESTS} of a trace; as many of a workload as a verdict needs)",
+        help=f"use only the first N requests ({flags.DEFAULT_REQUESTS} of a trace; of a workload as many as a verdict "
+        "needs)",
     )
     parser.add_argument(
         "--profile",
-        default=defaults.PROFILE,
+        default=flags.PROFILE,
         metavar="NAME",
-        help=f"profile of the workers: a name or a file ({defaults.PROFILE})",
+        help=f"profile of the workers: a name or a file ({flags.PROFILE})",
     )
     parser.add_argument(
         "--link", default="", metavar="NAME", help="link between workers, one of the profile (its first)"
@@ -63,16 +62,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--slo-ttft",
         type=float,
-        default=defaults.SLO_TTFT_S,
+        default=flags.SLO_TTFT_S,
         metavar="S",
-        help=f"TTFT target in seconds ({defaults.SLO_TTFT_S:g})",
+        help=f"TTFT target in seconds ({flags.SLO_TTFT_S:g})",
     )
     parser.add_argument(
         "--slo-tpot",
         type=float,
-        default=defaults.SLO_TPOT_S,
+        default=flags.SLO_TPOT_S,
         metavar="S",
-        help=f"TPOT target in seconds ({defaults.SLO_TPOT_S:g})",
+        help=f"TPOT target in seconds ({flags.SLO_TPOT_S:g})",
     )
     parser.add_argument("--policy", default="goodput", metavar="NAME", help=f"policy: {POLICY_NAMES} (goodput)")
     parser.add_argument(

@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
-from pdserve.cli.plot_file import add_plot_flag
+from pdserve.cli.results import add_plot_flag
 from pdserve.config_flags import read_as
 from pdserve.core.policies import POLICIES
-from simulator.commands import defaults
-from simulator.commands.fault_flags import add_fault_flags
+from simulator.commands import flags
+from simulator.commands.flags import add_fault_flags
 
 HELP = "simulate a cluster on a trace"
 POLICY_NAMES: Final = ", ".join(POLICIES)
@@ -47,11 +47,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="simulate each of several rate scales",
     )
     where = parser.add_argument_group("cluster")
-    where.add_argument(
-        "--profile", metavar="NAME", help=f"profile of the workers: a name or a file ({defaults.PROFILE})"
-    )
-    where.add_argument("--prefill", type=int, metavar="N", help=f"number of prefill workers ({defaults.WORKERS})")
-    where.add_argument("--decode", type=int, metavar="M", help=f"number of decode workers ({defaults.WORKERS})")
+    where.add_argument("--profile", metavar="NAME", help=f"profile of the workers: a name or a file ({flags.PROFILE})")
+    where.add_argument("--prefill", type=int, metavar="N", help=f"number of prefill workers ({flags.WORKERS})")
+    where.add_argument("--decode", type=int, metavar="M", help=f"number of decode workers ({flags.WORKERS})")
     where.add_argument("--link", metavar="NAME", help="link between workers, one of the profile (its first)")
     where.add_argument(
         "--routers",
@@ -64,8 +62,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("scheduling and targets")
     how.add_argument("--policy", metavar="NAME[,..]", help=f"one or more policies: {POLICY_NAMES} (goodput)")
     how.add_argument("--rules-off", default="", metavar="A,B", help=f"rules of goodput to turn off: {RULE_NAMES}")
-    how.add_argument("--slo-ttft", type=float, metavar="S", help=f"TTFT target in seconds ({defaults.SLO_TTFT_S:g})")
-    how.add_argument("--slo-tpot", type=float, metavar="S", help=f"TPOT target in seconds ({defaults.SLO_TPOT_S:g})")
+    how.add_argument("--slo-ttft", type=float, metavar="S", help=f"TTFT target in seconds ({flags.SLO_TTFT_S:g})")
+    how.add_argument("--slo-tpot", type=float, metavar="S", help=f"TPOT target in seconds ({flags.SLO_TPOT_S:g})")
     how.add_argument(
         "--noise", type=float, default=0.0, metavar="X", help="relative standard deviation of step times (0)"
     )

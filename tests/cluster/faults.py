@@ -27,8 +27,9 @@ DECODE_TURNS = 5
 def a_decode_worker_dies_in_mid_stream(cluster: Cluster, *, all_die: bool = False) -> None:
     """After a SIGKILL of one or of all decode workers, greedy and seeded streams continue with the exact next token.
 
-    Each stream has made enough progress not to be suspected of crashing its workers (router/recovery.py). On a busy
-    machine the worker may have generated all answers before this process asks for its end: then the next turn tries.
+    Each stream has made enough progress not to be suspected of crashing its workers (router/state/attempts.py). On a
+    busy machine the worker may have generated all answers before this process asks for its end: then the next turn
+    tries.
     """
     for turn in range(DECODE_TURNS):
         attempts = _kill_while_decoding(cluster, turn, all_die=all_die)

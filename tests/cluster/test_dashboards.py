@@ -18,8 +18,8 @@ from collections.abc import Iterator
 import pytest
 
 from pdserve import Client, Slo
+from pdserve.core.access.key_file import key_hash, make_key
 from pdserve.core.errors import PdserveError
-from pdserve.core.key_file import key_hash, make_key
 from tests.cluster.cluster import Cluster, free_ports
 from tests.support.prometheus_server import BINARY, PrometheusServer, until
 from tests.unit.deploy.observed import alerts, dashboards, queries, rules

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from pdserve import AsyncClient, Completion
-from pdserve.gateway.request_models import Tool
+from pdserve.gateway.api.request_models import Tool
 from pdserve.gateway.tools.grammars import calls_schema
 from tests.cluster.cluster import Cluster
 from tests.support.tooled_model import make_tooled_model

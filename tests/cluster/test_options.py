@@ -17,7 +17,7 @@ import transformers
 from pdserve import AsyncClient, InvalidRequest
 from pdserve.core.types import Sampling
 from pdserve.text.tokenizer import load_tokenizer
-from router import group
+from router.service import answer
 from tests.cluster.cluster import Cluster
 from tests.cluster.families import BUNDLED
 from tests.cluster.faults import all_have, decode_worker_of
@@ -97,7 +97,7 @@ def test_prompt_logprobs_match_transformers(cluster: Cluster, oracle: Oracle, te
 @pytest.mark.parametrize("text", [SHORT, LONG])
 def test_several_answers_follow_from_their_seeds(cluster: Cluster, text: str) -> None:
     options: dict[str, Any] = {"max_tokens": NUM_TOKENS, "temperature": 0.9, "top_p": 0.95}
-    seeds = [one.seed for one in group.samplings(Sampling(seed=17), 4, 4)]
+    seeds = [one.seed for one in answer.samplings(Sampling(seed=17), 4, 4)]
     alone = [cluster.client.generate(text, seed=seed, logprobs=0, **options).choices[0] for seed in seeds]
     done = cluster.client.generate(text, n=4, seed=17, **options)
     assert [one.token_ids for one in done.choices] == [one.token_ids for one in alone]

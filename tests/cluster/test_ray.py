@@ -16,7 +16,7 @@ import pytest
 
 from pdserve import Client, PdserveError
 from pdserve.client.results import Completion
-from pdserve.launch.open_ports import listeners, session_of
+from pdserve.launch.ports import listeners, session_of
 from pdserve.launch.running import Running
 from tests.cluster import suite
 from tests.cluster.cluster import Cluster
@@ -177,7 +177,7 @@ def is_rank(pid: int) -> bool:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return False
-    return b"kvtransfer.joining_follower" in words
+    return b"kvtransfer.ranks.joining_follower" in words
 
 
 def answers(cluster: Cluster) -> str:

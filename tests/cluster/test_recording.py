@@ -16,8 +16,8 @@ from pdserve import AsyncClient
 from pdserve.cli.main import main
 from pdserve.client.retry import Retries
 from pdserve.core.errors import Overloaded, PdserveError
-from router import replay
-from simulator.traces import FileTrace
+from router.recording import replay
+from simulator.traces.files import FileTrace
 from tests.cluster.cluster import Cluster
 from tests.cluster.suite import toy_prompt
 

@@ -59,7 +59,7 @@ def ranks_of(cluster: Cluster, worker_id: str) -> list[int]:
     for entry in Path("/proc").iterdir():
         try:
             words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
-            if b"pdserve.engine.follower" in words and (entry / "stat").read_text().split()[3] == str(leader):
+            if b"pdserve.engine.ranks.follower" in words and (entry / "stat").read_text().split()[3] == str(leader):
                 found.append(int(entry.name))
         except OSError:
             continue  # the process has ended

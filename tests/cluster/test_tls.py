@@ -18,7 +18,7 @@ import openai
 import pytest
 
 from pdserve import Client
-from pdserve.launch.open_ports import listeners, session_of
+from pdserve.launch.ports import listeners, session_of
 from pdserve.launch.running import Running
 from pdserve.testing import toy_answer
 from tests.cluster.cluster import free_ports

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pdserve.engine.gpu.attention import attend
-from pdserve.engine.gpu.attention_plan import Rows, make_scratch, scratch_of
-from pdserve.engine.pool import BlockShape, TorchPool
+from pdserve.engine.gpu.kernels.attention import attend
+from pdserve.engine.gpu.kernels.attention_plan import Rows, make_scratch, scratch_of
+from pdserve.engine.memory.pool import BlockShape, TorchPool
 from tests.gpu.cases import BOUNDS, Case, Launch, draw, worst
 
 _LAYER = 1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from pdserve.engine.gpu.flatten import flatten
-from pdserve.engine.pool import BlockShape, TorchPool
+from pdserve.engine.gpu.kernels.kv import flatten
+from pdserve.engine.memory.pool import BlockShape, TorchPool
 from tests.gpu.cases import BOUNDS, Case, Launch, draw, worst
 
 _LENGTHS = (37, 0, 8, 20)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pdserve.engine.gpu.forbid import forbid
+from pdserve.engine.gpu.resample import forbid_tokens
 from tests.gpu.cases import Case, Launch, draw
 
 
@@ -17,7 +17,7 @@ def _check(vocab_size: int, num_rows: int, rows: list[int]) -> Case:
             word_RW[:, token // 32] |= is_allowed_RV[:, token].long() << token % 32
         ours_SV = logits_SV.to(device)
         row_R = torch.tensor(rows, dtype=torch.int64, device=device)
-        forbid(ours_SV, word_RW.to(torch.int32).to(device), row_R)
+        forbid_tokens(ours_SV, word_RW.to(torch.int32).to(device), row_R)
         expected_SV = logits_SV.clone()
         for at, row in enumerate(rows):
             expected_SV[row, ~is_allowed_RV[at]] = -torch.inf
@@ -34,7 +34,7 @@ def _launch(num_rows: int) -> Launch:
         logits_SV = torch.zeros(num_rows, 128_256, device=device)
         word_RW = torch.zeros(num_rows, 128_256 // 32, dtype=torch.int32, device=device)
         row_R = torch.arange(num_rows, device=device)
-        return lambda: forbid(logits_SV, word_RW, row_R), None
+        return lambda: forbid_tokens(logits_SV, word_RW, row_R), None
 
     return Launch(f"forbid b={num_rows} v=128256", make, num_rows * 128_256 * 4)
 

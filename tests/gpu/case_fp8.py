@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.engine.gpu import fp8
+from pdserve.engine.gpu.kernels import fp8
 from tests.gpu.cases import Case, Launch, draw
 
 _EPS = 1e-5

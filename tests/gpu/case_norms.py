@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from pdserve.engine.gpu.gated import gelu_mul, silu_mul
-from pdserve.engine.gpu.norms import add_rms_norm, rms_norm
+from pdserve.engine.gpu.kernels.norms import add_rms_norm, gelu_mul, rms_norm, silu_mul
 from tests.gpu.cases import BOUNDS, Case, Launch, draw, worst
 
 _EPS = 1e-5

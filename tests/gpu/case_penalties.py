@@ -7,10 +7,10 @@ import random
 import torch
 
 from pdserve.core.types import Sampling
-from pdserve.engine.gpu.penalties import Penalties, penalise
+from pdserve.engine.gpu.resample import Penalties, penalise
 from pdserve.engine.interface import Row
-from pdserve.engine.sampling import Draw
-from pdserve.engine.sampling import penalise as penalise_on_host
+from pdserve.engine.sampling.sampler import Draw
+from pdserve.engine.sampling.sampler import penalise as penalise_on_host
 from tests.gpu.cases import Case, Launch, draw
 
 _SAMPLINGS = (

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.engine.gpu.place import NOWHERE, make_table, place
-from pdserve.engine.pool import BlockShape, TorchPool, quantise
-from pdserve.engine.rope import inverse_frequencies
-from pdserve.engine.rope_config import RopeConfig
+from pdserve.engine.gpu.kernels.kv import NOWHERE, make_table, place
+from pdserve.engine.memory.pool import BlockShape, TorchPool, quantise
+from pdserve.engine.model.attention import inverse_frequencies
+from pdserve.engine.model.config import RopeConfig
 from tests.gpu.cases import BOUNDS, Case, Launch, draw, worst
 
 _EPS = 1e-6

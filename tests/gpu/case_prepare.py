@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pdserve.engine.gpu.prepare import prepare
-from pdserve.engine.gpu.work import Division, split
+from pdserve.engine.gpu.kernels.attention_plan import Division, prepare, split
 from tests.gpu.cases import Case, Launch
 
 

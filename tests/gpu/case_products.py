@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.engine.gpu.gated import silu_mul
-from pdserve.engine.gpu.norms import add_rms_norm
-from pdserve.engine.gpu.products import Gate, Norm, multiply, product_scratch
+from pdserve.engine.gpu.kernels.norms import add_rms_norm, silu_mul
+from pdserve.engine.gpu.kernels.products import Gate, Norm, multiply, product_scratch
 from tests.gpu.cases import BOUNDS, Case, Launch, draw, worst
 
 _EPS = 1e-5

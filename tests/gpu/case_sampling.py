@@ -10,11 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.core.types import Sampling
-from pdserve.engine import noise as host_noise
-from pdserve.engine.gpu.noise import gumbel, stream
-from pdserve.engine.gpu.sampling import Sampler
-from pdserve.engine.gpu.samplings import Draws, floor_key
-from pdserve.engine.sampling import Draw, sample
+from pdserve.engine.gpu.kernels.sampling import Sampler, gumbel, stream
+from pdserve.engine.gpu.kernels.samplings import Draws, floor_key
+from pdserve.engine.sampling import sampler as host_noise
+from pdserve.engine.sampling.sampler import Draw, sample
 from tests.gpu.cases import Case, Launch, draw
 
 _SEEDS = (0, 1, -1, 2**63 - 1, -(2**63), 123456789)

@@ -29,8 +29,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.gpu.failures import add_flags, cases_of, told
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Sampling, TokenOut
-from pdserve.engine.build_engine import open_torch_engine
 from pdserve.engine.interface import Engine, Row
+from pdserve.engine.load.build_engine import open_torch_engine
 from tests.unit.engine.conftest import TINY, build_tiny
 
 BUNDLED: Final = Path(__file__).parent.parent.parent / "pdserve/models/stdlib-5m"

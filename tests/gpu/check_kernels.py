@@ -153,7 +153,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 def tune(device: torch.device) -> None:
     """Measures which tiling is fastest. attention_plan.choose_tiling considers only shared memory and registers."""
-    from pdserve.engine.gpu import attention, attention_plan
+    from pdserve.engine.gpu.kernels import attention, attention_plan
     from tests.gpu import case_attention
 
     print("\n| launch | positions | warps | stages | us |\n|---|---|---|---|---|")

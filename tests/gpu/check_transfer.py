@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.gpu.ends import Landing, Memory, ProcessSender, SenderSetup, make_pool, nccl_environment
 from benchmarks.gpu.failures import add_flags, cases_of, told
-from kvtransfer.transport import Received, ReceiveOutcome
+from kvtransfer.protocol.transport import Received, ReceiveOutcome
 from tests.support.fake_ends import DEVICE_TRANSPORTS, stand_ins
 from tests.support.transfer_ends import fingerprint
 

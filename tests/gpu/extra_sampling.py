@@ -19,15 +19,12 @@ import torch
 from pdserve.config import WorkerConfig
 from pdserve.core.grammar import Grammar, GrammarKind
 from pdserve.core.types import Sampling, TokenOut
-from pdserve.engine.build_engine import open_torch_engine
-from pdserve.engine.gpu.buckets import buckets_for, verified_tokens
-from pdserve.engine.gpu.engine import GraphEngine
-from pdserve.engine.gpu.flights import GraphFlight
-from pdserve.engine.gpu.graphs import EagerReplays, GraphReplays
-from pdserve.engine.gpu.static import StaticDecode
-from pdserve.engine.grammars import Filled
+from pdserve.engine.gpu.engine import GraphEngine, GraphFlight
+from pdserve.engine.gpu.graphs import EagerReplays, GraphReplays, StaticDecode
+from pdserve.engine.gpu.kernels.fixed_shapes import buckets_for, verified_tokens
 from pdserve.engine.interface import PENDING, Engine, Flight, Row
-from pdserve.engine.matchers import RowMasks
+from pdserve.engine.load.build_engine import open_torch_engine
+from pdserve.engine.sampling.grammars import Filled, RowMasks
 
 BLOCK_SIZE: Final = 16
 NUM_BLOCKS_EACH: Final = 4

@@ -29,8 +29,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter, jit
 
-from pdserve.engine import build_engine, dummy, weights
-from pdserve.engine.gpu.bans import Bans
+from pdserve.engine.gpu.resample import Bans
+from pdserve.engine.load import build_engine, weights
 
 H200_BYTES = 141 * 10**9
 
@@ -307,9 +307,8 @@ def fake_cuda(num_devices: int = 1) -> Iterator[FakeCuda]:
 
             stack.enter_context(mock.patch.object(kernels, "run", run))
         # One thread creates the weights, because a fake device exists only in its own thread.
-        stack.enter_context(mock.patch.object(dummy, "_fill_chunk"))
-        for module in (dummy, weights):
-            stack.enter_context(mock.patch.object(module, "load_threads", one_thread))
+        stack.enter_context(mock.patch.object(weights, "_fill_chunk"))
+        stack.enter_context(mock.patch.object(weights, "load_threads", one_thread))
         stack.enter_context(mock.patch.object(build_engine, "dummy_hash", return_value="made up"))
         # Numbers that the host computes are real.
         stack.enter_context(mock.patch.object(Bans, "_words", with_numbers(Bans._words)))

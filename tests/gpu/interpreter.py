@@ -17,7 +17,7 @@ import pdserve.engine.gpu
 
 #: Whether a triton.jit function is interpreted is decided when its module is imported.
 KERNELS: Final = (
-    *(f"pdserve.engine.gpu.{module.name}" for module in pkgutil.iter_modules(pdserve.engine.gpu.__path__)),
+    *(m.name for m in pkgutil.walk_packages(pdserve.engine.gpu.__path__, "pdserve.engine.gpu.")),
     "tests.gpu.case_sampling",  # has a kernel of its own
     "tests.gpu.faulty_kernels",
 )

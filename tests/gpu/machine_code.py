@@ -4,8 +4,8 @@
 
 Kernels that are bound by memory must move 16 bytes per load or store. Attention must copy keys and values
 asynchronously, multiply them on tensor cores, and leave registers and shared memory for the number of programs per
-multiprocessor that engine/gpu/attention.py assumes; so must products of few rows with weights (products.py). While
-these programs compute, each multiprocessor must have enough loads in flight to use the memory's full bandwidth
+multiprocessor that engine/gpu/kernels/attention.py assumes; so must products of few rows with weights (products.py).
+While these programs compute, each multiprocessor must have enough loads in flight to use the memory's full bandwidth
 (Little's law). Programs that depend on others must keep the order of memory (`disorder`).
 """
 

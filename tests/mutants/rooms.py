@@ -11,40 +11,69 @@ UNIT = Path("tests/unit")
 
 # Tests whose file is not named after the module that they are about; they run first.
 OWN = {
-    "pdserve.core.attempt": ("core/test_attempt.py", "decode_worker/test_batching.py"),
-    "pdserve.core.effects": ("worker/test_batches.py", "wire/test_convert.py"),
-    "pdserve.core.errors": ("wire/test_status.py", "client/test_retry.py"),
-    "pdserve.core.extents": ("core/test_blocks.py", "core/test_blocks_stateful.py"),
-    "pdserve.core.fit": ("core/test_latency.py",),
-    "router.events": ("router/test_recording.py",),
-    "router.commands": ("router/test_recording.py",),
-    "router.queue": ("router/test_order.py", "router/test_queue.py"),
-    "router.state": (
+    "pdserve.core.attempt": (
+        "core/test_attempt.py",
+        "decode_worker/test_batching.py",
+    ),
+    "pdserve.core.effects": (
+        "worker/test_batches.py",
+        "wire/test_convert.py",
+    ),
+    "pdserve.core.errors": (
+        "wire/test_status.py",
+        "client/test_retry.py",
+    ),
+    "pdserve.core.kv.blocks": (
+        "core/test_blocks.py",
+        "core/test_blocks_stateful.py",
+    ),
+    "pdserve.core.cost.latency": ("core/test_latency.py",),
+    "router.state.events": ("router/test_recording.py",),
+    "router.state.commands": ("router/test_recording.py",),
+    "router.state.queue": (
+        "router/test_order.py",
+        "router/test_queue.py",
+    ),
+    "router.state.state": (
         "router/test_view.py",
         "router/test_lifecycle.py",
         "router/test_endings.py",
         "router/test_failures.py",
     ),
-    "router.view": ("router/test_load.py", "router/test_fleet.py"),
-    "router.policy.dynamo": ("router/test_baselines.py",),
-    "router.policy.interface": ("router/test_policy.py",),
-    "router.policy.least_loaded": ("router/test_baselines.py",),
+    "router.state.view": (
+        "router/test_load.py",
+        "router/test_fleet.py",
+    ),
+    "router.policy.baselines": ("router/test_baselines.py",),
+    "router.policy.interface": (
+        "router/test_policy.py",
+        "router/test_queue.py",
+        "router/test_rejection.py",
+    ),
     "router.policy.least_ttft": ("router/test_policy.py",),
-    "router.policy.lmetric": ("router/test_baselines.py",),
-    "router.policy.mooncake": ("router/test_baselines.py",),
-    "router.policy.availability": ("router/test_availability.py", "router/test_bound.py"),
-    "router.policy.rules": ("router/test_queue.py", "router/test_rejection.py"),
-    "router.policy.static": ("router/test_baselines.py",),
-    "router.policy.tuning": ("router/test_goodput.py",),
-    "router.policy.two_stage": ("router/test_baselines.py",),
-    "router.policy.candidates": ("router/test_candidates.py", "router/test_goodput.py"),
-    "decode_worker.async_step": ("decode_worker/test_async_scheduling.py",),
-    "decode_worker.drafter": ("decode_worker/test_batching_drafts.py", "decode_worker/test_drafting.py"),
-    "decode_worker.batching": ("decode_worker/test_batching.py", "decode_worker/test_admission.py"),
+    "router.policy.availability": (
+        "router/test_availability.py",
+        "router/test_bound.py",
+    ),
+    "router.policy.candidates": (
+        "router/test_goodput.py",
+        "router/test_candidates.py",
+    ),
+    "decode_worker.step": (
+        "decode_worker/test_async_scheduling.py",
+        "decode_worker/test_batching.py",
+    ),
     "decode_worker.planning": (
+        "decode_worker/test_batching_drafts.py",
+        "decode_worker/test_drafting.py",
         "decode_worker/test_batching.py",
         "decode_worker/test_admission.py",
         "decode_worker/test_runs.py",
+    ),
+    "decode_worker.batching": (
+        "decode_worker/test_batching.py",
+        "decode_worker/test_admission.py",
+        "decode_worker/test_phases.py",
     ),
     "decode_worker.decode_sequence": ("decode_worker/test_batching.py",),
     "decode_worker.sequence_table": (
@@ -52,32 +81,30 @@ OWN = {
         "decode_worker/test_admission.py",
         "decode_worker/test_known_failures.py",
     ),
-    "decode_worker.step_results": ("decode_worker/test_batching.py", "decode_worker/test_phases.py"),
-    "decode_worker.step": ("decode_worker/test_batching.py",),
     "prefill_worker.prefill_sequence": ("prefill_worker/test_batching.py",),
-    "kvtransfer.commands": ("kvtransfer/test_schedules.py",),
-    "kvtransfer.send_transfer": (
+    "kvtransfer.protocol.commands": ("kvtransfer/test_schedules.py",),
+    "kvtransfer.protocol.send_transfer": (
         "kvtransfer/test_send_transfers.py",
         "kvtransfer/test_schedules.py",
         "kvtransfer/test_plan.py",
     ),
-    "kvtransfer.send_transfers": (
+    "kvtransfer.protocol.send_transfers": (
         "kvtransfer/test_send_transfers.py",
         "kvtransfer/test_schedules.py",
         "kvtransfer/test_plan.py",
     ),
-    "kvtransfer.faults": ("kvtransfer/test_fault_plan.py",),
-    "kvtransfer.receive_transfer": (
+    "kvtransfer.faults.plan": ("kvtransfer/test_fault_plan.py",),
+    "kvtransfer.protocol.receive_transfer": (
         "kvtransfer/test_receive_transfers.py",
         "kvtransfer/test_schedules.py",
         "kvtransfer/test_overlap.py",
     ),
-    "kvtransfer.receive_transfers": (
+    "kvtransfer.protocol.receive_transfers": (
         "kvtransfer/test_receive_transfers.py",
         "kvtransfer/test_schedules.py",
         "kvtransfer/test_pair_slots.py",
     ),
-    "kvtransfer.lease": ("kvtransfer/test_heartbeat.py",),
+    "kvtransfer.protocol.lease": ("kvtransfer/test_heartbeat.py",),
 }
 
 # Which tests of the room run after those. In kvtransfer they are the tests of decisions; those of transports start

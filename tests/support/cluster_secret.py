@@ -8,8 +8,8 @@ from typing import Any, Final
 import grpc
 
 from pdserve.config import SECRET_ENV
+from pdserve.core.access.proof import NONCE_BYTES, CallChecker, ClusterSecret, Identity
 from pdserve.core.errors import PdserveError, Unauthenticated
-from pdserve.core.proof import NONCE_BYTES, CallChecker, ClusterSecret, Identity
 from pdserve.v1 import worker_pb2_grpc
 from pdserve.wire import peers
 from pdserve.wire.peers import OnRejected, ProofInterceptor

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 from llvmlite import ir
 
-from pdserve.engine.kernels import amx, amx_softmax, instructions, openmp
+from pdserve.engine.cpu.kernels import amx, amx_softmax, instructions
+from pdserve.engine.cpu.kernels import task as openmp
 
 _ROWS: Final = amx.ROWS
 _LONG, _WORD, _BYTE = ir.IntType(64), ir.IntType(32), ir.IntType(8)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from kvtransfer.copy_streams import CopyLimits
+from kvtransfer.devices.copy_streams import CopyLimits
 from kvtransfer.transports.cuda_ipc import CUDA_IPC, CudaIpc
 from kvtransfer.transports.nccl import NCCL, Nccl
 from kvtransfer.transports.on_device import DeviceOf

@@ -17,7 +17,7 @@ import threading
 import time
 from typing import Any
 
-from kvtransfer.device import MESSAGE_S, Blocks, Wake
+from kvtransfer.protocol.device import MESSAGE_S, Blocks, Wake
 from pdserve.core.errors import TransferFailed
 from tests.support.fake_device import PLAIN, FakeBlocks, FakeCopying, Stream, Trouble
 

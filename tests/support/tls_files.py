@@ -5,9 +5,9 @@ from __future__ import annotations
 import datetime
 from pathlib import Path
 
+from pdserve.core.setting import CA, CERT, KEY
 from pdserve.tls.authority import Authority, write_private
 from pdserve.tls.certificates import ReloadingCertificates, TlsFiles
-from pdserve.tls.names import CA, CERT, KEY
 
 LOCAL = ("127.0.0.1", "localhost")
 DAY = datetime.timedelta(days=1)

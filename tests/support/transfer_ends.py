@@ -11,13 +11,12 @@ from typing import Any
 
 import grpc
 
-from kvtransfer.dial import open_request
-from kvtransfer.grants import PROTOCOL
-from kvtransfer.sender import StreamSender
+from kvtransfer.link.dial import open_request
+from kvtransfer.link.sender import StreamSender
+from kvtransfer.protocol.grants import PROTOCOL
 from pdserve.core.errors import PdserveError
-from pdserve.core.grant import Fingerprint
-from pdserve.core.kv_shape import KvShape
-from pdserve.engine.host_memory import HostMemory
+from pdserve.core.kv.kv_shape import Fingerprint, KvShape
+from pdserve.engine.memory.host import HostMemory
 from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.v1 import transfer_pb2_grpc
 from pdserve.wire import peers

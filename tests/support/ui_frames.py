@@ -384,7 +384,7 @@ def recorded(load: Load, duration_s: float = 60.0, period_s: float = 0.25) -> tu
 
 
 def frame_from_json(frame: Frame) -> LiveFrame:
-    """The inverse of pdserve.core.live_json."""
+    """The inverse of pdserve.core.live."""
     workers = tuple(LiveWorker(**{**one, "role": Role(one["role"])}) for one in frame["workers"])
     requests = tuple(
         LiveRequest(

@@ -17,10 +17,10 @@ from pdserve import bounded_file, profiles
 from pdserve.cli.sampling import _text
 from pdserve.client.connect import Tls
 from pdserve.config import from_env
+from pdserve.core.cost.profile import parse_profile
 from pdserve.core.errors import ConfigError, ModelError
-from pdserve.core.profile import parse_profile
-from pdserve.engine.config import parse_config, read_config
-from pdserve.engine.safetensors_file import open_checkpoint
+from pdserve.engine.load.safetensors_file import open_checkpoint
+from pdserve.engine.model.config import parse_config, read_config
 from pdserve.key_file_access import read_bytes as read_key_file
 from pdserve.launch import settings
 from pdserve.launch.settings import bundled_model
@@ -29,8 +29,8 @@ from pdserve.text.chat import read_templates
 from pdserve.text.sampling_defaults import read_sampling_defaults
 from pdserve.text.tokenizer import load_tokenizer
 from pdserve.tls.certificates import ReloadingCertificates, TlsFiles
-from router.recorded_lines import RecordedLines
-from simulator.traces import FileTrace
+from router.recording.replay_command import RecordedLines
+from simulator.traces.files import FileTrace
 
 ROOT = Path(__file__).parents[2]
 
@@ -120,7 +120,7 @@ TEXTS = {
 
 @pytest.mark.parametrize(
     ("name", "wrong"),
-    # router.replay parses the lines of a recording.
+    # router.recording.replay parses the lines of a recording.
     [(name, one) for name in READERS for one in WRONG if name != "recording" or one not in (deep, nested, huge)],
 )
 def test_a_wrong_file_is_a_typed_error(name: str, wrong: Callable[[Path], None], tmp_path: Path) -> None:
@@ -282,14 +282,13 @@ def test_a_command_ends_with_one_line(tmp_path: Path) -> None:
 #: Modules that open files by other means, and which: files of the system or of pdserve itself, or files to write.
 OWN = {
     "pdserve/bounded_file.py",
-    *("pdserve/cli/origin.py", "pdserve/engine/host_limits.py", "pdserve/launch/open_ports.py"),  # /proc, /sys
-    *("pdserve/launch/ports.py", "kvtransfer/host.py", "kvtransfer/checks.py"),
+    *("pdserve/cli/results.py", "pdserve/engine/memory/host.py", "pdserve/launch/ports.py"),  # /proc, /sys
+    *("pdserve/launch/ports.py", "kvtransfer/devices/shared.py", "kvtransfer/checks.py"),
     *("pdserve/structured/checker.py", "pdserve/cli/main.py", "pdserve/image_check.py"),
-    *("pdserve/gateway/ui/page.py", "router/phases_page.py", "kvtransfer/states_page.py"),  # in the package
-    *("pdserve/engine/kernels/jit.py", "pdserve/owned_folder.py"),
-    *("pdserve/cli/plot_file.py", "pdserve/launch/report.py", "simulator/commands/simulation.py"),  # written
-    *("pdserve/tls/authority.py", "pdserve/launch/own_ray.py", "router/recording.py"),
-    "pdserve/private_file.py",  # written
+    *("pdserve/gateway/ui/page.py", "scripts/phases_page.py", "scripts/states_page.py"),  # in the package
+    *("pdserve/engine/cpu/kernels/jit.py", "pdserve/owned_folder.py"),
+    *("pdserve/cli/results.py", "pdserve/launch/report.py", "simulator/commands/simulation.py"),  # written
+    *("pdserve/tls/authority.py", "pdserve/launch/own_ray.py", "router/recording/recording.py"),
     *("pdserve/key_file_access.py", "pdserve/isolated/child.py"),  # a folder, for its lock; /dev/null
 }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.build import BUILD_FILE, FULL_VERSION, build_of
-from pdserve.core.version import VERSION
+from pdserve.core.installation import VERSION
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from kvtransfer import receiver
+from kvtransfer.link import receiver
 from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
-from pdserve.descriptors import OF_A_PROCESS, WORKER_CONNECTIONS, needed_by
+from pdserve.listening import OF_A_PROCESS, WORKER_CONNECTIONS, needed_by
 from pdserve.worker import host
 
 WAIT_S = 60.0
@@ -59,7 +59,7 @@ def test_the_launcher_itself_is_refused_first() -> None:
 def test_the_soft_limit_is_raised() -> None:
     code = (
         "import resource\n"
-        "from pdserve.descriptors import allow_descriptors\n"
+        "from pdserve.listening import allow_descriptors\n"
         "allow_descriptors(1000, 'router')\n"
         "print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
     )

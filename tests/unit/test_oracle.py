@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 from pdserve.core.types import Sampling, TokenOut
-from pdserve.engine.sampling import Draw, sample
+from pdserve.engine.sampling.sampler import Draw, sample
 from tests.oracle import TIE, Oracle, Position
 
 PROMPT = list(range(3, 35))

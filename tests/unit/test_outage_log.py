@@ -20,13 +20,13 @@ from pdserve.telemetry.metrics import Metrics
 from pdserve.telemetry.tracing import OpenSpan, Service, make_tracing
 from pdserve.v1 import transfer_pb2, worker_pb2
 from pdserve.worker.session import SessionOutbox, WorkerServicer
-from router.commands import FailKind, FailRequest, Outcome
-from router.measure import Measure
-from router.runtime import Runtime
-from router.session import WorkerSession
-from router.settings import RouterSettings
-from router.state import RouterState
-from router.workers import Workers
+from router.service.measure import Measure
+from router.service.runtime import Runtime
+from router.service.session import WorkerSession
+from router.service.workers import Workers
+from router.state.commands import FailKind, FailRequest, Outcome
+from router.state.settings import RouterSettings
+from router.state.state import RouterState
 from tests.support.cluster_secret import ROUTER
 
 log = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ def hello(worker_id: str, incarnation: int, **fields: Any) -> worker_pb2.WorkerH
 
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch) -> Workers:
-    monkeypatch.setattr("router.workers.is_compatible", lambda ours, theirs: True)
+    monkeypatch.setattr("router.service.workers.is_compatible", lambda ours, theirs: True)
     return Workers(worker_pb2.RouterHello, lambda event: None, identity=ROUTER, model_name="toy")
 
 

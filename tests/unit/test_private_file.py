@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.bounded_file import open_private
 from pdserve.core.errors import ConfigError
 from pdserve.launch.report import LauncherReport
-from pdserve.private_file import open_private
-from router.recording import RecordFile
-from router.settings import RouterSettings
+from router.recording.recording import RecordFile
+from router.state.settings import RouterSettings
 
 STRANGER = 54_321  # a user id that owns nothing
 

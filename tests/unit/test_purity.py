@@ -4,6 +4,8 @@ Where a process that imports all of them holds nothing that acts, each alone hol
 something, and by test-slow, each is imported in a process that has imported nothing else.
 """
 
+import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,137 +15,48 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ACTING = ("grpc", "torch", "ray", "redis", "asyncio", "opentelemetry", "threading", "socket", "numpy")
 
+PACKAGES = ("pdserve", "router", "prefill_worker", "decode_worker", "kvtransfer", "simulator")
+#: Modules that decide and never act, but import numpy or torch for arrays, pydantic, jinja2 or protobuf.
+USE_ONE = frozenset(
+    {
+        "pdserve.engine.gpu.tables",
+        "pdserve.engine.load.checkpoint",
+        "pdserve.engine.model.parameters",
+        "pdserve.gateway.api.field_support",
+        "pdserve.gateway.api.logprobs",
+        "pdserve.gateway.api.openapi",
+        "pdserve.gateway.api.operations",
+        "pdserve.gateway.api.replies",
+        "pdserve.gateway.api.request_models",
+        "pdserve.gateway.api.response_models",
+        "pdserve.gateway.api.responses_models",
+        "pdserve.gateway.api.responses_request",
+        "pdserve.gateway.api.responses_writer",
+        "pdserve.gateway.api.sdk_call",
+        "pdserve.gateway.tools.answer_tools",
+        "pdserve.gateway.tools.grammars",
+        "pdserve.gateway.tools.plan",
+        "pdserve.top.text",
+        "pdserve.wire.convert",
+        "pdserve.worker.interface",
+    }
+)
+
+
+def says_pure(path: Path) -> bool:
+    docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+    return re.search(r"\bPure\b", docstring) is not None
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
 PURE = [
-    *(f"pdserve.core.{path.stem}" for path in sorted((ROOT / "pdserve/core").glob("[!_]*.py"))),
-    "pdserve.prefix.index",
-    "pdserve.engine.gpu.extent",
-    "pdserve.engine.gpu.count_slots",
-    "pdserve.engine.gpu.splits",
-    "pdserve.engine.interface",
-    "pdserve.structured.endless",
-    "pdserve.text.stops",
-    "pdserve.tokenizer_json",
-    "pdserve.gateway.errors",
-    "pdserve.gateway.headers",
-    "pdserve.gateway.json_body",
-    "pdserve.gateway.response_fields",
-    "pdserve.gateway.sse",
-    "pdserve.launch.keys",
-    "pdserve.launch.spec",
-    "pdserve.telemetry.request_attributes",
-    "pdserve.telemetry.tail_sampling",
-    *(f"pdserve.plot.{path.stem}" for path in sorted((ROOT / "pdserve/plot").glob("[!_]*.py"))),
-    "benchmarks.prediction_parts",
-    "router.policy_input",
-    "router.booking",
-    "router.transitions",
-    "router.forecast",
-    "router.lifecycle",
-    "router.events",
-    "router.commands",
-    "router.explaining",
-    "router.replay",
-    "router.worker_queue",
-    "router.message_latency",
-    "router.lengths",
-    "router.load",
-    "router.step_clock",
-    "router.queue",
-    "router.late_requests",
-    "router.newcomers",
-    "router.overload",
-    "router.fairness",
-    "router.quotas",
-    "router.releases",
-    "router.tenant_labels",
-    "router.cache_salt",
-    "router.view",
-    "router.state",
-    "router.policy",
-    "pdserve.worker.timed",
-    "prefill_worker.batching",
-    "prefill_worker.lifecycle",
-    "prefill_worker.prefill_sequence",
-    "prefill_worker.pushing",
-    "decode_worker.async_step",
-    "decode_worker.batching",
-    "decode_worker.checking",
-    "decode_worker.chunking",
-    "decode_worker.drafter",
-    "decode_worker.planning",
-    "decode_worker.decode_sequence",
-    "decode_worker.sequence_table",
-    *(
-        f"simulator.bench.{name}"
-        for name in (
-            "answer",
-            "charts",
-            "fields",
-            "load",
-            "page",
-            "prompts",
-            "ratios",
-            "result",
-            "sse",
-            "statistics",
-            "text",
-        )
-    ),
-    "simulator.bound",
-    "simulator.bound_capacity",
-    "simulator.bound_deadlines",
-    "simulator.bound_decode",
-    "simulator.bound_periods",
-    "simulator.bound_work",
-    "decode_worker.lifecycle",
-    "decode_worker.slack",
-    "simulator.cluster",
-    "simulator.comparison",
-    "simulator.curves",
-    "simulator.goodput",
-    "simulator.gpu_plan",
-    "simulator.layouts",
-    "simulator.metrics",
-    "simulator.misses",
-    "decode_worker.step",
-    "decode_worker.step_results",
-    "simulator.model",
-    "simulator.plan",
-    "simulator.recorded",
-    "simulator.recorded_cluster",
-    "simulator.report",
-    "simulator.network",
-    "simulator.runs",
-    "simulator.world",
-    "simulator.reshape",
-    "simulator.synthetic",
-    "simulator.workloads",
-    "simulator.tables",
-    "simulator.trace_rows",
-    *(
-        f"kvtransfer.{name}"
-        for name in (
-            "commands",
-            "send_transfer",
-            "send_transfers",
-            "faults",
-            "frames",
-            "joint",
-            "receive_transfer",
-            "receive_transfers",
-            "lease",
-            "memory",
-            "parts",
-            "plan",
-            "rank_grants",
-            "reshape.mapping",
-            "reshape.wire_rule",
-            "session",
-            "stamping",
-            "stats",
-            "transport",
-        )
-    ),
+    module
+    for package in PACKAGES
+    for path in sorted((ROOT / package).rglob("*.py"))
+    if says_pure(path) and (module := module_of(path)) not in USE_ONE
 ]
 
 # One process that has imported nothing forks a child for each module; `before`: an interpreter may load some of the
@@ -170,15 +83,15 @@ for line in sys.stdin:
 LIGHT = {
     "pdserve": ("torch", "ray", "redis", "opentelemetry", "numpy"),
     "pdserve.client": ("torch", "ray", "redis", "opentelemetry", "numpy"),
-    "router.server": ("torch", "ray"),
+    "router.service.server": ("torch", "ray"),
     # Pure as well; pydantic itself imports threading and socket.
-    "pdserve.gateway.sdk_call": ("grpc", "torch", "ray", "redis", "asyncio", "opentelemetry", "numpy"),
-    "pdserve.gateway.replies": ("grpc", "torch", "ray", "redis", "asyncio", "opentelemetry", "numpy"),
+    "pdserve.gateway.api.sdk_call": ("grpc", "torch", "ray", "redis", "asyncio", "opentelemetry", "numpy"),
+    "pdserve.gateway.api.replies": ("grpc", "torch", "ray", "redis", "asyncio", "opentelemetry", "numpy"),
     "pdserve.gateway.server": ("torch", "ray", "redis", "opentelemetry", "numpy"),
     "pdserve.engine.toy": ("torch", "numpy"),
-    "pdserve.engine.build_engine": ("triton", "cupy"),
+    "pdserve.engine.load.build_engine": ("triton", "cupy"),
 }
-ACTIVE = "kvtransfer.channel"
+ACTIVE = "kvtransfer.link.channel"
 
 
 def imported(asked: dict[str, tuple[str, ...]]) -> dict[str, list[str]]:

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvtransfer import issuer
-from kvtransfer.stats import EVENTS
+from kvtransfer.devices import issuer
+from kvtransfer.protocol.transport import EVENTS
 from pdserve.config import RouterConfig, WorkerConfig
 from pdserve.config_flags import parse_flags
 from pdserve.core.errors import ConfigError
@@ -25,7 +25,7 @@ from pdserve.launch import settings
 from pdserve.launch.keys import KINDS, TOP
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics
-from router.commands import Outcome
+from router.state.commands import Outcome
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/reference.py"

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any, final
 
 import numpy as np
@@ -24,21 +25,131 @@ import torch
 from torch import Tensor
 
 from pdserve.core.errors import InternalError
-from pdserve.engine.gpu import buckets
-from pdserve.engine.gpu.flights import DoneFlight, GraphFlight, Sampled
-from pdserve.engine.gpu.graphs import Replays
+from pdserve.core.types import TokenOut
+from pdserve.engine.gpu.graphs import Replays, StaticDecode
 from pdserve.engine.gpu.inputs import sampling_of
-from pdserve.engine.gpu.plain_rows import PlainRows, follow, read
-from pdserve.engine.gpu.rank_words import Words, drafted_words, from_words, plain_words, row_words
-from pdserve.engine.gpu.resample import NO_EXTRAS, ResampledRows, Resampler, RowsByNumber
-from pdserve.engine.gpu.static import StaticDecode
+from pdserve.engine.gpu.kernels import fixed_shapes
+from pdserve.engine.gpu.plain_rows import (
+    PlainRows,
+    Words,
+    drafted_words,
+    follow,
+    from_words,
+    plain_words,
+    read,
+    row_words,
+)
+from pdserve.engine.gpu.resample import NO_EXTRAS, Extras, ResampledRows, Resampler, RowsByNumber
 from pdserve.engine.gpu.tables import TableMirror, Update
-from pdserve.engine.grammars import Moves
-from pdserve.engine.interface import NEW_ROW, ContinuedRows, EngineSpec, Flight, OnLayer, Row, RowOut
-from pdserve.engine.memory_plan import MemoryPlan
-from pdserve.engine.pool import TorchPool
+from pdserve.engine.interface import NEW_ROW, ContinuedRows, EngineSpec, Flight, OnLayer, PlainOuts, Row, RowOut
+from pdserve.engine.memory.plan import MemoryPlan
+from pdserve.engine.memory.pool import TorchPool
 from pdserve.engine.rows import CheckedTables, check_rows
-from pdserve.engine.torch_engine import TorchEngine
+from pdserve.engine.sampling.grammars import Moves, RowMasks
+from pdserve.engine.torch_engine import TorchEngine, row_out
+
+# --- flights --------------------------------------------------------------------------------------------------
+# Launched steps of the graph engine.
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Results of a step that are being copied to the host."""
+
+    host: tuple[Any, Any]  # tokens and logprobs
+    event: Any | None  # event after which they are there; None without a device
+    extras: Extras
+
+
+@final
+class GraphFlight:
+    """A step whose results are being copied to the host, or whose forward pass runs before its sampling is launched."""
+
+    def __init__(
+        self,
+        count: int,
+        sampled: Sampled | Callable[[Mapping[int, Row]], Sampled],
+        *,
+        drafted: list[Row] | None = None,
+        wants: list[int | None] | None = None,
+        unsampled: Sequence[int] = (),
+    ) -> None:
+        """`count` sampled tokens. `drafted`: the rows of a step with drafts. `wants`: the requested logprobs of each
+        sampled token, if any row requests some. `sampled`: the function that samples the unsampled rows, if there are
+        any."""
+        self.has_drafts = drafted is not None
+        self.unsampled = unsampled
+        self._token_ids: list[int] = []  # once it was waited for
+        self._count, self._drafted, self._wants = count, drafted, wants
+        self._sampled = sampled
+
+    def moves(self, places: list[int]) -> Moves:
+        """For rows of the next step, by their places in this one: the cursors of their grammars, if any, and the tokens
+        that they have sampled. Called after `wait`."""
+        extras = self._sampled.extras if isinstance(self._sampled, Sampled) else NO_EXTRAS
+        token_ids = [self._token_ids[place] for place in places]
+        if places == extras.bound:  # nearly every step
+            return extras.cursors, token_ids
+        cursor_of = dict(zip(extras.bound, extras.cursors, strict=True))
+        return [cursor_of.get(place) for place in places], token_ids
+
+    def sample(self, rows: Mapping[int, Row]) -> None:
+        assert not isinstance(self._sampled, Sampled), "it was sampled before"
+        self._sampled = self._sampled(rows)
+        self.unsampled = ()
+
+    def wait(self) -> Sequence[RowOut]:
+        sampled = self._sampled
+        if not isinstance(sampled, Sampled):
+            raise InternalError(f"{len(self.unsampled)} rows were not sampled before they are waited for")
+        if sampled.event is not None:
+            sampled.event.synchronize()
+        tokens = self._token_ids = sampled.host[0][: self._count].tolist()
+        extras, masks_of = sampled.extras, sampled.extras.masks_of
+        is_plain = self._drafted is None and self._wants is None
+        if is_plain and not any(masks.failed or not masks.masks for masks in masks_of.values()):  # the usual case
+            return PlainOuts(tokens)
+        wants = self._wants or [None] * self._count
+        logprobs = sampled.host[1][: self._count].tolist()
+        outs = [
+            TokenOut(token_id=token, logprob=logprob if wanted is not None else None)
+            for token, logprob, wanted in zip(tokens, logprobs, wants, strict=True)
+        ]
+        for at in extras.top_of:
+            outs[at] = replace(outs[at], top=extras.top(at, wants[at] or 0))
+        left = iter(outs)
+        if self._drafted is None:
+            return [_out(one, masks_of.get(index)) for index, one in enumerate(outs)]
+        return [
+            row_out(row, list(islice(left, row.num_queries)), masks_of.get(index))
+            for index, row in enumerate(self._drafted)
+        ]
+
+
+def _out(token: TokenOut, masks: RowMasks | None) -> RowOut:
+    """For a row without drafts. With a grammar, its token is valid only if it had a mask."""
+    if masks is None:
+        return RowOut((token,))
+    return RowOut((token,) if masks.masks else (), failed=masks.failed)
+
+
+@final
+class DoneFlight:
+    """A step that was computed at launch."""
+
+    unsampled: Sequence[int] = ()
+
+    def __init__(self, outs: list[RowOut]) -> None:
+        self._outs = outs
+
+    def sample(self, rows: Mapping[int, Row]) -> None:
+        raise InternalError("every row of the step was sampled when it was launched")
+
+    def wait(self) -> list[RowOut]:
+        return self._outs
+
+
+# --- engine ---------------------------------------------------------------------------------------------------
 
 SendWords = Callable[[Words], None]
 
@@ -157,10 +268,10 @@ class GraphEngine:
         most_queries = self._decode.most_queries
         fast = [index for index, row in enumerate(rows) if is_graph_row(row, most_queries)]
         if self._verify is not None and any(rows[index].drafts for index in fast):
-            if buckets.choose(self._verify.buckets, sum(rows[index].num_queries for index in fast)) is not None:
+            if fixed_shapes.choose(self._verify.buckets, sum(rows[index].num_queries for index in fast)) is not None:
                 return fast
             fast = [index for index in fast if not rows[index].drafts]
-        return fast if buckets.choose(self._replays.buckets, len(fast)) is not None else []
+        return fast if fixed_shapes.choose(self._replays.buckets, len(fast)) is not None else []
 
     def _follow(self, last: PlainRows, rows: ContinuedRows, after: Flight | None) -> GraphFlight | None:
         """Launches rows that continue the last step; None if a row needs another path."""
@@ -168,7 +279,7 @@ class GraphEngine:
         is_running = isinstance(after, GraphFlight) and not after.has_drafts
         if len(new) == len(rows) or (rows.is_async and not is_running):
             return None
-        bucket = buckets.choose(self._replays.buckets, len(rows))
+        bucket = fixed_shapes.choose(self._replays.buckets, len(rows))
         if bucket is None or not all(is_graph_row(row, self._decode.most_queries) for row in new.values()):
             return None
         check_rows(self._eager.spec, list(new.values()), self._tables)
@@ -263,7 +374,7 @@ class GraphEngine:
         return firsts, count
 
     def _bucket(self, replays: Replays, count: int) -> int:
-        bucket = buckets.choose(replays.buckets, count)
+        bucket = fixed_shapes.choose(replays.buckets, count)
         assert bucket is not None
         return bucket
 

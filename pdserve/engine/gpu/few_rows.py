@@ -26,12 +26,12 @@ from typing import Final, Literal, NamedTuple, final, get_args
 import torch
 from torch import Tensor
 
-from pdserve.engine.families import Activation
-from pdserve.engine.gpu import norms
-from pdserve.engine.gpu.gated import gelu_mul, silu_mul
-from pdserve.engine.gpu.products import MOST_ROWS, Gate, Norm, ProductScratch, multiply, product_scratch
-from pdserve.engine.linear import Linear, PlainLinear
-from pdserve.engine.parameters import MlpWeights, Weights
+from pdserve.engine.gpu.kernels import norms
+from pdserve.engine.gpu.kernels.norms import gelu_mul, silu_mul
+from pdserve.engine.gpu.kernels.products import MOST_ROWS, Gate, Norm, ProductScratch, multiply, product_scratch
+from pdserve.engine.model.config_schema import Activation
+from pdserve.engine.model.linear import Linear, PlainLinear
+from pdserve.engine.model.parameters import MlpWeights, Weights
 
 Method = Literal["cublas", "cublaslt", "split-k"]
 Kind = Literal["plain", "normed", "gated"]  # what is in front of a product and behind it

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from pdserve.core.types import Sampling
-from pdserve.engine.gpu.place import NOWHERE
+from pdserve.engine.gpu.kernels.kv import NOWHERE
+from pdserve.engine.gpu.kernels.samplings import FIELDS as DRAW_FIELDS
+from pdserve.engine.gpu.kernels.samplings import Draws, Samplings
 from pdserve.engine.gpu.plain_rows import PlainRows
-from pdserve.engine.gpu.samplings import FIELDS as DRAW_FIELDS
-from pdserve.engine.gpu.samplings import Draws, Samplings
 from pdserve.engine.interface import Row
 
 _ALIGNMENT: Final = 16

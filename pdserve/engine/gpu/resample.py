@@ -3,33 +3,241 @@ top logprobs.
 
 The graph computes every row's logits and samples from them unchanged. Additional work for few rows is launched kernel
 by kernel while the graph runs, so the host's part of it (grammar masks, launches) costs no time, and batches without
-such rows are not affected. Order and meaning are those of sampling.py. Nothing waits for the device.
+such rows are not affected. Order and meaning are those of sampler.py. Nothing waits for the device.
 """
-
-# Shapes: B rows of a bucket, S rows that are sampled again, R of them under bans, P with penalties, N biases, L rows
-# whose logprobs are reported, K likeliest tokens, V vocabulary, W words of 32 tokens.
 
 from __future__ import annotations
 
+import math
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, final
+from typing import Any, Final, Self, final
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from pdserve.core.errors import InternalError
 from pdserve.core.types import Sampling
-from pdserve.engine.gpu.bans import Bans
-from pdserve.engine.gpu.forbid import forbid
+from pdserve.engine.gpu.graphs import StaticDecode
 from pdserve.engine.gpu.inputs import sampling_of
-from pdserve.engine.gpu.penalties import Penalties
-from pdserve.engine.gpu.static import StaticDecode
-from pdserve.engine.grammars import Cursor, Grammars, Moves
-from pdserve.engine.host_to_device import to_device
+from pdserve.engine.gpu.kernels.fixed_shapes import CountSlots
 from pdserve.engine.interface import Row
-from pdserve.engine.matchers import RowMasks
-from pdserve.engine.sampling import keep_top_sigma
+from pdserve.engine.model.batch import to_device
+from pdserve.engine.sampling.grammars import Cursor, Grammars, Moves, RowMasks
+from pdserve.engine.sampling.masks import BANS, Draw, forbid, mask, may_ban
+from pdserve.engine.sampling.sampler import keep_top_sigma
+
+# --- bans -----------------------------------------------------------------------------------------------------
+# The tokens that a row may sample, as bits for the device: grammars and the bans of masks.py.
+#
+# The bits are computed by applying masks.py, which defines these rules, to a row of zeros.
+
+# Shapes: V vocabulary, W words of 32 tokens.
+
+
+@final
+class Bans:
+    """Caches the bits of rows whose bans do not change, for up to `most_rows` rows."""
+
+    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], most_rows: int) -> None:
+        self.num_words = -(-vocab_size // 32)
+        self._vocab_size, self._ends, self._most_rows = vocab_size, tuple(eos_token_ids), most_rows
+        # By identity, with the sampling itself so that its identity is not reused. Hashing it could take longer.
+        self._still: OrderedDict[tuple[int, bool], tuple[Sampling, Any]] = OrderedDict()
+
+    def words(self, row: Row, allowed: bytes | memoryview | None) -> Any | None:
+        """Bit t % 32 of word t // 32 is set if token t may be sampled, uint32 [W]; None if all may.
+
+        `allowed`: the mask of the row's grammar, if it has one.
+        """
+        sampling = row.sample
+        assert sampling is not None
+        if not may_ban(sampling):  # the usual case
+            return None if allowed is None else self._padded(np.frombuffer(allowed, np.uint8))
+        # If a row's last token is not known yet, only the number of tokens may be used.
+        history = row.history if row.follows is None else range(row.start + 1)
+        draw = Draw(sampling, history, row.prompt_len, allowed)
+        if not any(one.applies(draw) for one in BANS):
+            return None if allowed is None else self._padded(np.frombuffer(allowed, np.uint8))
+        if sampling.needs_history:
+            return self._words(draw)
+        key = id(sampling), draw.num_output < sampling.min_tokens
+        if key not in self._still:
+            self._still[key] = sampling, self._words(draw)
+            if len(self._still) > self._most_rows:
+                self._still.popitem(last=False)
+        self._still.move_to_end(key)
+        return self._still[key][1]
+
+    def _words(self, draw: Draw) -> Any:
+        allowed_1V = forbid(torch.zeros(1, self._vocab_size), [draw])
+        left_1V = allowed_1V.clone()
+        mask(left_1V, allowed_1V, {0: draw}, self._ends)
+        return self._padded(np.packbits(left_1V[0].numpy() > -math.inf, bitorder="little"))
+
+    def _padded(self, given: Any) -> Any:
+        """Like masks.forbid: a shorter mask bans the remaining tokens, and extra bits of a longer one are ignored."""
+        if len(given) == 4 * self.num_words:
+            return given.view(np.uint32)
+        words = np.zeros(self.num_words, np.uint32)
+        count = min(len(given), 4 * self.num_words)
+        words.view(np.uint8)[:count] = given[:count]
+        return words
+
+
+# --- forbid ---------------------------------------------------------------------------------------------------
+# Sets the logits of banned tokens to minus infinity. A mask has one bit per token.
+
+# Shapes: S rows of logits, R those of them with bits, V vocabulary, W words of 32 tokens.
+
+_BLOCK: Final = 1024
+
+
+@triton.jit
+def _forbid(logits, words, row_of, stride, num_words, size, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64)
+    row = tl.load(row_of + index)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < size
+    word = tl.load(words + index * num_words + token // 32, mask=inside, other=0)
+    is_banned = ((word >> (token % 32)) & 1) == 0
+    tl.store(logits + row * stride + token, float("-inf"), mask=inside & is_banned)
+
+
+def forbid_tokens(logits_SV: Tensor, word_RW: Tensor, row_R: Tensor) -> None:
+    """In place. Bit t % 32 of word t // 32 (int32) is set if token t is allowed; `row_R`: int64, each row once."""
+    size, num_words = logits_SV.shape[1], word_RW.shape[1]
+    if num_words * 32 < size or len(word_RW) != len(row_R):
+        raise InternalError(f"bits {tuple(word_RW.shape)} for {len(row_R)} rows of {size} tokens")
+    if len(row_R):
+        grid = (len(row_R), triton.cdiv(size, _BLOCK))
+        _forbid[grid](logits_SV, word_RW, row_R, logits_SV.stride(0), num_words, size, BLOCK=_BLOCK)
+
+
+# --- penalties ------------------------------------------------------------------------------------------------
+# Repetition, presence and frequency penalties, from counts of tokens that stay on the device.
+#
+# For each penalised row the device holds one word per token of the vocabulary: twice its count in the output, plus one
+# if it is in the prompt. Sampled tokens are counted there immediately, so a row can be penalised for a token that the
+# host has not read. Same arithmetic in the same order as sampling.penalise, in float32.
+
+# Shapes: S rows of logits, P those of them with penalties, V vocabulary, N tokens that a row has seen.
+
+_FEWEST_SLOTS: Final = 8
+
+
+# The three arrays are adjacent, so their alignment depends on the number of rows.
+@triton.jit(do_not_specialize_on_alignment=["repetition_of", "presence_of", "frequency_of"])
+def _penalise(
+    logits,
+    words,
+    row_of,
+    slot_of,
+    repetition_of,
+    presence_of,
+    frequency_of,
+    stride,
+    size,
+    BLOCK: tl.constexpr,
+):
+    index = tl.program_id(0)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < size
+    word = tl.load(words + tl.load(slot_of + index) * size + token, mask=inside, other=0)
+    if tl.max(word, axis=0) > 0:  # most tokens have not occurred
+        at = logits + tl.load(row_of + index) * stride + token
+        logit = tl.load(at, mask=inside, other=0.0)
+        factor = tl.load(repetition_of + index) + tl.zeros_like(logit)
+        logit = tl.where(word > 0, tl.where(logit > 0, tl.div_rn(logit, factor), logit * factor), logit)
+        count = word >> 1
+        lost = tl.load(presence_of + index) + tl.load(frequency_of + index) * count.to(tl.float32)
+        tl.store(at, tl.where(count > 0, logit - lost, logit), mask=inside)
+
+
+def penalise(logits_SV: Tensor, word_CV: Tensor, row_P: Tensor, slot_P: Tensor, penalty_3P: Tensor) -> None:
+    """In place. `word_CV`: int32, `row_P` and `slot_P`: int64; repetition, presence and frequency are float32."""
+    size = logits_SV.shape[1]
+    if word_CV.shape[1] != size or len(row_P) != len(slot_P):
+        raise InternalError(f"counts {tuple(word_CV.shape)} for {len(row_P)} rows of {size} tokens")
+    if len(row_P):
+        # Products and sums are rounded separately, as in torch.
+        _penalise[(len(row_P), triton.cdiv(size, _BLOCK))](
+            logits_SV,
+            word_CV,
+            row_P,
+            slot_P,
+            *penalty_3P.unbind(),
+            logits_SV.stride(0),
+            size,
+            BLOCK=_BLOCK,
+            enable_fp_fusion=False,
+        )
+
+
+def penalty_bytes(most_rows: int, vocab_size: int) -> int:
+    """Bytes of all counts if every row of a full batch has penalties."""
+    return 2 * most_rows * vocab_size * 4
+
+
+@final
+class Penalties:
+    """The counts of the rows of one engine. Memory is allocated when rows with penalties come: 4 bytes per row and
+    token of the vocabulary. `send` copies numbers to the device without blocking."""
+
+    def __init__(self, vocab_size: int, most_rows: int, device: torch.device) -> None:
+        self._vocab_size, self._device = vocab_size, device
+        self._slots = CountSlots(2 * most_rows)
+        self._word_CV = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
+
+    def apply(self, rows: Sequence[Row], logits_SV: Tensor, row_P: Tensor) -> Tensor:
+        """Penalises the logits of `rows`, which are `row_P` of `logits_SV`; their slots, for `count`."""
+        taken = self._slots.take([(row.history, row.start + 1) for row in rows])
+        self._grow(max(slot for slot, _ in taken) + 1)
+        for row, (slot, is_known) in zip(rows, taken, strict=True):
+            if not is_known:
+                self._fill(row, slot)
+        slot_P = to_device([slot for slot, _ in taken], self._device)
+        samplings = [row.sample for row in rows if row.sample is not None]
+        numbers = [
+            [one.repetition_penalty for one in samplings],
+            [one.presence_penalty for one in samplings],
+            [one.frequency_penalty for one in samplings],
+        ]
+        penalise(logits_SV, self._word_CV, row_P, slot_P, to_device(numbers, self._device, torch.float32))
+        return slot_P
+
+    def count(self, slot_P: Tensor, sampled_P: Tensor) -> None:
+        """Counts the sampled tokens of the rows, int64."""
+        two_P = torch.full_like(sampled_P, 2, dtype=torch.int32)
+        self._word_CV.view(-1).index_add_(0, slot_P * self._vocab_size + sampled_P, two_P)
+
+    def _fill(self, row: Row, slot: int) -> None:
+        """Counts all tokens of the row."""
+        if row.follows is not None:
+            raise InternalError("a row with penalties follows a draw that was not counted")
+        history = np.fromiter(row.history, np.int64, len(row.history))
+        token_N, count_N = np.unique(history[row.prompt_len :], return_counts=True)
+        word_V = np.zeros(self._vocab_size, np.int32)
+        word_V[token_N] = 2 * count_N
+        word_V[history[: row.prompt_len]] |= 1
+        self._word_CV[slot].copy_(to_device(word_V, self._device, torch.int32))
+
+    def _grow(self, num_slots: int) -> None:
+        have = len(self._word_CV)
+        if num_slots > have:
+            word_CV = self._word_CV.new_zeros((max(num_slots, 2 * have, _FEWEST_SLOTS), self._vocab_size))
+            word_CV[:have] = self._word_CV
+            self._word_CV = word_CV
+
+
+# --- resample -------------------------------------------------------------------------------------------------
+
+# Shapes: B rows of a bucket, S rows that are sampled again, R of them under bans, P with penalties, N biases, L rows
+# whose logprobs are reported, K likeliest tokens, V vocabulary, W words of 32 tokens.
 
 RowsByNumber = Sequence[Row] | Mapping[int, Row]
 
@@ -175,7 +383,7 @@ class Resampler:
         place = {index: at for at, index in enumerate(again, len(bound))}
         if len(mask_RW):
             row_R = to_device(np.array([*range(len(bound)), *(place[index] for index in masked)]), self._device)
-            forbid(logits_SV, mask_RW.to(self._device, non_blocking=True), row_R)
+            forbid_tokens(logits_SV, mask_RW.to(self._device, non_blocking=True), row_R)
         size = logits_SV.shape[1]
         biases = [
             (place[index] * size + token, bias)

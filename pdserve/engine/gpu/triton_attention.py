@@ -4,30 +4,256 @@ One launch rotates and stores. Rows of up to 16 queries use paged attention. Chu
 per layer. Cases that flash attention does not support (float32, softcaps) use torch, chunk by chunk.
 """
 
-# Shapes: T tokens, B rows, P pages of a table, H query heads, N query, key and value heads, D head dim, S positions.
-
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Final, final
 
 import torch
 from torch import Tensor
 
-from pdserve.engine.attention import Context, Heads, MakeAttention, attend_chunk, contexts_of, rows_of
-from pdserve.engine.attention import attend as attend_gathered
-from pdserve.engine.batch import PackedBatch, RowGroup
-from pdserve.engine.gpu.attention_plan import MOST_QUERIES, AttentionScratch, Rows
-from pdserve.engine.gpu.flatten import flatten
-from pdserve.engine.gpu.layers import LayerKernels
-from pdserve.engine.gpu.prefill import attend_chunks, plan_chunks
-from pdserve.engine.gpu.splits import edges
-from pdserve.engine.gpu.switches import gpu_switches
-from pdserve.engine.host_to_device import to_device
+from pdserve.engine.gpu.kernels.attention import attend
+from pdserve.engine.gpu.kernels.attention_plan import (
+    MOST_QUERIES,
+    AttentionScratch,
+    Division,
+    Rows,
+    block_of,
+    choose_tiling,
+    make_scratch,
+)
+from pdserve.engine.gpu.kernels.fixed_shapes import edges
+from pdserve.engine.gpu.kernels.kv import flatten, make_table, place
+from pdserve.engine.gpu.kernels.switches import gpu_switches
 from pdserve.engine.interface import OnLayer
-from pdserve.engine.parameters import LayerWeights
-from pdserve.engine.pool import TorchPool
+from pdserve.engine.memory.pool import TorchPool
+from pdserve.engine.model.attention import Context, Heads, MakeAttention, attend_chunk, contexts_of, rows_of
+from pdserve.engine.model.attention import attend as attend_gathered
+from pdserve.engine.model.batch import PackedBatch, RowGroup, to_device
+from pdserve.engine.model.parameters import LayerWeights
+
+# --- layers ---------------------------------------------------------------------------------------------------
+# The two launches of a layer's attention over one pool, with the model's parameters filled in.
+
+# Shapes: T tokens, H query heads, K kv heads, N = H + 2 K, D head dim.
+
+
+@final
+class LayerKernels:
+    """Holds the tables of angles for positions up to `max_context_tokens`."""
+
+    def __init__(self, pool: TorchPool, heads: Heads, dtype: torch.dtype, max_context_tokens: int) -> None:
+        self.pool, self.heads, self._dtype = pool, heads, dtype
+        self._angles = tuple(
+            make_table(frequency_R, rope.attention_factor, max_context_tokens, dtype)
+            for rope, frequency_R in zip(heads.ropes, heads.frequencies, strict=True)
+        )
+
+    def place(self, index: int, layer: LayerWeights, qkv_TND: Tensor, slot_T: Tensor, position_T: Tensor) -> Tensor:
+        """Stores keys and values; the rotated queries, [T, H, D]."""
+        heads = self.heads
+        return place(
+            self.pool,
+            index,
+            qkv_TND,
+            slot_T,
+            position_T,
+            self._angles[heads.rope_of_layer[index]],
+            num_heads=heads.num_heads,
+            q_norm_D=layer.q_norm_D,
+            k_norm_D=layer.k_norm_D,
+            eps=heads.norm_eps,
+        )
+
+    def attend(self, index: int, layer: LayerWeights, q_THD: Tensor, rows: Rows, scratch: AttentionScratch) -> Tensor:
+        """The attention output of every query of the rows, [T, H * D]."""
+        heads = self.heads
+        return attend(
+            self.pool,
+            index,
+            q_THD,
+            rows,
+            scratch,
+            window=layer.window,
+            scale=heads.scale,
+            softcap=heads.softcap,
+        )
+
+    def division(self, window: int | None, num_queries: int, scratch: AttentionScratch) -> Division:
+        """How `attend` divides rows of up to `num_queries`, in a layer with that window."""
+        heads = self.heads
+        block_m = block_of(heads.num_heads // heads.num_kv_heads * num_queries)
+        return Division(scratch.num_programs, choose_tiling(heads.head_dim, self._dtype, block_m).positions, window)
+
+    def make_scratch(self, num_queries: int, num_processors: int) -> AttentionScratch:
+        """Scratch for rows of up to `num_queries`."""
+        heads = self.heads
+        return make_scratch(
+            num_queries,
+            heads.num_heads,
+            heads.num_kv_heads,
+            heads.head_dim,
+            self._dtype,
+            num_processors,
+            self.pool.tensor.device,
+        )
+
+
+# --- prefill --------------------------------------------------------------------------------------------------
+# Attention of all prompt chunks of a step: one flash call per layer, after one copy of their contexts.
+#
+#     plan_chunks(groups, windows, ..) -> ChunkPlan
+#     attend_chunks(pool, layer, q_THD, plan, window, scale) -> out_TN
+#
+# Flash attention reads KV in pages of 256 tokens or none at all, so contexts are gathered (kv.py). Its causal mask
+# is aligned to the lower right corner of each row, so a context may begin at the first block inside a window. The
+# contexts of one call are limited, because the copies take memory.
+
+# Shapes: T tokens of the chunks, B rows of a call, P pages of a table, S positions of a call, H query heads,
+#         K kv heads, D head dim.
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FlashCall:
+    """Some rows of a step, tokens first .. first + num_tokens - 1 of the chunks."""
+
+    first: int
+    num_tokens: int
+    table_BP: Tensor  # int32: the blocks of the positions that are gathered
+    query_B1: Tensor  # int32: where each row's tokens begin in the call, and the end
+    key_B1: Tensor  # int32: where each row's gathered positions begin, and the end
+    num_positions: int
+    most_tokens: int  # of a row
+    most_positions: int
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    first: int  # token of the packed batch
+    calls: dict[int | None, tuple[FlashCall, ...]]  # by window
+
+
+def plan_chunks(
+    groups: Sequence[RowGroup],
+    windows: Iterable[int | None],
+    block_size: int,
+    most_positions: int,
+    device: torch.device,
+) -> ChunkPlan:
+    """All rows of consecutive groups. A call gathers up to `most_positions` positions, or those of one longer row."""
+    tables = [table for group in groups for table in group.tables]
+    starts = [start for group in groups for start in group.starts]
+    counts = [count for group in groups for count in group.counts]
+    calls = {}
+    for window in windows:
+        skipped = [0 if window is None else max(0, start - window + 1) // block_size for start in starts]
+        lengths = [
+            start + count - skip * block_size for start, count, skip in zip(starts, counts, skipped, strict=True)
+        ]
+        made, at = [], 0
+        for rows in _runs(lengths, most_positions):
+            pages = [tables[row][skipped[row] : -(-(starts[row] + counts[row]) // block_size)] for row in rows]
+            queries, keys = [counts[row] for row in rows], [lengths[row] for row in rows]
+            made.append(_call(at, pages, queries, keys, device))
+            at += made[-1].num_tokens
+        calls[window] = tuple(made)
+    return ChunkPlan(groups[0].first, calls)
+
+
+def attend_chunks(
+    pool: TorchPool, layer: int, q_THD: Tensor, plan: ChunkPlan, window: int | None, scale: float | None
+) -> Tensor:
+    """The attention output of every token of the chunks, [T, H * D]. `q_THD` belongs to the packed batch."""
+    parts = []
+    for call in plan.calls[window]:
+        k_SKD, v_SKD = flatten(
+            pool, layer, call.table_BP, call.key_B1, call.num_positions, call.most_positions, q_THD.dtype
+        )
+        begin = plan.first + call.first
+        parts.append(flash(q_THD[begin : begin + call.num_tokens], k_SKD, v_SKD, call, window, scale).flatten(1))
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def flash(
+    q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, call: FlashCall, window: int | None, scale: float | None
+) -> Tensor:
+    """[T, H, D]. The operator behind torch.nn.attention.varlen, whose own arguments differ between torch's versions."""
+    out_THD: Tensor
+    left = -1 if window is None else window - 1
+    out_THD, *_ = torch.ops.aten._flash_attention_forward(
+        q_THD,
+        k_SKD,
+        v_SKD,
+        call.query_B1,
+        call.key_B1,
+        call.most_tokens,
+        call.most_positions,
+        0.0,  # dropout
+        True,  # causal
+        False,
+        scale=scale,
+        window_size_left=left,
+        window_size_right=0,
+    )
+    return out_THD
+
+
+@cache
+def use_fa3(device: torch.device) -> bool:
+    """Replaces torch's own kernels by FlashAttention-3 if the device is a Hopper and the package `flash_attn_3` is
+    installed. True if it did."""
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    from torch.nn import attention
+
+    activate = getattr(attention, "activate_flash_attention_impl", None)  # since torch 2.11
+    if activate is None:
+        return False
+    try:
+        activate("FA3")  # imports flash_attn_interface
+    except (ImportError, RuntimeError, ValueError) as error:
+        log.info("attention of prompts is torch's own", extra={"why_not_fa3": str(error)})
+        return False
+    log.info("attention of prompts is FlashAttention-3")
+    return True
+
+
+def _runs(lengths: Sequence[int], most: int) -> Iterator[range]:
+    """Number of rows for one call."""
+    first, total = 0, 0
+    for row, length in enumerate(lengths):
+        if row > first and total + length > most:
+            yield range(first, row)
+            first, total = row, 0
+        total += length
+    yield range(first, len(lengths))
+
+
+def _call(
+    first: int, pages: Sequence[Sequence[int]], queries: Sequence[int], keys: Sequence[int], device: torch.device
+) -> FlashCall:
+    width = max(map(len, pages))
+    query_of, key_of = edges(queries), edges(keys)
+    return FlashCall(
+        first=first,
+        num_tokens=query_of[-1],
+        table_BP=to_device([[*page, *[0] * (width - len(page))] for page in pages], device, torch.int32),
+        query_B1=to_device(query_of, device, torch.int32),
+        key_B1=to_device(key_of, device, torch.int32),
+        num_positions=key_of[-1],
+        most_tokens=max(queries),
+        most_positions=max(keys),
+    )
+
+
+# --- triton attention -----------------------------------------------------------------------------------------
+
+# Shapes: T tokens, B rows, P pages of a table, H query heads, N query, key and value heads, D head dim, S positions.
 
 _WORDS: Final = 4  # int32 numbers in 16 bytes
 

@@ -6,8 +6,8 @@ import secrets
 from collections.abc import Iterable
 from typing import Any, final
 
-from pdserve.gateway.tools.events import Arguments, CallBegan, Event, Reasoning, Text
 from pdserve.gateway.tools.plan import ToolPlan
+from pdserve.gateway.tools.reading import Arguments, CallBegan, Event, Reasoning, Text
 
 
 @final

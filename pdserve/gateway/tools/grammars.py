@@ -17,8 +17,8 @@ from typing import Any, Final
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from pdserve.core.json_schema import PointerChars, localized
-from pdserve.gateway.request_models import Tool
-from pdserve.gateway.sse import to_json
+from pdserve.gateway.api.request_models import Tool
+from pdserve.gateway.api.sse import to_json
 from pdserve.gateway.tools.parameter_values import parameter_types
 
 MAX_CALLS: Final = 16  # of one answer with a grammar

@@ -18,9 +18,7 @@ from enum import Enum
 from typing import Any, Final, final
 
 from pdserve.gateway.tools.call_object import MAX_NAME_CHARS, JsonValue
-from pdserve.gateway.tools.call_reader import SEPARATORS, SPACE, CallReader, CharReader
-from pdserve.gateway.tools.events import Arguments, CallBegan, Text
-from pdserve.gateway.tools.marks import Mark
+from pdserve.gateway.tools.reading import SEPARATORS, SPACE, Arguments, CallBegan, CallReader, CharReader, Mark, Text
 from pdserve.gateway.tools.xml_reader import XmlReader
 
 _CALLS: Final = "[TOOL_CALLS]"

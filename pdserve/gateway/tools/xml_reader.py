@@ -14,10 +14,8 @@ from enum import Enum
 from typing import Any, Final, final
 
 from pdserve.gateway.tools.call_object import MAX_NAME_CHARS
-from pdserve.gateway.tools.call_reader import SPACE, CallReader
-from pdserve.gateway.tools.events import Arguments
-from pdserve.gateway.tools.marks import Mark
 from pdserve.gateway.tools.parameter_values import ParameterValue, parameter_types
+from pdserve.gateway.tools.reading import SPACE, Arguments, CallReader, Mark
 
 _CALL: Final = "<tool_call>"
 _CALL_END: Final = "</tool_call>"

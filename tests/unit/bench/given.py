@@ -7,11 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from pdserve.core.types import Slo
-from simulator.bench.answer import BenchAnswer, BenchOutcome
 from simulator.bench.load import LoadLevel
-from simulator.bench.result import BenchResult, LevelResult
-from simulator.bench.server import ServerReply
-from simulator.bench.statistics import BenchTurn
+from simulator.bench.server import BenchAnswer, BenchOutcome, ServerReply
+from simulator.bench.statistics import BenchResult, BenchTurn, LevelResult
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.1)
 

@@ -6,12 +6,10 @@ import asyncio
 import time
 from typing import Any
 
-from simulator.bench.answer import BenchAnswer, BenchOutcome
-from simulator.bench.load import LoadLevel, LoadPlan, SyntheticLoad
-from simulator.bench.prompts import DEFAULT_IDS
-from simulator.bench.result import BenchResult
-from simulator.bench.server import BenchServer, ServerReply
+from simulator.bench.load import DEFAULT_IDS, LoadLevel, LoadPlan, SyntheticLoad
+from simulator.bench.server import BenchAnswer, BenchOutcome, BenchServer, ServerReply
 from simulator.bench.session import BenchObserver, BenchPlan, BenchSession
+from simulator.bench.statistics import BenchResult
 from tests.unit.bench.given import SLO, ScriptedServer
 
 OPEN, CLOSED = LoadLevel(rate_rps=2000.0), LoadLevel(concurrency=3)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.core.errors import ConfigError
-from simulator.bench.load import LoadLevel, LoadPlan, SyntheticLoad
-from simulator.bench.prompts import PromptMaker, as_text
+from simulator.bench.load import LoadLevel, LoadPlan, PromptMaker, SyntheticLoad, as_text
 from simulator.model import TraceRequest
 
 SYNTHETIC = SyntheticLoad(input_tokens=(10, 20), output_tokens=(5, 9), seed=3)

@@ -10,14 +10,11 @@ import pytest
 
 from pdserve.core.json_text import to_json
 from pdserve.plot.figure import figure_svg
-from simulator.bench.answer import BenchAnswer, BenchOutcome
-from simulator.bench.fields import aiperf_metrics, vllm_fields
-from simulator.bench.figures import bench_figure, focus_level
+from simulator.bench.figures import bench_figure, bench_page, focus_level
 from simulator.bench.load import LoadLevel
-from simulator.bench.page import bench_page
-from simulator.bench.result import BenchResult, LevelResult
-from simulator.bench.statistics import summarise_bench
-from simulator.bench.text import render_bench
+from simulator.bench.server import BenchAnswer, BenchOutcome
+from simulator.bench.statistics import BenchResult, LevelResult, summarise_bench
+from simulator.bench.text import aiperf_metrics, render_bench, vllm_fields
 from tests.unit.bench.given import SLO, answer, result, turn
 from tests.unit.simulator.test_report import read
 

@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 
 from pdserve.core.errors import ConfigError, Unauthenticated, Unavailable
-from simulator.bench.answer import BenchOutcome
 from simulator.bench.http_server import HttpServer, base_url
-from simulator.bench.load import LoadLevel, LoadPlan, SyntheticLoad
-from simulator.bench.prompts import DEFAULT_IDS
-from simulator.bench.result import BenchResult
+from simulator.bench.load import DEFAULT_IDS, LoadLevel, LoadPlan, SyntheticLoad
 from simulator.bench.router_server import GrpcServer
-from simulator.bench.server import BenchServer, RequestOptions, ServerReply
+from simulator.bench.server import BenchOutcome, BenchServer, RequestOptions, ServerReply
 from simulator.bench.session import BenchPlan, BenchSession
+from simulator.bench.statistics import BenchResult
 from tests.unit.gateway.conftest import Served, serve
 
 PATIENT_S = 120.0

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies
 
-from simulator.bench.answer import BenchOutcome
-from simulator.bench.ratios import compare_turns
-from simulator.bench.statistics import SHARES, distribution, summarise_bench
+from simulator.bench.server import BenchOutcome
+from simulator.bench.statistics import SHARES, compare_turns, distribution, summarise_bench
 from tests.unit.bench.given import SLO, answer, turn
 
 

@@ -8,7 +8,7 @@ from benchmarks.bursts import BurstAnswer, read_recording, report
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.protocol import FirstToken, TokenRow, TokensArrived
 from pdserve.core.types import FinishReason, TokenOut
-from router import replay
+from router.recording import replay
 
 STEADY = [0.01 + 0.003 * number for number in range(20)]
 AT_ONCE = [0.07 + 0.0001 * number for number in range(20)]

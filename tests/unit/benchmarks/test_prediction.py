@@ -16,11 +16,11 @@ from benchmarks.prediction import TPOT_ROWS, TTFT_ROWS, read, report, tpot_error
 from benchmarks.prediction_parts import Account, Parts, RecordedAnswer, account
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role, Slo
-from router import replay
-from router.settings import RouterSettings
+from router.recording import replay
+from router.state.settings import RouterSettings
+from simulator.cluster.world import World
 from simulator.model import SimConfig, SimResult, TraceRequest
-from simulator.trace_rows import NumberedLine, TraceError
-from simulator.world import World
+from simulator.traces.trace_rows import NumberedLine, TraceError
 from tests.unit.router.small_worker import shape
 
 SETTLE_S = 4.0

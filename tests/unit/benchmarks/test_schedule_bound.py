@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from benchmarks.schedule.report import _goodput, _overload
 from benchmarks.schedule.work import FINAL_TOLERANCE, highest_possible_rps
-from pdserve.core.profile import Profile
+from pdserve.core.cost.profile import Profile
 from pdserve.core.types import Slo
-from simulator.goodput import TraceWindow
-from simulator.plan import Question
+from simulator.search.goodput import TraceWindow
+from simulator.search.plan import Question
 from tests.unit.simulator.small import COST, asked
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pdserve.config import WorkerConfig
-from pdserve.engine import int4
-from pdserve.engine.build_engine import open_torch_engine
+from pdserve.engine.cpu import int4
+from pdserve.engine.load.build_engine import open_torch_engine
 
 MODEL = next((Path(__file__).parents[3] / "pdserve/models").glob("stdlib-*"))
 

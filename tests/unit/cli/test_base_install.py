@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.core.errors import ConfigError
-from pdserve.core.extras import EXTRAS, command, missing
+from pdserve.core.installation import EXTRAS, command, missing
 
 ROOT = Path(__file__).parents[3]
 BASE = ("grpcio", "protobuf", "googleapis-common-protos", "typing-extensions")

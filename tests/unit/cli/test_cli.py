@@ -20,13 +20,13 @@ from pdserve import Client
 from pdserve.build import FULL_VERSION
 from pdserve.cli import doctor
 from pdserve.cli.main import hint, main, make_parsers
-from pdserve.cli.stats import truncation_warnings, versions_line
+from pdserve.cli.sampling import truncation_warnings, versions_line
 from pdserve.cli.topology import render
 from pdserve.client import results
 from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
 from pdserve.config_flags import parse_flags
 from pdserve.core.errors import NONE_YET, NoWorkers, Unauthenticated, Unavailable
-from pdserve.engine import host_limits
+from pdserve.engine.memory import host
 from pdserve.launch.settings import Asked
 from pdserve.launch.spec import served_names
 from pdserve.v1 import cluster_pb2, worker_pb2
@@ -433,7 +433,7 @@ def test_doctor_counts_memory_that_can_be_freed(
     (tmp_path / "meminfo").write_text("MemFree: 102400 kB\nMemAvailable: 8388608 kB\n")
     (tmp_path / "memory.max").write_text("max" if limit is None else str(limit))
     (tmp_path / "memory.current").write_text("0")
-    monkeypatch.setattr(doctor, "free_bytes", lambda: host_limits.free_bytes(tmp_path, tmp_path))
+    monkeypatch.setattr(doctor, "free_bytes", lambda: host.free_bytes(tmp_path, tmp_path))
     [found] = doctor._memory()
     available = 8.0 if limit is None else limit / 2**30
     assert doctor.line(found).startswith(expected)

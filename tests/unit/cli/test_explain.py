@@ -11,7 +11,7 @@ from pdserve import Client
 from pdserve.cli.explain import render
 from pdserve.cli.main import main
 from pdserve.client.results import ExplainedCandidate, Explanation
-from router.settings import RouterSettings
+from router.state.settings import RouterSettings
 
 PROMPT = "a prompt that is longer than what a decode worker reads itself, and of its own kind"
 

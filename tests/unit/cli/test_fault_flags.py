@@ -8,7 +8,7 @@ import math
 import pytest
 
 from pdserve.core.errors import ConfigError
-from simulator.commands.fault_flags import add_fault_flags, faults
+from simulator.commands.flags import add_fault_flags, faults
 from simulator.model import WorkerFault, WorkerFaultKind
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.cli.main import main
-from pdserve.core.key_file import key_hash, parse
+from pdserve.core.access.key_file import key_hash, parse
 
 
 def keys(*words: str, file: Path) -> int:

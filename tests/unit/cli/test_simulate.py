@@ -12,10 +12,10 @@ import pytest
 
 from pdserve.cli.main import main
 from router.policy import POLICIES
-from router.policy.rules import RULES
+from router.policy.interface import RULES
 from simulator.commands.simulate import FORMAT_NAMES, POLICY_NAMES, RULE_NAMES, WORKLOAD_NAMES
-from simulator.traces import FORMATS
-from simulator.workloads import WORKLOADS
+from simulator.traces.files import FORMATS
+from simulator.traces.workloads import WORKLOADS
 from tests.unit.router.test_random_runs import run
 from tests.unit.router.test_replay import recording
 
@@ -197,7 +197,7 @@ def test_the_help_lists_available_names() -> None:
 
 
 def test_the_simulator_is_loaded_on_demand() -> None:
-    probe = "import sys, pdserve.cli.main; print('simulator.world' in sys.modules)"
+    probe = "import sys, pdserve.cli.main; print('simulator.cluster.world' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

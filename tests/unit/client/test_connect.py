@@ -8,8 +8,8 @@ import pytest
 from pdserve import AsyncClient, Client
 from pdserve.client.connect import Tls, is_loopback, target
 from pdserve.config import RouterConfig
+from pdserve.core.access.hosts import NO_HTTP_PROXY
 from pdserve.core.errors import ConfigError
-from pdserve.core.hosts import NO_HTTP_PROXY
 
 
 @pytest.mark.parametrize(

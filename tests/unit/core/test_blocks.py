@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdserve.core.blocks import BlockAllocator, CacheChange
-from pdserve.core.extents import runs_of
+from pdserve.core.kv.blocks import BlockAllocator, CacheChange, runs_of
 
 
 def h(number: int) -> bytes:

@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from pdserve.core.blocks import BlockAllocator
-from pdserve.core.hashing import block_hashes
+from pdserve.core.kv.blocks import BlockAllocator
+from pdserve.core.kv.hashing import block_hashes
 from tests.support.examples import examples
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=8)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.core.degrees import DERIVED_CAPACITY, DERIVED_COST, profiles_by_degree
+from pdserve.core.cost.profile import DERIVED_CAPACITY, DERIVED_COST, profiles_by_degree
 from pdserve.core.errors import ConfigError
 from pdserve.profiles import FOLDER, load_degrees, load_profile
 

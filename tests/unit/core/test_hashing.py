@@ -6,7 +6,7 @@ from hashlib import blake2b
 
 import pytest
 
-from pdserve.core.hashing import block_hashes, chain_key, extend_hashes, hash_seed, tail_hash
+from pdserve.core.kv.hashing import block_hashes, chain_key, extend_hashes, hash_seed, tail_hash
 
 KEY = chain_key(b"tenant", hash_seed("weights", "float32", "v1", 4))
 

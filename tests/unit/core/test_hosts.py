@@ -6,8 +6,8 @@ import pytest
 
 from pdserve.client.connect import target
 from pdserve.config import RouterConfig, WorkerConfig
+from pdserve.core.access.hosts import check_endpoint, endpoint_of
 from pdserve.core.errors import ConfigError
-from pdserve.core.hosts import check_endpoint, endpoint_of
 from pdserve.core.types import Role
 from pdserve.prefix.registry import Registration
 

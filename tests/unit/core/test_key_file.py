@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.core.errors import ConfigError
-from pdserve.core.key_file import (
+from pdserve.core.access.key_file import (
     MAX_FILE_BYTES,
     MAX_KEYS,
     MAX_TENANTS,
@@ -19,6 +18,7 @@ from pdserve.core.key_file import (
     make_key,
     parse,
 )
+from pdserve.core.errors import ConfigError
 from pdserve.core.types import Slo
 
 KEY = make_key(bytes(32))

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.core.fit import LONGEST_S, WIDEST_BAND, Fit
-from pdserve.core.latency import CostModel, CostPrior, LinkModel
+from pdserve.core.cost.latency import LONGEST_S, WIDEST_BAND, CostModel, CostPrior, Fit, LinkModel
 from tests.support.slow import slow_except
 
 CONTENDED: Final = Path(__file__).parent / "data" / "contended_batches.csv"

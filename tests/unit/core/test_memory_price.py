@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from pdserve.core.memory_price import MEMORY_WORTH, held_share, longest_step_s
+from pdserve.core.cost.step_rule import MEMORY_WORTH, held_share, longest_step_s
 
 WEIGHTS_S = 0.006
 

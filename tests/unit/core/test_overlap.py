@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.core.latency import LinkModel
-from pdserve.core.overlap import chunked_exposed_s, exposed_s, grouped_s, hidden_share
+from pdserve.core.cost.latency import LinkModel
+from pdserve.core.cost.overlap import chunked_exposed_s, exposed_s, grouped_s, hidden_share
 
 LINK = LinkModel(latency_s=0.01, bandwidth_bytes_s=100.0)
 

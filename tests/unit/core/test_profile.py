@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from pdserve.core.cost.latency import CostModel, CostPrior
+from pdserve.core.cost.profile import parse_profile
 from pdserve.core.errors import ConfigError
-from pdserve.core.latency import CostModel, CostPrior
-from pdserve.core.profile import parse_profile
 from pdserve.profiles import FOLDER, known_profiles, load_profile
 
 H100 = "h100-sxm.llama-3.1-8b.bf16"

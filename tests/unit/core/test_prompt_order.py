@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.core.cost.latency import CostModel, CostPrior
+from pdserve.core.cost.step_rule import INTERRUPTED, PER_LATE_TOKEN, Pending, PromptOrder, divide, order
 from pdserve.core.effects import StepAccount
-from pdserve.core.latency import CostModel, CostPrior
-from pdserve.core.prompt_order import INTERRUPTED, PER_LATE_TOKEN, Pending, PromptOrder, divide, order
 
 COST = CostPrior(
     prefill_base_s=0.0,

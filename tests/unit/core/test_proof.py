@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdserve.core.errors import ConfigError, Unauthenticated
-from pdserve.core.proof import (
+from pdserve.core.access.proof import (
     MAC_BYTES,
     NONCE_BYTES,
     CallChecker,
@@ -20,6 +19,7 @@ from pdserve.core.proof import (
     Introduction,
     canonical_address,
 )
+from pdserve.core.errors import ConfigError, Unauthenticated
 
 SECRET = ClusterSecret("a secret of sixteen")
 OTHER = ClusterSecret("another one of those")

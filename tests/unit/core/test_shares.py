@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from pdserve.core.errors import Overloaded
-from pdserve.core.shares import (
+from pdserve.core.access.shares import (
     BYTES_WEIGHT,
     CONTROL,
     COUNT_WEIGHT,
@@ -17,6 +16,7 @@ from pdserve.core.shares import (
     caller_of,
     kept_of,
 )
+from pdserve.core.errors import Overloaded
 
 
 def fill(shares: Shares, caller: str) -> int:

@@ -1,6 +1,6 @@
 """Block stamps: a reassigned block has a new epoch and no content hash."""
 
-from pdserve.core.stamps import UNMARKED, BlockStamps, content_hash64
+from pdserve.core.kv.stamps import UNMARKED, BlockStamps, content_hash64
 
 
 def test_reassignment_clears_the_hash() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.core.version import is_compatible, mismatch, release, versions_text
+from pdserve.core.installation import is_compatible, mismatch, release, versions_text
 
 
 @pytest.mark.parametrize(

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 
 from decode_worker.batching import DecodeBatching
-from decode_worker.checking import KvCheck
-from decode_worker.chunking import ChunkRule
-from decode_worker.drafting import DraftRule
+from decode_worker.planning import ChunkRule
+from decode_worker.sequence_table import KvCheck
+from decode_worker.speculation import DraftRule
 from decode_worker.step import DecodeStep
 from pdserve.core.attempt import Attempt, AttemptKey, EndRule
-from pdserve.core.blocks import BlockAllocator
+from pdserve.core.cost.latency import CostModel, CostPrior
 from pdserve.core.effects import BlocksReserved, DecodeEffect, PlainSampled, StepAccount
-from pdserve.core.latency import CostModel, CostPrior
+from pdserve.core.kv.blocks import BlockAllocator
 from pdserve.core.protocol import TokenRow
 from pdserve.core.types import Sampling
-from pdserve.engine.async_stepper import AsyncStepper
 from pdserve.engine.interface import Flight, OnLayer, Row, RowOut
 from pdserve.engine.toy import EOS, NUM_ANSWERS, ToyEngine
+from pdserve.worker.steps import AsyncStepper
 
 BLOCK_SIZE = 4
 PRIOR = CostPrior(

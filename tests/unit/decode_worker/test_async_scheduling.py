@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from decode_worker.lifecycle import DecodeStage
+from decode_worker.decode_sequence import DecodeStage
 from pdserve.core.effects import PlainSampled
 from pdserve.core.errors import InternalError
 from pdserve.core.protocol import Released, TokenRow

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from decode_worker.lifecycle import DecodeStage
+from decode_worker.decode_sequence import DecodeStage
 from decode_worker.planning import MAX_CONSECUTIVE_WAITS
 from pdserve.core.attempt import FailureKind
+from pdserve.core.cost.latency import CostModel, CostPrior
 from pdserve.core.effects import (
     BlocksReserved,
     KvCommitted,
@@ -17,7 +18,6 @@ from pdserve.core.effects import (
     TransferCancelled,
     TransferLost,
 )
-from pdserve.core.latency import CostModel, CostPrior
 from pdserve.core.protocol import AttemptFailed, Granted, Released, TokenRow
 from pdserve.core.types import FinishReason
 from pdserve.engine.toy import answer

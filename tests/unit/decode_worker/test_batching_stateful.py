@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from decode_worker.lifecycle import DecodeStage
+from decode_worker.decode_sequence import DecodeStage
 from pdserve.core.effects import BlocksReserved
 from pdserve.core.protocol import Released, TokenRow
 from pdserve.core.types import FinishReason

@@ -2,10 +2,10 @@
 
 import pytest
 
-from decode_worker.chunking import ChunkRule
+from decode_worker.planning import ChunkRule
+from pdserve.core.cost.latency import CostModel, CostPrior
+from pdserve.core.cost.step_rule import Allowance
 from pdserve.core.effects import StepAccount
-from pdserve.core.latency import CostModel, CostPrior
-from pdserve.core.step_rule import Allowance
 
 
 def rule(**prior: float) -> ChunkRule:

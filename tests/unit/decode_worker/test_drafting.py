@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from decode_worker.drafting import FIRST_PROBE_STEPS, REFERENCE_STEPS, DraftRule
+from decode_worker.speculation import FIRST_PROBE_STEPS, REFERENCE_STEPS, DraftRule
+from pdserve.core.cost.latency import CostPrior
 from pdserve.core.effects import StepAccount
-from pdserve.core.latency import CostPrior
 
 
 def rule(per_draft_s: float, base_s: float = 0.01, *, most: int = 8, most_together: int = 64) -> DraftRule:

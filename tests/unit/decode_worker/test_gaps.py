@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from decode_worker.batching import DecodeBatching
-from decode_worker.chunking import ChunkRule
+from decode_worker.planning import ChunkRule
 from pdserve.core.attempt import Attempt, AttemptKey, EndRule
-from pdserve.core.blocks import BlockAllocator
-from pdserve.core.latency import CostModel
-from pdserve.core.step_rule import LONGEST_GAP
+from pdserve.core.cost.latency import CostModel
+from pdserve.core.cost.step_rule import LONGEST_GAP
+from pdserve.core.kv.blocks import BlockAllocator
 from pdserve.core.types import Sampling, TokenOut
 from pdserve.engine.interface import RowOut
 from pdserve.profiles import load_profile

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from decode_worker.batching import DecodeBatching
-from decode_worker.chunking import ChunkRule
+from decode_worker.planning import ChunkRule
 from pdserve.core.attempt import Attempt, AttemptKey, EndRule
-from pdserve.core.blocks import BlockAllocator
+from pdserve.core.cost.latency import CostModel
 from pdserve.core.effects import BlocksReserved, DecodeEffect
-from pdserve.core.latency import CostModel
+from pdserve.core.kv.blocks import BlockAllocator
 from pdserve.core.protocol import TokenRow
 from pdserve.core.types import Sampling, TokenOut
 from pdserve.engine.interface import RowOut

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_worker.decode_sequence import DecodeSequence
-from decode_worker.lifecycle import DecodeStage
-from decode_worker.slack import HORIZON, PACE, step_allowance
+from decode_worker.decode_sequence import DecodeSequence, DecodeStage
+from decode_worker.planning import HORIZON, PACE, step_allowance
 from pdserve.core.attempt import Attempt, AttemptKey
-from pdserve.core.step_rule import DUE_SHARE, LONGEST_GAP, Allowance
+from pdserve.core.cost.step_rule import DUE_SHARE, LONGEST_GAP, Allowance
 from pdserve.core.types import Sampling
 
 TPOT_S = 0.05

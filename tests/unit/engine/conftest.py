@@ -17,7 +17,7 @@ import transformers
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Role, Sampling, TokenOut
 from pdserve.engine.interface import Engine, Row
-from pdserve.engine.load import load_engine
+from pdserve.engine.load_engine import load_engine
 from tests.oracle import Oracle
 
 torch.set_num_threads(1)

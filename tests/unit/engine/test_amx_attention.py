@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.engine import paged
-from pdserve.engine.host_memory import HostMemory
-from pdserve.engine.kernels import jit
-from pdserve.engine.paged import PagedAttention
-from pdserve.engine.pool import TorchPool
+from pdserve.engine.cpu import paged
+from pdserve.engine.cpu.kernels import jit
+from pdserve.engine.cpu.paged import PagedAttention
+from pdserve.engine.memory.host import HostMemory
+from pdserve.engine.memory.pool import TorchPool
 from tests.support.slow import slow_except
 from tests.unit.engine.test_attention import CPU, NUM_BLOCKS, VARIANTS, expected, filled_pool, queries, scattered
 
@@ -22,7 +22,7 @@ HEAD_DIM, NUM_HEADS = 32, 6
 def has_tiles() -> bool:
     if not jit.is_available():
         return False
-    from pdserve.engine.kernels import amx
+    from pdserve.engine.cpu.kernels import amx
 
     return amx.is_supported("bfloat16")
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from pdserve.core.errors import InternalError
-from pdserve.engine.kernels import jit
+from pdserve.engine.cpu.kernels import jit
 
 if not jit.is_available():
     pytest.skip("numba is not installed", allow_module_level=True)
 
-from pdserve.engine.kernels import amx, amx_gemm
+from pdserve.engine.cpu.kernels import amx, amx_gemm
 
 ZERO_POINT = 128
 ROWS = (1, 2, 15, 16, 17, 32, 33, 48, 64, 65, 200, 511, 512, 513, 1100)  # parts have 512 rows

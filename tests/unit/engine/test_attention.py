@@ -11,8 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pdserve.engine import paged
-from pdserve.engine.attention import (
+from pdserve.engine.cpu import paged
+from pdserve.engine.cpu.kernels import jit
+from pdserve.engine.cpu.paged import PagedAttention, Task, deal
+from pdserve.engine.interface import Row
+from pdserve.engine.memory.host import HostMemory
+from pdserve.engine.memory.pool import BlockShape, TorchPool
+from pdserve.engine.model.attention import (
     EagerAttention,
     Heads,
     attend,
@@ -20,14 +25,9 @@ from pdserve.engine.attention import (
     flash_chunk,
     is_for_flash,
     make_context,
+    rotate,
 )
-from pdserve.engine.batch import pack
-from pdserve.engine.host_memory import HostMemory
-from pdserve.engine.interface import Row
-from pdserve.engine.kernels import jit
-from pdserve.engine.paged import PagedAttention, Task, deal
-from pdserve.engine.pool import BlockShape, TorchPool
-from pdserve.engine.rope import rotate
+from pdserve.engine.model.batch import pack
 from tests.support.slow import slow_except
 
 CPU = torch.device("cpu")

@@ -10,9 +10,9 @@ import pytest
 import torch
 import transformers
 
-from pdserve.engine import device
-from pdserve.engine.device import choose_precision
 from pdserve.engine.interface import Engine, Row
+from pdserve.engine.load import device
+from pdserve.engine.load.device import choose_precision
 from tests.oracle import Oracle
 
 BUNDLED = Path(__file__).parents[3] / "pdserve" / "models" / "stdlib-5m"

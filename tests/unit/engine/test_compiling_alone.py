@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.engine.kernels import jit
+from pdserve.engine.cpu.kernels import jit
 
 WAIT_S = 30.0
 
@@ -61,7 +61,7 @@ def test_each_kernel_has_its_own_file() -> None:
     pytest.importorskip("numba")
     import torch
 
-    from pdserve.engine.kernels import rows
+    from pdserve.engine.cpu.kernels import rows
 
     tag = f"py{sys.version_info.major}{sys.version_info.minor}"  # another Python may have stored its own files
     kernels = []

@@ -11,8 +11,7 @@ import pytest
 import transformers
 
 from pdserve.core.errors import ModelError
-from pdserve.engine.config import ModelConfig, parse_config, read_config
-from pdserve.engine.rope_config import RopeConfig
+from pdserve.engine.model.config import ModelConfig, RopeConfig, parse_config, read_config
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -17,16 +17,16 @@ from torch import Tensor
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import ModelError
 from pdserve.core.types import Sampling
-from pdserve.engine.build_engine import open_torch_engine
-from pdserve.engine.config import read_config
 from pdserve.engine.interface import Engine, Row
-from pdserve.engine.linear import Linear
-from pdserve.engine.open_model import open_model
-from pdserve.engine.rope import inverse_frequencies
-from pdserve.engine.safetensors_file import open_checkpoint
-from pdserve.engine.sharding import Shard
-from pdserve.engine.weights import load_weights
-from pdserve.launch.capacity import capacity_warnings
+from pdserve.engine.load.build_engine import open_torch_engine
+from pdserve.engine.load.checkpoint import open_model
+from pdserve.engine.load.safetensors_file import open_checkpoint
+from pdserve.engine.load.weights import load_weights
+from pdserve.engine.model.attention import inverse_frequencies
+from pdserve.engine.model.config import read_config
+from pdserve.engine.model.linear import Linear
+from pdserve.engine.model.parameters import Shard
+from pdserve.launch.serve import capacity_warnings
 from pdserve.launch.spec import ClusterSpec
 from tests.unit.engine.conftest import TINY
 from tests.unit.engine.test_int4 import pack_folder

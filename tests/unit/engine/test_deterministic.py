@@ -15,7 +15,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.types import Sampling
 from pdserve.engine import torch_engine
 from pdserve.engine.interface import Engine
-from pdserve.engine.sampling import Draw
+from pdserve.engine.sampling.sampler import Draw
 
 BUNDLED = Path("pdserve/models/stdlib-5m").absolute()
 Logits = dict[tuple[int, ...], bytes]

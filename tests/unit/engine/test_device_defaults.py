@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Role
-from pdserve.engine.device_defaults import with_device_defaults
+from pdserve.engine.memory.plan import with_device_defaults
 
 
 def of(role: Role, *, is_gpu: bool, **settings: Any) -> tuple[int, int, str]:

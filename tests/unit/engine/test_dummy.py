@@ -12,9 +12,9 @@ import torch
 
 from pdserve.core.errors import ConfigError, ModelError
 from pdserve.core.types import Sampling
-from pdserve.engine.config import read_config
-from pdserve.engine.dummy import dummy_weights
 from pdserve.engine.interface import Engine, Row
+from pdserve.engine.load.weights import dummy_weights
+from pdserve.engine.model.config import read_config
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.engine import int4
-from pdserve.engine.kernels import jit
+from pdserve.engine.cpu import int4
+from pdserve.engine.cpu.kernels import jit
 
 ROOT = Path(__file__).parents[3]
 FOLDER = "tests/unit/engine"
@@ -25,7 +25,7 @@ pytestmark = [
 def has_tiles() -> bool:
     if not jit.is_available():
         return False
-    from pdserve.engine.kernels import amx
+    from pdserve.engine.cpu.kernels import amx
 
     return amx.is_supported("bfloat16") and amx.is_supported("int8")
 
@@ -66,7 +66,7 @@ import hashlib, sys
 import torch
 if sys.argv[1] == "emulated":
     import tests.support.emulated_tiles
-from pdserve.engine.int4 import make_int4_linear
+from pdserve.engine.cpu.int4 import make_int4_linear
 from pdserve.engine.kernels import amx, amx_gemm, amx_int4
 from tests.unit.engine.test_attention import filled_pool, queries, scattered
 from tests.unit.engine.test_amx_attention import tiled

@@ -14,17 +14,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pdserve.core.errors import ModelError
-from pdserve.engine import ops
-from pdserve.engine.config import read_config
-from pdserve.engine.experts import apply_experts, choose
-from pdserve.engine.families import ExpertNames
-from pdserve.engine.fused_experts import split_experts
+from pdserve.engine.cpu import ops
 from pdserve.engine.interface import Engine, Row
-from pdserve.engine.layers_config import ExpertsConfig
-from pdserve.engine.linear import PlainLinear, Rounding, make_linear
-from pdserve.engine.parameters import ExpertWeights, MlpWeights
-from pdserve.engine.safetensors_file import open_checkpoint
-from pdserve.engine.weights import load_weights
+from pdserve.engine.load.checkpoint_sizes import split_experts
+from pdserve.engine.load.safetensors_file import open_checkpoint
+from pdserve.engine.load.weights import load_weights
+from pdserve.engine.model.config import ExpertsConfig, read_config
+from pdserve.engine.model.config_schema import ExpertNames
+from pdserve.engine.model.decoder import apply_experts, choose
+from pdserve.engine.model.linear import PlainLinear, Rounding, make_linear
+from pdserve.engine.model.parameters import ExpertWeights, MlpWeights
 
 NAMES = ExpertNames(block="mlp", parts=("gate_proj", "up_proj", "down_proj"))
 CONFIG = ExpertsConfig(

@@ -10,13 +10,12 @@ import torch
 
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError
-from pdserve.engine.config import read_config
-from pdserve.engine.device import choose_precision
-from pdserve.engine.dummy import dummy_weights
-from pdserve.engine.fp8 import MOST, Fp8Linear, make_fp8_linear, round_rows
-from pdserve.engine.linear import PlainLinear, make_linear
-from pdserve.engine.safetensors_file import open_checkpoint
-from pdserve.engine.weights import load_weights
+from pdserve.engine.load.device import choose_precision
+from pdserve.engine.load.safetensors_file import open_checkpoint
+from pdserve.engine.load.weights import dummy_weights, load_weights
+from pdserve.engine.model.config import read_config
+from pdserve.engine.model.fp8 import MOST, Fp8Linear, make_fp8_linear, round_rows
+from pdserve.engine.model.linear import PlainLinear, make_linear
 
 CPU = torch.device("cpu")
 MANTISSA = 2.0**-4  # Half a step of e4m3, relative.

@@ -19,10 +19,9 @@ from llguidance import LLParserLimits
 from pdserve.core.attempt import EndRule
 from pdserve.core.grammar import Grammar, GrammarKind, choice
 from pdserve.core.types import FinishReason, Sampling, TokenOut
-from pdserve.engine import matchers as matchers_module
-from pdserve.engine.grammars import Cursor, Grammars
 from pdserve.engine.interface import Engine, Row
-from pdserve.engine.matchers import Matchers
+from pdserve.engine.sampling import grammars
+from pdserve.engine.sampling.grammars import Cursor, Grammars, Matchers
 from pdserve.engine.toy import ToyEngine
 from pdserve.structured.compile import Compiler
 from pdserve.text.tokenizer import load_tokenizer
@@ -333,7 +332,7 @@ def test_a_dead_end_fails_its_row_alone(engine: Engine) -> None:
 def test_a_row_with_a_slow_mask_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     matchers = Matchers(Compiler(MODEL, TOKENIZER.vocab_size, (EOS,)))
     assert matchers.masks(json_schema(PERSON), (), ()).failed is None
-    monkeypatch.setattr(matchers_module, "MAX_ROW_S", 0.0)
+    monkeypatch.setattr(grammars, "MAX_ROW_S", 0.0)
     assert "where 0 s are allowed" in (matchers.masks(json_schema(PERSON), (), ()).failed or "")
 
 

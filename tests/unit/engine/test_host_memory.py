@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from pdserve.engine.host_memory import HostMemory, is_sealed
+from pdserve.engine.memory.host import HostMemory, is_sealed
 
 
 def test_another_mapping_sees_what_is_written_and_cannot_write() -> None:

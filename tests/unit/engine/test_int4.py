@@ -18,21 +18,19 @@ from torch import Tensor
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError, ModelError
 from pdserve.core.types import Sampling
-from pdserve.engine import int4
-from pdserve.engine.config import read_config
-from pdserve.engine.device import choose_precision
-from pdserve.engine.int4 import Int4Linear, make_int4_linear, round_groups
+from pdserve.engine.cpu import int4
+from pdserve.engine.cpu.int4 import Int4Linear, make_int4_linear, round_groups
+from pdserve.engine.cpu.kernels.rounding import INT4_BYTES
+from pdserve.engine.cpu.ops import quantise
 from pdserve.engine.interface import Engine, Row
-from pdserve.engine.linear import Int8Linear, make_invariant, make_linear
-from pdserve.engine.memory import weight_bytes
-from pdserve.engine.ops import quantise
-from pdserve.engine.packed_scheme import PackedScheme
-from pdserve.engine.quantisation_config import read_quantisation
-from pdserve.engine.rounding import INT4_BYTES
-from pdserve.engine.safetensors_file import open_checkpoint
-from pdserve.engine.sharding import Shard
-from pdserve.engine.weights import load_weights
-from pdserve.launch import capacity
+from pdserve.engine.load.device import choose_precision, weight_bytes
+from pdserve.engine.load.safetensors_file import open_checkpoint
+from pdserve.engine.load.weights import load_weights
+from pdserve.engine.model.config import read_config
+from pdserve.engine.model.linear import Int8Linear, make_invariant, make_linear
+from pdserve.engine.model.parameters import Shard
+from pdserve.engine.model.quantisation import PackedScheme, read_quantisation
+from pdserve.launch import serve
 
 Json = dict[str, Any]
 CPU = torch.device("cpu")
@@ -360,9 +358,9 @@ def test_the_estimates_of_memory_know_4_bits(folder: Path, tiny: Callable[[str],
     assert weight_bytes(config, torch.float32, rounding="none") == 4 * (3 * layer + 384 * 64) + tables
     worker = WorkerConfig(model=str(folder), worker_id="w", dtype="int4")
     stored = open_checkpoint(folder)
-    planned = capacity.weight_bytes(worker, stored)
+    planned = serve.weight_bytes(worker, stored)
     assert 0.9 * (kept - tables) < planned < 1.3 * kept
-    assert planned < capacity.weight_bytes(replace(worker, dtype="int8"), stored)
+    assert planned < serve.weight_bytes(replace(worker, dtype="int8"), stored)
 
 
 REFUSED: list[tuple[str, str, Json]] = [

@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from kvtransfer.grants import compare, fingerprint_of
+from kvtransfer.protocol.grants import compare, fingerprint_of
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Sampling, TokenOut
-from pdserve.engine import build_engine
+from pdserve.engine.cpu.paged import PagedAttention
 from pdserve.engine.interface import Engine, Row
-from pdserve.engine.paged import PagedAttention
-from pdserve.engine.pool import BlockShape, TorchPool, quantise
-from router.model import ModelFacts, difference
+from pdserve.engine.load import build_engine
+from pdserve.engine.memory.pool import BlockShape, TorchPool, quantise
+from router.service.model import ModelFacts, difference
 
 BUNDLED = Path(__file__).parents[3] / "pdserve" / "models" / "stdlib-5m"
 GREEDY = Sampling(temperature=0.0, max_tokens=64)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdserve.engine import linear
-from pdserve.engine.kernels import int4_gemm, jit, packed_gemm
+from pdserve.engine.cpu.kernels import int4_gemm, jit, packed_gemm
+from pdserve.engine.model import linear
 from tests import isa
 
 pytestmark = [
@@ -51,7 +51,7 @@ def test_this_process_runs_at_the_requested_level() -> None:
 OVERFLOW = """
 import torch
 torch.cpu._is_vnni_supported = lambda: True
-from pdserve.engine.linear import weight_levels
+from pdserve.engine.model.linear import weight_levels
 print(weight_levels())
 """
 

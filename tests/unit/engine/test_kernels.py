@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from numba import njit
 from torch import Tensor
 
-from pdserve.engine import ops
-from pdserve.engine.kernels import packed_gemm
-from pdserve.engine.kernels.bfloat16 import narrow, widen, words
-from pdserve.engine.rounded_ops import ROUNDED
+from pdserve.engine.cpu import ops
+from pdserve.engine.cpu.kernels import packed_gemm
+from pdserve.engine.cpu.kernels.arithmetic import narrow, widen, words
+from pdserve.engine.cpu.ops import ROUNDED
 
 EPS = 1e-6
 KERNELS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -161,7 +161,7 @@ def test_argmax_is_the_first_of_the_largest(size: int) -> None:
 # Other threads allocate blocks of the size of the kernel's own memory, and write to them, from the same heap.
 ALLOCATING = """
 import threading, time, torch
-from pdserve.engine.linear import PackedLinear, _packed_product
+from pdserve.engine.model.linear import PackedLinear, _packed_product
 ended = threading.Event()
 def allocate():
     while not ended.is_set():

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.engine import linear as linear_module
-from pdserve.engine.kernels import amx_gemm, packed_gemm
-from pdserve.engine.kernels.instructions import LANES
-from pdserve.engine.linear import (
+from pdserve.engine.cpu.kernels import amx_gemm, packed_gemm
+from pdserve.engine.cpu.kernels.instructions import LANES
+from pdserve.engine.cpu.kernels.rounding import BFLOAT16_TRIAL
+from pdserve.engine.model import linear as linear_module
+from pdserve.engine.model.linear import (
     Bf16Linear,
     FixedRowsLinear,
     Int8Linear,
@@ -26,7 +27,6 @@ from pdserve.engine.linear import (
     round_weights,
     weight_levels,
 )
-from pdserve.engine.rounding import BFLOAT16_TRIAL
 
 SHAPES = [(64, 64), (768, 1280), (70, 129), (2048, 96), (33, 1)]
 

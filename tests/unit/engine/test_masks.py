@@ -13,8 +13,8 @@ import transformers
 from torch import Tensor
 
 from pdserve.core.types import Sampling
-from pdserve.engine.masks import Draw, is_masked, mask
-from pdserve.engine.sampling import is_plain, penalise, sample
+from pdserve.engine.sampling.masks import Draw, is_masked, mask
+from pdserve.engine.sampling.sampler import is_plain, penalise, sample
 
 VOCAB = 40
 EOS = 39

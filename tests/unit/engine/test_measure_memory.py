@@ -11,11 +11,11 @@ import pytest
 
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError
-from pdserve.engine.build_engine import open_rank
 from pdserve.engine.interface import Row
-from pdserve.engine.measure_memory import largest_steps, measure_use
-from pdserve.engine.memory_plan import PoolUnit
-from pdserve.engine.sharding import WHOLE
+from pdserve.engine.load.build_engine import open_rank
+from pdserve.engine.load.device import largest_steps, measure_use
+from pdserve.engine.memory.plan import PoolUnit
+from pdserve.engine.model.parameters import WHOLE
 from pdserve.engine.toy import ToyEngine
 
 pytestmark = pytest.mark.gpu_checks
@@ -200,7 +200,7 @@ def test_the_pool_takes_the_memory_that_is_left(tiny: Callable[[str], Path]) -> 
 
 
 def test_a_host_engine_reports_its_memory(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    from pdserve.engine import build_engine
+    from pdserve.engine.load import build_engine
 
     monkeypatch.setattr(build_engine, "available_bytes", lambda device: 80_000_000)
     config = WorkerConfig(model=str(tiny("llama")), worker_id="w", device="cpu")

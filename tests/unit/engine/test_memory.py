@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from pdserve.core.errors import ConfigError
-from pdserve.engine import build_engine, linear, memory
-from pdserve.engine.config import read_config
-from pdserve.engine.host_limits import cgroup_bytes, free_bytes, host_bytes, usable_cores
 from pdserve.engine.interface import Engine
-from pdserve.engine.linear import PackedLinear, reads_bfloat16
-from pdserve.engine.memory import available_bytes, check_fits, reads_bfloat16_of, weight_bytes
-from pdserve.engine.safetensors_file import Checkpoint, StoredTensor
+from pdserve.engine.load import build_engine
+from pdserve.engine.load import device as memory
+from pdserve.engine.load.device import available_bytes, check_fits, reads_bfloat16_of, weight_bytes
+from pdserve.engine.load.safetensors_file import Checkpoint, StoredTensor
+from pdserve.engine.memory.host import cgroup_bytes, free_bytes, host_bytes, usable_cores
+from pdserve.engine.model import linear
+from pdserve.engine.model.config import read_config
+from pdserve.engine.model.linear import PackedLinear, reads_bfloat16
 
 
 def test_the_estimate_counts_every_matrix(tiny: Callable[[str], Path]) -> None:

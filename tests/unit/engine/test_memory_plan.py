@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pdserve.core.errors import ConfigError
-from pdserve.engine.memory_plan import (
+from pdserve.engine.memory.plan import (
     GIB,
     MAX_HOST_BLOCKS,
     MAX_HOST_BYTES,

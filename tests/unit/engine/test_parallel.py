@@ -14,8 +14,8 @@ import pytest
 from pdserve.core.errors import ConfigError, InternalError, ModelError
 from pdserve.core.types import Sampling
 from pdserve.engine.interface import Engine, Row
-from pdserve.engine.parallel import ParallelEngine
-from pdserve.engine.row_words import from_words, to_words
+from pdserve.engine.ranks.leader import ParallelEngine
+from pdserve.engine.rows import from_words, to_words
 from tests.oracle import Oracle
 from tests.support.slow import slow_except
 from tests.unit.engine.conftest import GREEDY, Request

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from pdserve.core.errors import ModelError
 from pdserve.core.types import Sampling
-from pdserve.engine.config import read_config
 from pdserve.engine.interface import Engine, Row
-from pdserve.engine.linear import Int8Linear, weight_levels
-from pdserve.engine.quantisation_config import PLAIN, ModuleRule, read_quantisation
-from pdserve.engine.safetensors_file import open_checkpoint
-from pdserve.engine.weights import load_weights
+from pdserve.engine.load.safetensors_file import open_checkpoint
+from pdserve.engine.load.weights import load_weights
+from pdserve.engine.model.config import read_config
+from pdserve.engine.model.linear import Int8Linear, weight_levels
+from pdserve.engine.model.quantisation import PLAIN, ModuleRule, read_quantisation
 
 CPU = torch.device("cpu")
 Json = dict[str, Any]

@@ -15,9 +15,10 @@ import torch
 
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError, Unauthenticated
-from pdserve.engine import parallel, ranks
-from pdserve.engine.ranks import Ranks, make_store, memory_file, private_store
-from pdserve.engine.sharding import Shard
+from pdserve.engine.model import collectives
+from pdserve.engine.model.collectives import Ranks, make_store, memory_file, private_store
+from pdserve.engine.model.parameters import Shard
+from pdserve.engine.ranks import leader as parallel
 
 Result = TypeVar("Result")
 BUNDLED = Path(__file__).parents[3] / "pdserve/models/stdlib-5m"
@@ -68,7 +69,7 @@ def gloo_threads() -> set[str]:
 
 def test_a_process_that_cannot_read_the_store_is_no_rank(store: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """gloo accepts whatever connects to a port of a rank. Without a rendezvous, ranks have no other secret."""
-    monkeypatch.setattr(ranks, "_session", lambda store, shard: b"what this side has read: %032d" % shard.rank)
+    monkeypatch.setattr(collectives, "_session", lambda store, shard: b"what this side has read: %032d" % shard.rank)
     with pytest.raises(Unauthenticated, match="does not know the secret of the ranks"):
         of_two(store, lambda one: one)
 

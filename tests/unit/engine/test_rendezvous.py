@@ -16,15 +16,16 @@ import pytest
 import torch
 
 from pdserve.config import WorkerConfig
+from pdserve.core.access.proof import ClusterSecret
 from pdserve.core.errors import ConfigError, Unauthenticated
-from pdserve.core.proof import ClusterSecret
-from pdserve.engine import joining, parallel, rendezvous
-from pdserve.engine.joining import Membership, own_address
-from pdserve.engine.parallel import check_weights
-from pdserve.engine.ranks import Ranks, make_store
-from pdserve.engine.rejected_joins import rejected_joins
-from pdserve.engine.rendezvous import Rendezvous
-from pdserve.engine.sharding import Shard
+from pdserve.engine.model.collectives import Ranks, make_store
+from pdserve.engine.model.parameters import Shard
+from pdserve.engine.ranks import joining, rendezvous
+from pdserve.engine.ranks import leader as parallel
+from pdserve.engine.ranks.joining import Membership, own_address
+from pdserve.engine.ranks.leader import check_weights
+from pdserve.engine.ranks.rejected_joins import rejected_joins
+from pdserve.engine.ranks.rendezvous import Rendezvous
 from pdserve.launch.local import with_ports
 from pdserve.launch.ports import HeldPorts
 from pdserve.launch.spec import ClusterSpec, processes

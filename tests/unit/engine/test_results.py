@@ -9,13 +9,13 @@ import sys
 import pytest
 import torch
 
-from pdserve.engine.kernels import jit
+from pdserve.engine.cpu.kernels import jit
 
 if not jit.is_available():
     pytest.skip("numba is not installed", allow_module_level=True)
 
-from pdserve.engine.kernels import results, task
-from pdserve.engine.kernels.results import ResultMemory
+from pdserve.engine.cpu.kernels import task
+from pdserve.engine.cpu.kernels.task import ResultMemory
 
 ROW = 1 << 20
 
@@ -65,7 +65,7 @@ def test_little_memory_is_left_to_torch() -> None:
 
 
 def test_kept_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results, "_MOST_KEPT_BYTES", 20 * ROW)
+    monkeypatch.setattr(task, "_MOST_KEPT_BYTES", 20 * ROW)
     memory = ResultMemory()
     tensors = [memory.empty((rows, ROW)) for rows in (1, 2, 3, 4)]
     newest = tensors[-1].data_ptr()
@@ -81,12 +81,12 @@ AT_EXIT = """
 import atexit
 import os
 def last() -> None:
-    if results.empty(SHAPE).data_ptr() == kept.data_ptr():
+    if task.empty(SHAPE).data_ptr() == kept.data_ptr():
         os._exit(3)
 atexit.register(last)  # before torch and weakref register theirs, so it runs after them
-from pdserve.engine.kernels import results
+from pdserve.engine.cpu.kernels import task
 SHAPE = (1024, 1024)
-kept = results.empty(SHAPE)
+kept = task.empty(SHAPE)
 """
 
 

@@ -13,8 +13,18 @@ import torch
 from torch import Tensor
 
 from pdserve.core.types import Sampling
-from pdserve.engine.noise import _mix, _mix_tensor, _signed, gumbel, stream, streams
-from pdserve.engine.sampling import Draw, cutoffs, keep_top_sigma, sample
+from pdserve.engine.sampling.sampler import (
+    Draw,
+    _mix,
+    _mix_tensor,
+    _signed,
+    cutoffs,
+    gumbel,
+    keep_top_sigma,
+    sample,
+    stream,
+    streams,
+)
 
 GOLDEN = [760, 496, 921, 633, 866, 952, 808, 206, 259, 282, 798, 257]
 VOCAB = 12

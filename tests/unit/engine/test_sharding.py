@@ -13,14 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.core.errors import ConfigError, ModelError
-from pdserve.engine.checkpoint_spec import Needs
-from pdserve.engine.config import read_config
-from pdserve.engine.parameters import build_weights
-from pdserve.engine.quantisation_config import Scheme
-from pdserve.engine.safetensors_file import StoredTensor, open_checkpoint
-from pdserve.engine.sharding import Cut, Shard, rank_config
-from pdserve.engine.tensor_reader import TensorReader
-from pdserve.engine.tensor_slices import cut_scale, cut_tensor
+from pdserve.engine.load.checkpoint import Needs, cut_scale, cut_tensor
+from pdserve.engine.load.safetensors_file import StoredTensor, open_checkpoint
+from pdserve.engine.load.tensor_reader import TensorReader
+from pdserve.engine.model.config import read_config
+from pdserve.engine.model.parameters import Cut, Shard, build_weights, rank_config
+from pdserve.engine.model.quantisation import Scheme
 from tests.support.examples import examples
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from pdserve.core.errors import InternalError, ModelError
-from pdserve.engine.safetensors_file import StoredTensor
-from pdserve.engine.scratch import LoadScratch
-from pdserve.engine.tensor_reader import TensorReader
+from pdserve.engine.load.safetensors_file import StoredTensor
+from pdserve.engine.load.tensor_reader import LoadScratch, TensorReader
 
 MIB = 2**20
 

@@ -12,7 +12,7 @@ from pdserve.core.errors import InternalError
 from pdserve.core.types import Role, Sampling, TokenOut
 from pdserve.engine import toy
 from pdserve.engine.interface import Row, RowOut
-from pdserve.engine.load import load_engine
+from pdserve.engine.load_engine import load_engine
 from pdserve.engine.toy import EOS, ToyEngine
 
 GREEDY = Sampling(temperature=0.0)
@@ -167,9 +167,9 @@ def test_two_rows_may_read_but_not_write_the_same_block() -> None:
 def test_the_toy_imports_neither_torch_nor_numpy() -> None:
     code = (
         "import sys; from pdserve.config import WorkerConfig; from pdserve.core.types import Role; "
-        "from pdserve.engine.load import load_engine; "
+        "from pdserve.engine.load_engine import load_engine; "
         "load_engine(WorkerConfig(model='toy', worker_id='w'), Role.DECODE); "
-        "import pdserve.engine.config, pdserve.engine.safetensors_file, pdserve.engine.rope_config; "
+        "import pdserve.engine.model.config, pdserve.engine.load.safetensors_file, pdserve.engine.model.config; "
         "assert not {'torch', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

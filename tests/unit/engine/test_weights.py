@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pdserve.core.errors import ConfigError, InternalError, ModelError
-from pdserve.engine.config import read_config
 from pdserve.engine.interface import Engine, Row
-from pdserve.engine.linear import Linear
-from pdserve.engine.safetensors_file import checkpoint_hash, open_checkpoint
-from pdserve.engine.weights import load_weights
+from pdserve.engine.load.safetensors_file import checkpoint_hash, open_checkpoint
+from pdserve.engine.load.weights import load_weights
+from pdserve.engine.model.config import read_config
+from pdserve.engine.model.linear import Linear
 
 CPU = torch.device("cpu")
 NAME = "model.layers.1.mlp.up_proj.weight"

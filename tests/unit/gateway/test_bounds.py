@@ -16,7 +16,7 @@ import pytest
 
 from pdserve.client.options import SAMPLING_SCALARS
 from pdserve.core.errors import PdserveError
-from pdserve.gateway.field_support import MODELS, Endpoint
+from pdserve.gateway.api.field_support import MODELS, Endpoint
 from tests.unit.gateway.conftest import Served
 
 PATHS: Mapping[Endpoint, str] = {

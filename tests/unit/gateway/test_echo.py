@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pdserve.client.results import TokenLogprob
-from pdserve.gateway.logprobs import TextOffsets, prompt_logprobs, prompt_offsets, text_logprobs
+from pdserve.gateway.api.logprobs import TextOffsets, prompt_logprobs, prompt_offsets, text_logprobs
 from tests.unit.gateway.conftest import Served
 
 PROMPT = "def größe(näm, 日本):\n    return"

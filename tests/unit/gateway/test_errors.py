@@ -30,7 +30,7 @@ from pdserve.core.errors import (
     Unavailable,
     UnknownMethod,
 )
-from pdserve.gateway.errors import ROWS, BodyTooLarge, UnknownField, UnknownModel, UnsupportedField, reply
+from pdserve.gateway.api.errors import ROWS, BodyTooLarge, UnknownField, UnknownModel, UnsupportedField, reply
 from pdserve.testing import Cluster
 from pdserve.v1 import inference_pb2
 from tests.unit.client.conftest import Script, delta, fail, started

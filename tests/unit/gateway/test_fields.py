@@ -11,7 +11,7 @@ import pytest
 from openai.types import completion_create_params as text_params
 from openai.types.chat import completion_create_params as chat_params
 
-from pdserve.gateway.field_support import IGNORED, MODELS, REJECTED, Endpoint
+from pdserve.gateway.api.field_support import IGNORED, MODELS, REJECTED, Endpoint
 from tests.unit.gateway.conftest import Served
 
 MESSAGES = [{"role": "user", "content": "add two numbers"}]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pdserve.core.errors import MAX_REPEATED_CHARS, InvalidRequest, NotFound, shortened
-from pdserve.gateway.field_support import IGNORED, MODELS, REJECTED, Endpoint
+from pdserve.gateway.api.field_support import IGNORED, MODELS, REJECTED, Endpoint
 from tests.unit.gateway.conftest import Served
 from tests.unit.gateway.test_limits import exchange, post
 

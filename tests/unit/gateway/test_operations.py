@@ -16,11 +16,11 @@ from starlette.routing import Route
 from pdserve.build import FULL_VERSION
 from pdserve.client.aio import AsyncClient
 from pdserve.config import GatewayConfig
-from pdserve.core.version import VERSION
+from pdserve.core.installation import VERSION
+from pdserve.gateway.api.openapi import BOUNDS, document
+from pdserve.gateway.api.operations import OPERATIONS
+from pdserve.gateway.api.request_models import ChatRequest
 from pdserve.gateway.app import Gateway
-from pdserve.gateway.openapi import BOUNDS, document
-from pdserve.gateway.operations import OPERATIONS
-from pdserve.gateway.request_models import ChatRequest
 from pdserve.gateway.shutdown import Shutdown
 from pdserve.telemetry.metrics import Metrics
 from tests.support.tooled_model import BUNDLED

@@ -10,9 +10,9 @@ import grpc
 import openai
 import pytest
 
-from pdserve.gateway.tools.events import CallBegan, Event, Reasoning, Text, joined
+from pdserve.gateway.tools.plan import ReasoningReader, TextReader
 from pdserve.gateway.tools.readers import HermesReader
-from pdserve.gateway.tools.reasoning import ReasoningReader, TextReader
+from pdserve.gateway.tools.reading import CallBegan, Event, Reasoning, Text, joined
 from pdserve.text.chat import ChatTemplate, reasoning_format
 from pdserve.v1 import inference_pb2
 from tests.unit.client.conftest import Script, delta, finished, started

@@ -11,7 +11,7 @@ import pytest
 from openai.types.responses import response_create_params as params
 
 from pdserve.core.errors import KvLost
-from pdserve.gateway.field_support import IGNORED, MODELS, REJECTED
+from pdserve.gateway.api.field_support import IGNORED, MODELS, REJECTED
 from tests.unit.client.conftest import Script, delta, started
 from tests.unit.client.conftest import script as script
 from tests.unit.client.conftest import target as target

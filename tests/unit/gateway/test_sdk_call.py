@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from pdserve.client.request import generate_request
 from pdserve.client.results import Model
 from pdserve.core.errors import InvalidRequest, PdserveError
-from pdserve.gateway import headers, json_body
-from pdserve.gateway.request_models import MAX_PROMPTS
-from pdserve.gateway.sdk_call import SdkCall, Shown, chat_call, text_call
+from pdserve.gateway.api import headers, json_body
+from pdserve.gateway.api.request_models import MAX_PROMPTS
+from pdserve.gateway.api.sdk_call import SdkCall, Shown, chat_call, text_call
 
 MODEL = Model(
     name="m", max_context_tokens=1024, max_new_tokens=512, vocab_size=300, eos_token_ids=(1,), has_chat_template=True

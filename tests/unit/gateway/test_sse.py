@@ -12,9 +12,9 @@ from typing import Any
 import pydantic_core
 import pytest
 
-from pdserve.gateway import sse
+from pdserve.gateway.api import sse
+from pdserve.gateway.api.sse import SLICE, to_json, to_json_pieces
 from pdserve.gateway.respond import PAUSE_BYTES, Sender, encoded, send_whole
-from pdserve.gateway.sse import SLICE, to_json, to_json_pieces
 
 TEXT = 'a\x85b\u2028c\u2029d\n\x0b\x0c\x1c\x1d\x1ee\\u2028"é日'
 

@@ -13,13 +13,13 @@ from pydantic import BaseModel, ValidationError
 from pdserve.client.results import Model
 from pdserve.core import json_schema
 from pdserve.core.errors import PdserveError
-from pdserve.gateway import json_body
-from pdserve.gateway.operations import OPERATIONS
-from pdserve.gateway.request_models import MAX_NAMES
-from pdserve.gateway.responses_models import ITEMS
-from pdserve.gateway.responses_request import responses_call
-from pdserve.gateway.sdk_call import chat_call, text_call, validated
-from pdserve.gateway.tokens import detokenize_request, tokenize_request
+from pdserve.gateway.api import json_body
+from pdserve.gateway.api.operations import OPERATIONS
+from pdserve.gateway.api.request_models import MAX_NAMES
+from pdserve.gateway.api.responses_models import ITEMS
+from pdserve.gateway.api.responses_request import responses_call
+from pdserve.gateway.api.sdk_call import chat_call, text_call, validated
+from pdserve.gateway.endpoints import detokenize_request, tokenize_request
 from pdserve.gateway.tools import grammars, plan
 from pdserve.gateway.tools.parameter_values import MAX_STEPS, parameter_types
 from tests.support.calls import calls_of

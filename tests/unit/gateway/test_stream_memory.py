@@ -16,12 +16,12 @@ from pdserve.client.aio import AsyncClient
 from pdserve.client.results import Piece, TokenLogprob
 from pdserve.core.errors import ShuttingDown
 from pdserve.core.types import MAX_DELTA_TOKENS
+from pdserve.gateway.api.errors import reply
+from pdserve.gateway.api.replies import Head
+from pdserve.gateway.api.responses_writer import ResponsesWriter
+from pdserve.gateway.api.sdk_call import SCORE_BYTES, TOKEN_BYTES, SdkCall
 from pdserve.gateway.app import GENERATION_PATHS
-from pdserve.gateway.errors import reply
-from pdserve.gateway.replies import Head
 from pdserve.gateway.respond import Responder, Sender
-from pdserve.gateway.responses_writer import ResponsesWriter
-from pdserve.gateway.sdk_call import SCORE_BYTES, TOKEN_BYTES, SdkCall
 from pdserve.testing import MockTransport
 from pdserve.v1 import inference_pb2
 from tests.unit.gateway.test_steps import BESIDE, MODEL, READ

@@ -17,8 +17,8 @@ import openai
 import pytest
 
 from pdserve import Unauthenticated
+from pdserve.core.access.key_file import key_hash, make_key
 from pdserve.core.errors import Overloaded
-from pdserve.core.key_file import key_hash, make_key
 from pdserve.gateway.door import MAX_CALLERS, MAX_CHECKS, MAX_REJECTED, REMEMBER_REJECTED_S, REMEMBER_S, Door
 from tests.unit.gateway.conftest import Served, read_all, serve, until
 from tests.unit.gateway.test_limits import code_of, post, status_of

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from pdserve.core.grammar import Grammar, GrammarKind, choice
-from pdserve.gateway.request_models import Tool
+from pdserve.gateway.api.request_models import Tool
 from pdserve.gateway.tools.answer_tools import AnswerTools, message
 from pdserve.gateway.tools.grammars import terminal
 from pdserve.gateway.tools.plan import ToolPlan, plan_tools

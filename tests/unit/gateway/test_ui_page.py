@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from pdserve.gateway.ui import page as page_module
-from pdserve.gateway.ui.bundle import bundle
-from pdserve.gateway.ui.page import page, recording_page
+from pdserve.gateway.ui.page import bundle, page, recording_page
 
 SOURCES = Path(page_module.__file__).parent
 HOSTILE = "</script><script>alert(1)</script><!--\u2028]]>&amp;"

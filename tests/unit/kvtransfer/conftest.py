@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from kvtransfer import cuda, nccl_connection
-from kvtransfer.endpoint import make_receiver, make_sender
-from kvtransfer.fault_injector import FaultInjector
-from kvtransfer.faults import Fault
-from kvtransfer.frames import Tag
-from kvtransfer.lease import Lease
-from kvtransfer.plan import DEFAULT_CHUNK_BYTES
+from kvtransfer.devices import cuda, nccl_connection
+from kvtransfer.faults.injector import FaultInjector
+from kvtransfer.faults.plan import Fault
+from kvtransfer.link.endpoint import make_receiver, make_sender
+from kvtransfer.protocol.frames import Tag
+from kvtransfer.protocol.lease import Lease
+from kvtransfer.protocol.plan import DEFAULT_CHUNK_BYTES
 from kvtransfer.transports.nixl import NIXL, Nixl
 from kvtransfer.transports.registry import TRANSPORTS
-from pdserve.core.grant import Fingerprint
-from pdserve.core.stamps import BlockStamps
+from pdserve.core.kv.kv_shape import Fingerprint
+from pdserve.core.kv.stamps import BlockStamps
 from tests.support.cluster_secret import SECRET
 from tests.support.fake_device import DevicePool, FakeDevice
 from tests.support.fake_ends import DEVICE_TRANSPORTS, stand_ins
@@ -68,7 +68,7 @@ def make_pair(
     With a hook, a Proxy is placed between the ends. `fault_of` injects faults at both ends.
     """
     # Small, so that small pools need several chunks between devices.
-    monkeypatch.setattr("kvtransfer.endpoint.DEVICE_CHUNK_BYTES", DEFAULT_CHUNK_BYTES)
+    monkeypatch.setattr("kvtransfer.link.endpoint.DEVICE_CHUNK_BYTES", DEFAULT_CHUNK_BYTES)
     pairs: list[Pair] = []
     proxies: list[Proxy] = []
 

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
-from kvtransfer.cuda_driver import HANDLE_BYTES
+from kvtransfer.devices.cuda_driver import HANDLE_BYTES
 
 INVALID_VALUE, INVALID_CONTEXT = 1, 201
 

@@ -8,14 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvtransfer.frames import Tag
-from kvtransfer.lease import Lease
-from kvtransfer.receiver import StreamReceiver
-from kvtransfer.sender import StreamSender
-from kvtransfer.stamping import pack
-from kvtransfer.transport import Received, Sent
-from pdserve.core.grant import Grant, TransferKey
-from pdserve.core.stamps import BlockStamps
+from kvtransfer.link.receiver import StreamReceiver
+from kvtransfer.link.sender import StreamSender
+from kvtransfer.protocol.frames import Tag, pack
+from kvtransfer.protocol.lease import Lease
+from kvtransfer.protocol.transport import Received, Sent
+from pdserve.core.kv.kv_shape import Grant, TransferKey
+from pdserve.core.kv.stamps import BlockStamps
 from tests.support.transfer_ends import BLOCK_BYTES, WAIT_S, GrpcHost, HostPool, fingerprint
 
 # Long limits, for busy machines and for hand-written peers that send no heartbeats.

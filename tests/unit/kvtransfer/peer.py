@@ -13,8 +13,8 @@ import sys
 import threading
 from typing import Any
 
-from kvtransfer.endpoint import make_receiver, make_sender
-from pdserve.core.grant import Grant, TransferKey
+from kvtransfer.link.endpoint import make_receiver, make_sender
+from pdserve.core.kv.kv_shape import Grant, TransferKey
 from tests.support.cluster_secret import SECRET
 from tests.unit.kvtransfer.harness import PATIENT, GrpcHost, HostPool, fingerprint
 

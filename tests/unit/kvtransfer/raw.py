@@ -9,15 +9,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvtransfer.checksum import hasher
-from kvtransfer.credentials import Parties, sender_greeting
-from kvtransfer.dial import DataConnection, dial
-from kvtransfer.frames import HEADER_BYTES, Frame, Kind, Tag, decode, tag_of
-from kvtransfer.stamping import pack
-from kvtransfer.transport import ReceiveOutcome
+from kvtransfer.link.dial import DataConnection, dial
+from kvtransfer.protocol.checksum import hasher
+from kvtransfer.protocol.credentials import Parties, sender_greeting
+from kvtransfer.protocol.frames import HEADER_BYTES, Frame, Kind, Tag, decode, pack, tag_of
+from kvtransfer.protocol.transport import ReceiveOutcome
 from kvtransfer.transports.shm import SHM, ShmSend
-from pdserve.core.grant import Grant
-from pdserve.core.proof import NONCE_BYTES, ClusterSecret
+from pdserve.core.access.proof import NONCE_BYTES, ClusterSecret
+from pdserve.core.kv.kv_shape import Grant
 from pdserve.v1 import transfer_pb2
 from tests.support.cluster_secret import SECRET
 from tests.support.transfer_proxy import read_exactly

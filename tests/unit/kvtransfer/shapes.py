@@ -9,15 +9,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kvtransfer.endpoint import make_receiver, make_sender
-from kvtransfer.receiver import StreamReceiver
+from kvtransfer.link.endpoint import make_receiver, make_sender
+from kvtransfer.link.receiver import StreamReceiver
+from kvtransfer.protocol.mapping import arrival_of, pieces_of
+from kvtransfer.protocol.transport import Text
 from kvtransfer.reshape.convert import BlockArrays, pack, unpack
-from kvtransfer.reshape.mapping import arrival_of, pieces_of
 from kvtransfer.reshape.sender import ShapedSender
-from kvtransfer.transport import Text
-from pdserve.core.grant import Fingerprint, Grant, TransferKey
-from pdserve.core.kv_shape import KvShape
-from pdserve.core.stamps import BlockStamps
+from pdserve.core.kv.kv_shape import Fingerprint, Grant, KvShape, TransferKey
+from pdserve.core.kv.stamps import BlockStamps
 from tests.support.cluster_secret import SECRET
 from tests.support.transfer_ends import GrpcHost, HostPool, fingerprint
 from tests.unit.kvtransfer.harness import PATIENT, Heard

@@ -10,19 +10,18 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.dial import dial
-from kvtransfer.endpoint import make_receiver, make_sender
-from kvtransfer.frames import BadFrame, Frame, Kind, tag_of
-from kvtransfer.parts import Part, PartLayout
-from kvtransfer.stamping import pack
-from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from kvtransfer.link.dial import dial
+from kvtransfer.link.endpoint import make_receiver, make_sender
+from kvtransfer.protocol.frames import BadFrame, Frame, Kind, pack, tag_of
+from kvtransfer.protocol.plan import Part, PartLayout
+from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
 from kvtransfer.transports import cuda_ipc, nccl
 from kvtransfer.transports.cuda_ipc import CUDA_IPC
 from kvtransfer.transports.nccl import NCCL, Nccl
 from kvtransfer.transports.on_device import extents_of_part
 from kvtransfer.transports.registry import TRANSPORTS
 from pdserve.core.errors import TransferFailed
-from pdserve.core.grant import Grant, TransferKey
+from pdserve.core.kv.kv_shape import Grant, TransferKey
 from tests.support.cluster_secret import SECRET
 from tests.support.fake_device import DevicePool, FakeBlocks, FakeDevice
 from tests.support.fake_ends import DEVICE_TRANSPORTS

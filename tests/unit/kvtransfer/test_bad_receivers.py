@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.frames import Frame, Kind, encode_text, tag_of
-from kvtransfer.lease import Lease
-from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from kvtransfer.protocol.frames import Frame, Kind, encode_text, tag_of
+from kvtransfer.protocol.lease import Lease
+from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
 from tests.unit.kvtransfer.harness import GrpcHost, Heard, Pair, wait_for
 from tests.unit.kvtransfer.raw import assert_still_serves
 

@@ -12,13 +12,12 @@ from dataclasses import replace
 
 import pytest
 
-from kvtransfer.endpoint import make_receiver, make_sender
-from kvtransfer.frames import HEADER_BYTES, Frame, Kind
-from kvtransfer.plan import DEFAULT_CHUNK_BYTES
-from kvtransfer.receiver import StreamReceiver
+from kvtransfer.link.endpoint import make_receiver, make_sender
+from kvtransfer.link.receiver import StreamReceiver
+from kvtransfer.protocol.frames import HEADER_BYTES, Frame, Kind
+from kvtransfer.protocol.plan import DEFAULT_CHUNK_BYTES
+from kvtransfer.protocol.transport import EVENTS, ReceiveOutcome, Receiver, Sender, SendOutcome, events
 from kvtransfer.reshape.sender import ShapedSender
-from kvtransfer.stats import EVENTS, events
-from kvtransfer.transport import ReceiveOutcome, Receiver, Sender, SendOutcome
 from kvtransfer.transports import shm, tcp
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
 from tests.support.cluster_secret import SECRET

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtransfer.protocol.mapping import TokenRun, Window, pieces_of, shard_of
 from kvtransfer.reshape.convert import (
     FP8_VALUES,
     BlockArrays,
@@ -23,9 +24,8 @@ from kvtransfer.reshape.convert import (
     unpack,
     widened,
 )
-from kvtransfer.reshape.mapping import TokenRun, Window, pieces_of, shard_of
-from pdserve.core.kv_shape import KvShape, Loss, check_convertible
-from pdserve.engine.pool import BlockShape, TorchPool, quantise
+from pdserve.core.kv.kv_shape import KvShape, Loss, check_convertible
+from pdserve.engine.memory.pool import BlockShape, TorchPool, quantise
 
 FP8 = "float8_e4m3fn"
 LAYOUTS = {

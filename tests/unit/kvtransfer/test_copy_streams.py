@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer import plan
-from kvtransfer.copy_streams import CopyLimits, StreamLoads, least_loaded
-from kvtransfer.staging_budget import StagingBudget, num_slots
-from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from kvtransfer.devices.copy_streams import CopyLimits, StreamLoads, least_loaded
+from kvtransfer.devices.staging_budget import StagingBudget, num_slots
+from kvtransfer.protocol import plan
+from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
 from kvtransfer.transports import nccl, tcp_staged
-from kvtransfer.transports.staging_slots import slot_size
+from kvtransfer.transports.on_device import slot_size
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import TransferFailed
 from tests.support.fake_device import FakeBlocks, FakeCopying, FakeDevice
@@ -316,7 +316,7 @@ def test_the_last_chunk_taken_may_be_sent_first(
 ) -> None:
     """A mutant: the last chunk is the last one pushed. The receiver then reports missing blocks."""
     monkeypatch.setattr(
-        "kvtransfer.send_transfer.SendTransfer.is_stamped",
+        "kvtransfer.protocol.send_transfer.SendTransfer.is_stamped",
         property(lambda transfer: not transfer.pending),
         raising=True,
     )

@@ -18,16 +18,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer import cuda, cuda_driver
-from kvtransfer.cuda import CudaDevice
-from kvtransfer.cuda_driver import HANDLE_BYTES, Driver
-from kvtransfer.cuda_memory import CudaBlocks, moved
-from kvtransfer.cuda_watcher import CudaCopying, Watcher, poll_s
-from kvtransfer.host_device import HostBlocks, copy_and_sum, digest_of, word_sum
+from kvtransfer.devices import cuda, cuda_driver
+from kvtransfer.devices.cuda import CudaBlocks, CudaCopying, CudaDevice, Watcher, moved, poll_s
+from kvtransfer.devices.cuda_driver import HANDLE_BYTES, Driver
+from kvtransfer.devices.host_device import HostBlocks, copy_and_sum, digest_of, word_sum
 from kvtransfer.transports.cuda_ipc import CudaIpc
 from kvtransfer.transports.nccl import Nccl
 from pdserve.core.errors import TransferFailed
-from pdserve.engine.gpu.extent import StridedExtent
+from pdserve.engine.gpu.kernels.extent import StridedExtent
 from tests.support.fake_device import FakeBlocks
 from tests.unit.kvtransfer.fake_driver import Event, FakeLibrary, Stream
 from tests.unit.kvtransfer.harness import WAIT_S, HostPool

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvtransfer.cuda_memory import CudaBlocks
-from kvtransfer.issuer import Issuer, answer_of, on_its_own_thread, status_of
-from kvtransfer.nccl_connection import NcclConnector, communicator
+from kvtransfer.devices.cuda import CudaBlocks
+from kvtransfer.devices.issuer import Issuer, answer_of, on_its_own_thread, status_of
+from kvtransfer.devices.nccl_connection import NcclConnector, communicator
 from kvtransfer.transports.nccl import Nccl
 from pdserve.core.errors import TransferFailed
 from tests.unit.kvtransfer.fake_driver import ID_BYTES, Communicator, Event, cupy_of

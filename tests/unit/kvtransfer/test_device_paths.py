@@ -10,19 +10,18 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.cuda import why_no_cuda
-from kvtransfer.endpoint import make_sender
-from kvtransfer.frames import Frame, Kind
-from kvtransfer.lease import Lease
-from kvtransfer.outbound import Outbound
-from kvtransfer.stamping import pack
-from kvtransfer.transport import ReceiveOutcome, SendOutcome, Text
+from kvtransfer.devices.cuda import why_no_cuda
+from kvtransfer.link.endpoint import make_sender
+from kvtransfer.link.outbound import Outbound
+from kvtransfer.protocol.frames import Frame, Kind, pack
+from kvtransfer.protocol.lease import Lease
+from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome, Text
 from kvtransfer.transports.cuda_ipc import CUDA_IPC, CudaIpc
 from kvtransfer.transports.nccl import NCCL, Nccl
 from kvtransfer.transports.registry import TRANSPORTS, kinds
 from kvtransfer.transports.tcp_staged import TCP_STAGED, TcpStaged
 from pdserve.core.errors import ConfigError
-from pdserve.core.grant import Grant
+from pdserve.core.kv.kv_shape import Grant
 from tests.support.cluster_secret import SECRET
 from tests.support.fake_device import DevicePool, FakeCopying, FakeDevice, Trouble
 from tests.support.fake_ends import DEVICE_TRANSPORTS

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from kvtransfer.fault_injector import FaultInjector, make_fault_injector
-from kvtransfer.faults import Fault, FaultKind, Where, parse
-from kvtransfer.frames import Frame, Kind, Tag, tag_of
-from kvtransfer.lease import Lease
-from kvtransfer.session import State
-from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from kvtransfer.faults.injector import FaultInjector, make_fault_injector
+from kvtransfer.faults.plan import Fault, FaultKind, Where, parse
+from kvtransfer.protocol.frames import Frame, Kind, Tag, tag_of
+from kvtransfer.protocol.lease import Lease
+from kvtransfer.protocol.session import State
+from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
 from kvtransfer.transports.tcp import TcpSend
 from pdserve.core.errors import ConfigError
-from pdserve.core.grant import Grant
+from pdserve.core.kv.kv_shape import Grant
 from tests.unit.kvtransfer.harness import WAIT_S, Clock, Heard, Pair, wait_for
 
 ROOT = Path(__file__).parents[3]
@@ -206,8 +206,8 @@ def test_an_unfinished_frame_is_not_forwarded() -> None:
 
 def test_a_late_thread_does_nothing_after_the_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
-    monkeypatch.setattr("kvtransfer.fault_injector.os.kill", lambda process, number: sent.append(number))
-    monkeypatch.setattr("kvtransfer.fault_injector.subprocess.Popen", lambda *_, **__: None)
+    monkeypatch.setattr("kvtransfer.faults.injector.os.kill", lambda process, number: sent.append(number))
+    monkeypatch.setattr("kvtransfer.faults.injector.subprocess.Popen", lambda *_, **__: None)
     trap = FaultInjector(lambda tag: None, 4096)
     began_s = time.monotonic()
     trap.end_process(Fault(FaultKind.STOP, Where.SENT, 0, 0.05, 0.5))
@@ -219,8 +219,8 @@ def test_a_late_thread_does_nothing_after_the_signal(monkeypatch: pytest.MonkeyP
 
 LATE = """
 import subprocess, threading, time
-from kvtransfer.fault_injector import FaultInjector
-from kvtransfer.faults import Fault, FaultKind, Where
+from kvtransfer.faults.injector import FaultInjector
+from kvtransfer.faults.plan import Fault, FaultKind, Where
 popen = subprocess.Popen
 
 def late(*words, **options):
@@ -276,10 +276,10 @@ def test_without_faults_no_injector_is_used(make_pair: Callable[..., Pair], tran
 
 PROCESS = """
 import socket, sys, time
-from kvtransfer.fault_injector import FaultInjector
-from kvtransfer.faults import Fault, FaultKind, Where
-from kvtransfer.frames import Tag
-from kvtransfer.frames import Frame, Kind
+from kvtransfer.faults.injector import FaultInjector
+from kvtransfer.faults.plan import Fault, FaultKind, Where
+from kvtransfer.protocol.frames import Tag
+from kvtransfer.protocol.frames import Frame, Kind
 from kvtransfer.transports.tcp import TcpSend
 where = Where(sys.argv[2])
 fault = Fault(FaultKind(sys.argv[1]), where, 1, 0.3, 0.5)

@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from kvtransfer.faults import OF_FRAMES, OF_WRITES, FaultKind, FaultPlan, Where, parse
-from kvtransfer.frames import tag_of
+from kvtransfer.faults.plan import OF_FRAMES, OF_WRITES, FaultKind, FaultPlan, Where, parse
+from kvtransfer.protocol.frames import tag_of
 from pdserve.core.errors import ConfigError
-from pdserve.core.grant import TransferKey
+from pdserve.core.kv.kv_shape import TransferKey
 
 TAGS = [tag_of(TransferKey(transfer_id=f"t{n}", attempt=1, generation=n)) for n in range(2000)]
 

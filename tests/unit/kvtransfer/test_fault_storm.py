@@ -8,7 +8,7 @@ from benchmarks.fault_storm.cases import NO_FAULT, WEIGHTS, case_of
 from benchmarks.fault_storm.report import Result, misses, table, verdict
 from benchmarks.fault_storm.storage import SHAPES, Storage
 from benchmarks.fault_storm.storm import HANGS_AFTER_S, ROLES, Storm
-from kvtransfer.faults import FaultKind
+from kvtransfer.faults.plan import FaultKind
 from tests.support.fake_ends import DEVICE_TRANSPORTS
 from tests.support.netns import Network, why_not
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.frames import Frame, Kind
-from kvtransfer.lease import Lease
-from kvtransfer.plan import DEFAULT_CHUNK_BYTES
-from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from kvtransfer.protocol.frames import Frame, Kind
+from kvtransfer.protocol.lease import Lease
+from kvtransfer.protocol.plan import DEFAULT_CHUNK_BYTES
+from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
 from tests.support.cluster_secret import SECRET
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Clock, GrpcHost, Heard, HostPool, Pair, wait_for
 from tests.unit.kvtransfer.process import Process
@@ -305,7 +305,7 @@ def test_a_killed_receiver_fails_the_senders_transfers_at_once(
 
 def test_a_reconnecting_sender_replaces_its_old_connection(make_pair: MakePair, transport: str) -> None:
     """A half-open connection of a dead incarnation must not keep its transfers alive."""
-    from kvtransfer.endpoint import make_sender
+    from kvtransfer.link.endpoint import make_sender
     from tests.unit.kvtransfer.harness import fingerprint
 
     pair = make_pair(transport)

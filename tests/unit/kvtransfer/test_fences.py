@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvtransfer import cuda
-from kvtransfer.copy_streams import CopyLimits
-from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from kvtransfer.devices import cuda
+from kvtransfer.devices.copy_streams import CopyLimits
+from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
 from tests.support.fake_device import FakeDevice
 from tests.support.fake_ends import DEVICE_TRANSPORTS
 from tests.unit.kvtransfer.harness import Pair, wait_for
@@ -124,7 +124,7 @@ def test_a_cuda_copy_uses_only_its_fence(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(cuda, "torch", plain)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     sums = SimpleNamespace(relay=lambda source, numbers, *_: torch.zeros(len(numbers), dtype=torch.int64))
-    monkeypatch.setitem(sys.modules, "pdserve.engine.gpu.relay", sums)
+    monkeypatch.setitem(sys.modules, "pdserve.engine.gpu.kernels.relay", sums)
     device = cuda.CudaDevice(torch.zeros((4, 16), dtype=torch.uint8), CopyLimits(num_streams=2))
     monkeypatch.setattr(device.watcher, "add", lambda copying, wake: None)  # Both streams keep their loads.
     fence = device.fence()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.frames import (
+from kvtransfer.protocol.frames import (
     HEADER_BYTES,
     MAX_TEXT_BYTES,
     BadFrame,
@@ -18,7 +18,7 @@ from kvtransfer.frames import (
     encode_text,
     tag_of,
 )
-from pdserve.core.grant import TransferKey
+from pdserve.core.kv.kv_shape import TransferKey
 
 U32 = st.integers(0, 2**32 - 1)
 TAGS = st.builds(Tag, st.binary(min_size=16, max_size=16), U32, st.integers(0, 2**64 - 1))

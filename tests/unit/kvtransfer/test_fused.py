@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtransfer import fused
-from pdserve.engine.host_memory import HostMemory
+from kvtransfer.devices import fused
+from pdserve.engine.memory.host import HostMemory
 
 xxhash = pytest.importorskip("xxhash")
 pytest.importorskip("numba")
@@ -63,8 +63,8 @@ NOWHERE = """
 import numba.core.caching
 numba.core.caching.CacheImpl._locator_classes = []  # as in a read-only image without a home
 import xxhash
-from kvtransfer import fused
-from pdserve.engine.host_memory import HostMemory
+from kvtransfer.devices import fused
+from pdserve.engine.memory.host import HostMemory
 to, source = HostMemory(4 * fused.KIB), HostMemory(4 * fused.KIB)
 source.buffer[:] = bytes(range(256)) * 16
 digest = fused.Copier.between(to.buffer, source.buffer, fused.KIB).copy([0, 1, 2], [3, 1, 0])

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvtransfer.grants import (
+from kvtransfer.protocol.grants import (
     MAX_ENDPOINT_CHARS,
     MAX_RANKS,
     PROTOCOL,

@@ -14,20 +14,20 @@ from typing import Any
 import grpc
 import pytest
 
-from kvtransfer.checksum import Checksum
-from kvtransfer.dial import DataConnection, dial, open_request
-from kvtransfer.frames import ANSWER_BYTES, GREETING_BYTES
-from kvtransfer.gate import MAX_TICKETS, TICKET_TTL_S
-from kvtransfer.host import host_id
-from kvtransfer.inbound import AUTHENTICATION_S
-from kvtransfer.receiver import MAX_PENDING
-from kvtransfer.transport import ReceiveOutcome
+from kvtransfer.devices.shared import host_id
+from kvtransfer.link.dial import DataConnection, dial, open_request
+from kvtransfer.link.gate import MAX_TICKETS, TICKET_TTL_S
+from kvtransfer.link.inbound import AUTHENTICATION_S
+from kvtransfer.link.receiver import MAX_PENDING
+from kvtransfer.protocol.checksum import Checksum
+from kvtransfer.protocol.frames import ANSWER_BYTES, GREETING_BYTES
+from kvtransfer.protocol.transport import ReceiveOutcome
 from kvtransfer.transports.shm import SHM
 from kvtransfer.transports.tcp import TcpSend, host_and_port
 from pdserve.build import FULL_VERSION
+from pdserve.core.access.proof import ClusterSecret
 from pdserve.core.errors import TransferFailed, Unavailable
-from pdserve.core.proof import ClusterSecret
-from pdserve.core.version import VERSION, mismatch
+from pdserve.core.installation import VERSION, mismatch
 from pdserve.v1 import transfer_pb2, transfer_pb2_grpc
 from pdserve.wire import peers
 from tests.support.transfer_proxy import read_exactly
@@ -93,7 +93,7 @@ def test_a_sender_that_resets_before_it_offers_its_pool_is_no_internal_error(
 
 
 def test_a_silent_connection_times_out(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtransfer.inbound.AUTHENTICATION_S", 0.05)
+    monkeypatch.setattr("kvtransfer.link.inbound.AUTHENTICATION_S", 0.05)
     assert AUTHENTICATION_S == 3.0
     with connect(pair, pair.host.open(pair.sender)):
         wait_for(lambda: pair.receiver.stats.refused_connections == 1, "the refusal")
@@ -169,7 +169,7 @@ def test_shared_memory_is_not_offered_to_another_host(
     make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shm, auto = make_pair("shm"), make_pair("auto")
-    monkeypatch.setattr("kvtransfer.dial.host_id", lambda: "elsewhere")
+    monkeypatch.setattr("kvtransfer.link.dial.host_id", lambda: "elsewhere")
     with pytest.raises(grpc.RpcError) as refused:
         shm.host.open(shm.sender)
     assert refused.value.details() == "transports: got shm (another host, so not shm), expected shm"
@@ -214,7 +214,7 @@ def test_auto_falls_back_to_tcp(make_pair: Callable[..., Pair], monkeypatch: pyt
 def test_tickets_are_bounded_and_expire(
     make_pair: Callable[..., Pair], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtransfer.gate.MAX_TICKETS", 5)
+    monkeypatch.setattr("kvtransfer.link.gate.MAX_TICKETS", 5)
     pair = make_pair("tcp", clock=clock)
     for _ in range(5):
         answer = pair.host.open(pair.sender)
@@ -232,7 +232,7 @@ def test_tickets_are_bounded_and_expire(
 def test_two_ends_without_xxhash_agree_on_blake2b(
     make_pair: Callable[..., Pair], transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtransfer.checksum.available", lambda: (Checksum.BLAKE2B_64,))
+    monkeypatch.setattr("kvtransfer.protocol.checksum.available", lambda: (Checksum.BLAKE2B_64,))
     pair = make_pair(transport)
     assert pair.host.open(pair.sender).checksum == transfer_pb2.CHECKSUM_KIND_BLAKE2B_64
     received, _ = pair.move(pair.grant((1, 2)), (3, 4))
@@ -303,7 +303,7 @@ def test_a_sender_with_another_secret_gets_no_ticket(pair: Pair) -> None:
 def test_workers_of_other_releases_exchange_no_kv(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, module: str, own: str, seen: str, expected: str
 ) -> None:
-    monkeypatch.setattr(f"kvtransfer.{module}.FULL_VERSION", own)
+    monkeypatch.setattr(f"kvtransfer.link.{module}.FULL_VERSION", own)
     with pytest.raises(TransferFailed) as refused:
         dial(pair.sender.caller, pair.host.endpoint, "d0-1")
     assert f"the sender: {mismatch(expected, seen)}" in refused.value.message
@@ -311,13 +311,13 @@ def test_workers_of_other_releases_exchange_no_kv(
 
 
 def test_workers_of_another_patch_or_build_exchange_kv(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtransfer.dial.FULL_VERSION", VERSION.rpartition(".")[0] + ".999+another")
+    monkeypatch.setattr("kvtransfer.link.dial.FULL_VERSION", VERSION.rpartition(".")[0] + ".999+another")
     dial(pair.sender.caller, pair.host.endpoint, "d0-1").close()
 
 
 def test_a_sender_checks_an_older_receiver_itself(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtransfer.gate.is_compatible", lambda mine, other: True)
-    monkeypatch.setattr("kvtransfer.dial.FULL_VERSION", "9.9.9")
+    monkeypatch.setattr("kvtransfer.link.gate.is_compatible", lambda mine, other: True)
+    monkeypatch.setattr("kvtransfer.link.dial.FULL_VERSION", "9.9.9")
     with pytest.raises(TransferFailed, match=r"its version is .*, this process's 9\.9\.9; only the patch"):
         dial(pair.sender.caller, pair.host.endpoint, "d0-1")
 
@@ -366,7 +366,7 @@ def test_nothing_is_sent_to_an_unproven_data_port(pair: Pair) -> None:
 def test_unproven_connections_do_not_block_senders(
     make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtransfer.receiver.MAX_PENDING", 4)
+    monkeypatch.setattr("kvtransfer.link.receiver.MAX_PENDING", 4)
     assert MAX_PENDING == 32
     pair = make_pair("tcp")
     answer = pair.host.open(pair.sender)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtransfer.lease import Heartbeat, Lease
+from kvtransfer.protocol.lease import Heartbeat, Lease
 from pdserve.core.durations import DAY_S
 from pdserve.core.errors import ConfigError
 

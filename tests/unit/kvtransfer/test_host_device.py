@@ -1,10 +1,11 @@
-"""Host memory as a device (kvtransfer/host_device.py). The tests of its transports are in test_tcp_staged.py."""
+"""Host memory as a device (kvtransfer/devices/host_device.py). The tests of its transports are in
+test_tcp_staged.py."""
 
 from __future__ import annotations
 
 import resource
 
-from kvtransfer.host_device import zeroed
+from kvtransfer.devices.host_device import zeroed
 
 
 def resident_bytes() -> int:

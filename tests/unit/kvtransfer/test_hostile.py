@@ -13,10 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.frames import HEADER_BYTES, Frame, Kind, Tag, encode_text
-from kvtransfer.parts import Part
-from kvtransfer.stamping import pack
-from kvtransfer.transport import ReceiveOutcome
+from kvtransfer.protocol.frames import HEADER_BYTES, Frame, Kind, Tag, encode_text, pack
+from kvtransfer.protocol.plan import Part
+from kvtransfer.protocol.transport import ReceiveOutcome
 from pdserve.core.log_limit import LogLimit
 from tests.support.examples import examples
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, Pair, wait_for

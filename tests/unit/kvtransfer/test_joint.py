@@ -8,12 +8,20 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.joint import EndPart, JointTransfers, Opened, ReportJoint, join_received, join_sent
-from kvtransfer.rank_grants import rank_grant, rank_key, rank_pairs
-from kvtransfer.transport import Received, ReceiveOutcome, SendOutcome, Sent
+from kvtransfer.protocol.transport import Received, ReceiveOutcome, SendOutcome, Sent
+from kvtransfer.ranks.joint import (
+    EndPart,
+    JointTransfers,
+    Opened,
+    ReportJoint,
+    join_received,
+    join_sent,
+    rank_grant,
+    rank_key,
+    rank_pairs,
+)
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.grant import Fingerprint, TransferKey
-from pdserve.core.kv_shape import KvShape
+from pdserve.core.kv.kv_shape import Fingerprint, KvShape, TransferKey
 from tests.unit.kvtransfer.harness import grant_of
 
 KEY = TransferKey(transfer_id="t", attempt=1, generation=5)

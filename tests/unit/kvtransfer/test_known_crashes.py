@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 import pytest
 
-from kvtransfer.channel import Channel
-from kvtransfer.frames import Frame, Kind, encode_text, tag_of
-from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from kvtransfer.link.channel import Channel
+from kvtransfer.protocol.frames import Frame, Kind, encode_text, tag_of
+from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
 from pdserve.core.errors import InvalidRequest, Unavailable
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, Heard, Pair, wait_for
 from tests.unit.kvtransfer.raw import RawSender, assert_still_serves, expected

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.frames import Frame, Kind, Tag, tag_of
-from kvtransfer.stamping import pack
-from kvtransfer.transport import ReceiveOutcome, SendOutcome
-from pdserve.core.grant import Grant
+from kvtransfer.protocol.frames import Frame, Kind, Tag, pack, tag_of
+from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
+from pdserve.core.kv.kv_shape import Grant
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, Heard, Pair, wait_for
 from tests.unit.kvtransfer.raw import RawSender, assert_still_serves
 

@@ -13,10 +13,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvtransfer.commands import Push
-from kvtransfer.frames import Frame, Kind, tag_of
-from kvtransfer.stamping import pack
-from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from kvtransfer.protocol.commands import Push
+from kvtransfer.protocol.frames import Frame, Kind, pack, tag_of
+from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
 from pdserve.core.errors import InvalidRequest
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Heard, Pair, wait_for
 from tests.unit.kvtransfer.raw import RawSender, assert_still_serves, expected

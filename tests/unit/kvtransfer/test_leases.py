@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from kvtransfer import receive_transfers
-from kvtransfer.frames import tag_of
-from kvtransfer.lease import Heartbeat, Lease
-from kvtransfer.parts import WHOLE
-from kvtransfer.receive_transfer import Claim
-from kvtransfer.receive_transfers import ReceiveTransfers, Sever
-from kvtransfer.send_transfers import ReportSent, Retract, SendTransfers
-from kvtransfer.stamping import pack
+from kvtransfer.protocol import receive_transfers
+from kvtransfer.protocol.frames import pack, tag_of
+from kvtransfer.protocol.lease import Heartbeat, Lease
+from kvtransfer.protocol.plan import WHOLE
+from kvtransfer.protocol.receive_transfer import Claim
+from kvtransfer.protocol.receive_transfers import ReceiveTransfers, Sever
+from kvtransfer.protocol.send_transfers import ReportSent, Retract, SendTransfers
 from pdserve.core.errors import ConfigError
-from pdserve.core.grant import Grant
-from pdserve.core.stamps import BlockStamps
+from pdserve.core.kv.kv_shape import Grant
+from pdserve.core.kv.stamps import BlockStamps
 from tests.unit.kvtransfer.harness import grant_of
 
 GRANT = grant_of("t", 1, 5, (3, 4))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtransfer.memory import advance, copy, views_of
+from kvtransfer.protocol.plan import advance, copy, views_of
 
 BLOCK_BYTES = 4
 MEMORY = bytes(range(20))  # Five blocks.

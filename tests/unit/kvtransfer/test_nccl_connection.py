@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvtransfer import nccl_connection
-from kvtransfer.cuda_memory import CudaBlocks
-from kvtransfer.issuer import Issuer, events
-from kvtransfer.nccl_connection import NcclConnection, NcclConnector
+from kvtransfer.devices import nccl_connection
+from kvtransfer.devices.cuda import CudaBlocks
+from kvtransfer.devices.issuer import Issuer, events
+from kvtransfer.devices.nccl_connection import NcclConnection, NcclConnector
 from kvtransfer.transports.nccl import Nccl
 from pdserve.core.errors import TransferFailed
 from tests.support.fake_device import DevicePool, FakeDevice

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtransfer import nixl_agent
-from kvtransfer.frames import Frame, Kind, tag_of
-from kvtransfer.transport import ReceiveOutcome
+from kvtransfer.devices import nixl_agent
+from kvtransfer.protocol.frames import Frame, Kind, tag_of
+from kvtransfer.protocol.transport import ReceiveOutcome
 from kvtransfer.transports import nixl
 from kvtransfer.transports.registry import NAMES, kinds
 from kvtransfer.transports.tcp_staged import TCP_STAGED

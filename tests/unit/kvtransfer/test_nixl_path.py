@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from kvtransfer import nixl_agent
-from kvtransfer.endpoint import make_receiver, make_sender
-from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from kvtransfer.devices import nixl_agent
+from kvtransfer.link.endpoint import make_receiver, make_sender
+from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
 from kvtransfer.transports import nixl
 from kvtransfer.transports.nixl import Nixl
 from tests.support.cluster_secret import SECRET

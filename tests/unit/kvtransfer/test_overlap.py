@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.frames import tag_of
-from kvtransfer.receive_transfer import LinkBusyTime
+from kvtransfer.protocol.frames import tag_of
+from kvtransfer.protocol.receive_transfer import LinkBusyTime
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, Clock, Pair, wait_for
 
 

@@ -14,19 +14,19 @@ from typing import Any
 
 import pytest
 
-from kvtransfer import fused, host, outbound
-from kvtransfer.channel import MAX_OUTBOX, Channel, Gone
-from kvtransfer.checksum import Checksum, available
-from kvtransfer.dial import DataConnection, dial
-from kvtransfer.frames import tag_of
-from kvtransfer.inbound import Inbound
-from kvtransfer.outbound import Outbound
-from kvtransfer.send_transfers import SendTransfers
-from kvtransfer.sender import StreamSender
-from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from kvtransfer.devices import fused, shared
+from kvtransfer.link import outbound
+from kvtransfer.link.channel import MAX_OUTBOX, Channel, Gone, Writer
+from kvtransfer.link.dial import DataConnection, dial
+from kvtransfer.link.inbound import Inbound
+from kvtransfer.link.outbound import Outbound
+from kvtransfer.link.sender import StreamSender
+from kvtransfer.protocol.checksum import Checksum, available
+from kvtransfer.protocol.frames import tag_of
+from kvtransfer.protocol.send_transfers import SendTransfers
+from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
 from kvtransfer.transports.shm import Shm, ShmReceive
 from kvtransfer.transports.tcp import TcpReceive
-from kvtransfer.writer import Writer
 from pdserve.core.errors import TransferFailed, Unavailable
 from tests.support.cluster_secret import SECRET
 from tests.unit.kvtransfer.harness import WAIT_S, Heard, HostPool, Pair, fingerprint, wait_for
@@ -113,7 +113,7 @@ def test_a_bug_while_dialling_fails_the_transfers_that_wait_for_it(
         raise ZeroDivisionError("a bug of ours")
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvtransfer.dial.dial", broken)
+        patch.setattr("kvtransfer.link.dial.dial", broken)
         sent = Heard()
         pair.sender.start(pair.grant((1,)), sent)
         assert sent.wait().error == f"{pair.host.endpoint}: dialling failed: a bug of ours"
@@ -133,7 +133,7 @@ def test_a_connection_that_is_made_too_late_is_closed_again(
         assert go_on.wait(WAIT_S)
         return connection
 
-    monkeypatch.setattr("kvtransfer.dial.dial", late)
+    monkeypatch.setattr("kvtransfer.link.dial.dial", late)
     received, sent = pair.begin(pair.grant((1,)))
     assert is_dialled.wait(WAIT_S)
     wait_for(lambda: len(pair.receiver.peers) == 1, "the connection, on the other side")
@@ -165,7 +165,7 @@ def test_a_connection_that_is_made_too_late_is_closed_again(
 def test_connections_over_the_limit_are_rejected(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_still_serves(pair)
     with monkeypatch.context() as patch:
-        patch.setattr("kvtransfer.receiver.MAX_CONNECTIONS", 1)
+        patch.setattr("kvtransfer.link.receiver.MAX_CONNECTIONS", 1)
         with pytest.raises((TransferFailed, ConnectionError)):
             RawSender(pair, "one more").hear()  # tcp: the socket was accepted before it was rejected.
     wait_for(lambda: pair.receiver.stats.refused_connections == 1, "the count")
@@ -254,7 +254,7 @@ def test_a_host_without_an_id_shares_no_memory(make_pair: MakePair, monkeypatch:
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "readlink", unreadable)
-        assert host.host_id() == ""
+        assert shared.host_id() == ""
         pair = make_pair("auto")
         assert pair.move(pair.grant((1,)), (1,))[0].outcome is ReceiveOutcome.VERIFIED
         assert [link.transport for link in pair.sender.links] == ["tcp"]
@@ -264,14 +264,14 @@ def test_without_memory_files_no_host_is_shared(monkeypatch: pytest.MonkeyPatch)
     assert Shm().why_not() == ""
     monkeypatch.delattr(os, "memfd_create")
     assert Shm().why_not() == "shm needs Linux"
-    assert host.host_id() == ""
+    assert shared.host_id() == ""
 
 
 def test_another_users_process_is_rejected(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = make_pair("shm")
-    me, here = os.geteuid(), host.host_id()
+    me, here = os.geteuid(), shared.host_id()
     with monkeypatch.context() as patch:
-        patch.setattr("kvtransfer.dial.host_id", lambda: here)
+        patch.setattr("kvtransfer.link.dial.host_id", lambda: here)
         patch.setattr(os, "geteuid", lambda: me + 1)
         sent = Heard()
         pair.sender.start(pair.grant((1,)), sent)

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.pair_slots import PairSlot, PairSlots
-from kvtransfer.transport import ReceiveOutcome, SendOutcome
-from kvtransfer.transports.nccl import MAX_PAIRS, NCCL, Nccl
+from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
+from kvtransfer.transports.nccl import MAX_PAIRS, NCCL, Nccl, PairSlot, PairSlots
 from kvtransfer.transports.registry import TRANSPORTS
 from pdserve.core.errors import TransferFailed
 from tests.support.fake_device import FakeDevice
@@ -31,8 +30,8 @@ def leaving(pair_slot: PairSlot, asked: list[PairSlot]) -> Callable[[], None]:
 
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long time limits, for pairs that do close, on a busy machine."""
-    monkeypatch.setattr("kvtransfer.pair_slots.WAIT_S", WAIT_S)
-    monkeypatch.setattr("kvtransfer.pair_slots.ANSWER_S", WAIT_S)
+    monkeypatch.setattr("kvtransfer.transports.nccl.WAIT_S", WAIT_S)
+    monkeypatch.setattr("kvtransfer.transports.nccl.ANSWER_S", WAIT_S)
 
 
 def test_the_least_recently_used_pair_is_asked_first() -> None:
@@ -49,7 +48,7 @@ def test_the_least_recently_used_pair_is_asked_first() -> None:
 
 
 def test_busy_pairs_stay_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtransfer.pair_slots.ANSWER_S", 0.01)
+    monkeypatch.setattr("kvtransfer.transports.nccl.ANSWER_S", 0.01)
     pair_slots, asked = PairSlots(2), list[PairSlot]()
     busy, idle = pair_slots.take(), pair_slots.take()
     busy.ask, idle.ask = (lambda: asked.append(busy)), leaving(idle, asked)
@@ -66,7 +65,7 @@ def test_a_wait_for_all_pairs_has_one_limit(monkeypatch: pytest.MonkeyPatch) -> 
     pair_slots, asked = PairSlots(2), list[int]()
     for number in range(2):
         pair_slots.take().ask = lambda number=number: asked.append(number)  # type: ignore[misc]
-    monkeypatch.setattr("kvtransfer.pair_slots.WAIT_S", 0.0)
+    monkeypatch.setattr("kvtransfer.transports.nccl.WAIT_S", 0.0)
     with pytest.raises(TransferFailed, match="2 pairs are open"):
         pair_slots.take()
     assert asked == [], "nobody is asked for a place that is not waited for any more"
@@ -113,9 +112,9 @@ def test_a_pair_with_an_open_transfer_is_kept(
     make_pair: MakePair, bounded: Callable[[int], Nccl], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bounded(2)
-    monkeypatch.setattr("kvtransfer.pair_slots.WAIT_S", WAIT_S)
+    monkeypatch.setattr("kvtransfer.transports.nccl.WAIT_S", WAIT_S)
     # All that the idle pair has, and the cost of the busy one.
-    monkeypatch.setattr("kvtransfer.pair_slots.ANSWER_S", 1.5)
+    monkeypatch.setattr("kvtransfer.transports.nccl.ANSWER_S", 1.5)
     busy, idle, late = (make_pair("nccl", num_blocks=4) for _ in range(3))
     grant = busy.grant((1, 2))
     received, sent = busy.begin(grant)

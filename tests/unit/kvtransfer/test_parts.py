@@ -11,17 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvtransfer import receive_transfers
-from kvtransfer.frames import tag_of
-from kvtransfer.parts import MAX_GROUPS, WHOLE, Part, PartLayout
-from kvtransfer.receive_transfers import ReceiveTransfers
-from kvtransfer.send_transfers import SendTransfers
-from kvtransfer.stamping import pack
-from kvtransfer.transport import ReceiveOutcome
+from kvtransfer.protocol import receive_transfers
+from kvtransfer.protocol.frames import pack, tag_of
+from kvtransfer.protocol.plan import MAX_GROUPS, WHOLE, Part, PartLayout
+from kvtransfer.protocol.receive_transfers import ReceiveTransfers
+from kvtransfer.protocol.send_transfers import SendTransfers
+from kvtransfer.protocol.transport import ReceiveOutcome
 from pdserve.core.errors import ConfigError
-from pdserve.core.kv_shape import ITEM_BYTES, KvShape
-from pdserve.core.stamps import BlockStamps
-from pdserve.engine.pool import BlockShape, TorchPool
+from pdserve.core.kv.kv_shape import ITEM_BYTES, KvShape
+from pdserve.core.kv.stamps import BlockStamps
+from pdserve.engine.memory.pool import BlockShape, TorchPool
 from tests.unit.kvtransfer.harness import HostPool, grant_of
 
 SHAPE = KvShape(layout="block-major.v1", dtype="float32", num_layers=4, num_kv_heads=4, head_dim=8, block_size=2)

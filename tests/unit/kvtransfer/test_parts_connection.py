@@ -8,13 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from kvtransfer.endpoint import make_receiver
-from kvtransfer.parts import Part, PartLayout
-from kvtransfer.sender import StreamSender
-from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from kvtransfer.link.endpoint import make_receiver
+from kvtransfer.link.sender import StreamSender
+from kvtransfer.protocol.plan import Part, PartLayout
+from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
 from kvtransfer.transports.registry import kinds
-from pdserve.core.grant import Grant, TransferKey
-from pdserve.core.kv_shape import KvShape
+from pdserve.core.kv.kv_shape import Grant, KvShape, TransferKey
 from tests.support.cluster_secret import SECRET
 from tests.unit.kvtransfer.harness import PATIENT, GrpcHost, Heard, HostPool, fingerprint, wait_for
 

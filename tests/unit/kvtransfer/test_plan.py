@@ -6,19 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.grants import grant_from_proto, grant_to_proto
-from kvtransfer.memory import advance, copy, views_of
-from kvtransfer.plan import (
+from kvtransfer.protocol.grants import grant_from_proto, grant_to_proto
+from kvtransfer.protocol.plan import (
     Chunk,
     Coverage,
     Extent,
+    advance,
     blocks_per_chunk,
     byte_ranges,
     chunks_of,
+    copy,
     extents_of,
+    views_of,
 )
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.grant import Grant, TransferKey
+from pdserve.core.kv.kv_shape import Grant, TransferKey
 from pdserve.wire.protocol import FINGERPRINT
 from tests.unit.kvtransfer.harness import fingerprint
 

@@ -19,17 +19,17 @@ from benchmarks.fault_storm.ranks import (
     text_of,
 )
 from benchmarks.fault_storm.storage import Memory
-from kvtransfer.endpoint import make_receiver, make_sender
-from kvtransfer.fault_injector import FaultInjector
-from kvtransfer.joined import JoinedReceiver, JoinedSender
-from kvtransfer.rank_link import RankLink, RemoteReceiver
-from kvtransfer.rank_server import RankServer
-from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from kvtransfer.faults.injector import FaultInjector
+from kvtransfer.link.endpoint import make_receiver, make_sender
+from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
+from kvtransfer.ranks.rank_endpoints import JoinedReceiver, JoinedSender
+from kvtransfer.ranks.rank_link import RankLink, RemoteReceiver
+from kvtransfer.ranks.rank_server import RankServer
 from pdserve.config import WorkerConfig
+from pdserve.core.access.proof import ClusterSecret, Identity
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
-from pdserve.core.grant import Grant, TransferKey
-from pdserve.core.proof import ClusterSecret, Identity
-from pdserve.core.stamps import BlockStamps
+from pdserve.core.kv.kv_shape import Grant, TransferKey
+from pdserve.core.kv.stamps import BlockStamps
 from pdserve.v1 import rank_pb2
 from tests.support.cluster_secret import SECRET, TEXT
 from tests.support.fake_ends import stand_ins

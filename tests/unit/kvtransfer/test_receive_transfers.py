@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvtransfer import receive_transfers
-from kvtransfer.frames import Tag
-from kvtransfer.parts import Part
-from kvtransfer.receive_transfers import ReceiveTransfers
-from kvtransfer.stamping import pack
-from kvtransfer.transport import ReceiveOutcome
-from pdserve.core.grant import Grant, TransferKey
+from kvtransfer.protocol import receive_transfers
+from kvtransfer.protocol.frames import Tag, pack
+from kvtransfer.protocol.plan import Part
+from kvtransfer.protocol.receive_transfers import ReceiveTransfers
+from kvtransfer.protocol.transport import ReceiveOutcome
+from pdserve.core.kv.kv_shape import Grant, TransferKey
 from tests.unit.kvtransfer.harness import STAMPS, grant_of, unmarked_stamps
 
 

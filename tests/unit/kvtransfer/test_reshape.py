@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.plan import byte_ranges
-from kvtransfer.reshape.mapping import (
+from kvtransfer.protocol.mapping import (
     HeadShard,
     TokenRun,
     Window,
@@ -20,8 +19,9 @@ from kvtransfer.reshape.mapping import (
     shard_of,
     shards_of,
 )
+from kvtransfer.protocol.plan import byte_ranges
 from pdserve.core.errors import ConfigError
-from pdserve.core.kv_shape import KvShape
+from pdserve.core.kv.kv_shape import KvShape
 from tests.unit.kvtransfer.test_shape import PLAIN, SMALL
 
 

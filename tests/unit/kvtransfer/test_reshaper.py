@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtransfer.endpoint import make_sender
+from kvtransfer.link.endpoint import make_sender
+from kvtransfer.protocol.mapping import arrival_of, shards_of
+from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
 from kvtransfer.reshape import reshaper, wire_rule
 from kvtransfer.reshape.convert import BlockArrays
-from kvtransfer.reshape.mapping import arrival_of, shards_of
-from kvtransfer.transport import ReceiveOutcome, SendOutcome
-from pdserve.core.kv_shape import KvShape, wire_dtype
-from pdserve.core.stamps import BlockStamps
+from pdserve.core.kv.kv_shape import KvShape, wire_dtype
+from pdserve.core.kv.stamps import BlockStamps
 from tests.support.cluster_secret import SECRET
 from tests.support.transfer_ends import WAIT_S, HostPool
 from tests.unit.kvtransfer.harness import PATIENT, Heard, wait_for

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.dial import dial
-from kvtransfer.frames import Frame, Kind, tag_of
-from kvtransfer.parts import Part
+from kvtransfer.link.dial import dial
+from kvtransfer.protocol.frames import Frame, Kind, tag_of
+from kvtransfer.protocol.plan import Part
+from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
 from kvtransfer.reshape import reshaper
-from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from pdserve.core.errors import InvalidRequest, Unavailable
 from tests.support.transfer_ends import WAIT_S
 from tests.unit.kvtransfer.harness import Heard, wait_for

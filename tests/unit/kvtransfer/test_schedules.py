@@ -15,12 +15,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtransfer import receive_transfers, send_transfers
-from kvtransfer.frames import Tag
-from kvtransfer.receive_transfers import Claim, ReceiveTransfers
-from kvtransfer.send_transfers import Job, SendTransfers
-from kvtransfer.transport import ReceiveOutcome, SendOutcome
-from pdserve.core.grant import Grant, TransferKey
+from kvtransfer.protocol import receive_transfers, send_transfers
+from kvtransfer.protocol.frames import Tag
+from kvtransfer.protocol.receive_transfers import Claim, ReceiveTransfers
+from kvtransfer.protocol.send_transfers import Job, SendTransfers
+from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
+from pdserve.core.kv.kv_shape import Grant, TransferKey
 from tests.support.examples import examples
 from tests.unit.kvtransfer.harness import STAMPS, grant_of, unmarked_stamps
 

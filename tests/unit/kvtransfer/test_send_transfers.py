@@ -6,9 +6,9 @@ from itertools import permutations
 
 import pytest
 
-from kvtransfer import receive_transfers, send_transfers
-from kvtransfer.send_transfers import SendTransfers
-from kvtransfer.transport import SendOutcome
+from kvtransfer.protocol import receive_transfers, send_transfers
+from kvtransfer.protocol.send_transfers import SendTransfers
+from kvtransfer.protocol.transport import SendOutcome
 from tests.unit.kvtransfer.harness import STAMPS, grant_of
 
 

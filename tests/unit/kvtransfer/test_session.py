@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.session import ENDED, FAULTS, OPEN, RECEIVER_MOVES, SENDER_MOVES, Event, Moves, Session, State
+from kvtransfer.protocol.session import ENDED, FAULTS, OPEN, RECEIVER_MOVES, SENDER_MOVES, Event, Moves, Session, State
 
 BOTH = pytest.mark.parametrize("moves", [RECEIVER_MOVES, SENDER_MOVES], ids=["receiver", "sender"])
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from kvtransfer.reshape.convert import BlockArrays
 from pdserve.core.errors import ConfigError
-from pdserve.core.kv_shape import LOSSES, MOST, KvShape, Loss, check_convertible, is_same_bytes
-from pdserve.engine.pool import BlockShape, TorchPool
+from pdserve.core.kv.kv_shape import LOSSES, MOST, KvShape, Loss, check_convertible, is_same_bytes
+from pdserve.engine.memory.pool import BlockShape, TorchPool
 from pdserve.engine.toy import CELL_BYTES, ToyEngine
 
 PLAIN = KvShape(layout="block-major.v1", dtype="float32", num_layers=4, num_kv_heads=8, head_dim=32, block_size=16)

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from kvtransfer.frames import ANSWER_BYTES, BadFrame
-from kvtransfer.shared import HELLO_BYTES, SharedPool, offer
-from kvtransfer.transport import ReceiveOutcome
+from kvtransfer.devices.shared import HELLO_BYTES, SharedPool, offer
+from kvtransfer.protocol.frames import ANSWER_BYTES, BadFrame
+from kvtransfer.protocol.transport import ReceiveOutcome
 from kvtransfer.transports.registry import TRANSPORTS
 from kvtransfer.transports.shm import SHM
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, HostPool, Pair, wait_for

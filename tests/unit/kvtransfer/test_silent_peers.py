@@ -6,10 +6,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from kvtransfer.frames import Frame, Kind
-from kvtransfer.lease import Heartbeat, Lease
-from kvtransfer.stamping import pack
-from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from kvtransfer.protocol.frames import Frame, Kind, pack
+from kvtransfer.protocol.lease import Heartbeat, Lease
+from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Clock, Heard, Pair, wait_for
 from tests.unit.kvtransfer.process import Process
 from tests.unit.kvtransfer.raw import RawSender, expected

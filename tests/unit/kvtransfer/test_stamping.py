@@ -11,15 +11,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.dial import DataConnection, dial
-from kvtransfer.frames import GREETING_BYTES, BadFrame, Frame, Greeting, Kind, decode_greeting, tag_of
-from kvtransfer.receive_transfers import ReceiveTransfers
-from kvtransfer.send_transfers import SendTransfers, StaleSource
-from kvtransfer.stamping import STAMP_BYTES, content_hashes_in, difference, pack
-from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from kvtransfer.link.dial import DataConnection, dial
+from kvtransfer.protocol.frames import (
+    GREETING_BYTES,
+    STAMP_BYTES,
+    BadFrame,
+    Frame,
+    Greeting,
+    Kind,
+    content_hashes_in,
+    decode_greeting,
+    difference,
+    pack,
+    tag_of,
+)
+from kvtransfer.protocol.receive_transfers import ReceiveTransfers
+from kvtransfer.protocol.send_transfers import SendTransfers, StaleSource
+from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
 from kvtransfer.transports.tcp import TcpReceive
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.stamps import BlockStamps
+from pdserve.core.kv.stamps import BlockStamps
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Pair, grant_of, wait_for
 from tests.unit.kvtransfer.raw import RawSender, assert_still_serves
 
@@ -256,7 +267,7 @@ def test_a_source_block_reused_while_waiting_is_not_sent(pair: Pair, monkeypatch
         assert release.wait(WAIT_S)
         return dial(*args)
 
-    monkeypatch.setattr("kvtransfer.dial.dial", slowly)
+    monkeypatch.setattr("kvtransfer.link.dial.dial", slowly)
     ready(pair, {7: 70, 8: 80})
     grant = pair.grant((1, 2))
     received, sent = pair.begin(grant, content_hashes=(70, 80))

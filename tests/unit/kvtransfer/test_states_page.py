@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from kvtransfer.session import State
-from kvtransfer.states_page import MEANING, PAGE, page
+from kvtransfer.protocol.session import State
+from scripts.states_page import MEANING, PAGE, page
 from tests.unit.kvtransfer.model.invariants import INVARIANTS
 
 
 def test_the_page_is_generated_from_the_tables() -> None:
     text = PAGE.read_text()
-    assert page(text) == text, "run python -m kvtransfer.states_page"
+    assert page(text) == text, "run python -m scripts.states_page"
 
 
 def test_each_state_has_a_meaning() -> None:

@@ -25,15 +25,14 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kvtransfer import cuda, cuda_memory, nccl_connection
-from kvtransfer.copy_streams import CopyLimits
-from kvtransfer.cuda import CudaDevice
-from kvtransfer.cuda_driver import Driver
-from kvtransfer.cuda_memory import CudaBlocks
-from kvtransfer.nccl_connection import NcclConnection
+from kvtransfer.devices import cuda, nccl_connection
+from kvtransfer.devices.copy_streams import CopyLimits
+from kvtransfer.devices.cuda import CudaBlocks, CudaDevice
+from kvtransfer.devices.cuda_driver import Driver
+from kvtransfer.devices.nccl_connection import NcclConnection
 from kvtransfer.transports.on_device import OnDevice
 from kvtransfer.transports.tcp_staged import TcpStagedReceive, TcpStagedSend
-from pdserve.engine.gpu.extent import StridedExtent
+from pdserve.engine.gpu.kernels.extent import StridedExtent
 from tests.unit.kvtransfer.fake_driver import FakeLibrary
 
 pytestmark = pytest.mark.gpu_checks
@@ -186,10 +185,10 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
     )
     driver = Driver(FakeLibrary())
     monkeypatch.setattr(cuda, "torch", fake)
-    monkeypatch.setattr(cuda_memory, "torch", fake)
+    monkeypatch.setattr(cuda, "torch", fake)
     monkeypatch.setattr(nccl_connection, "torch", fake)
     monkeypatch.setattr(cuda, "driver", lambda: driver)
-    monkeypatch.setitem(sys.modules, "pdserve.engine.gpu.relay", SimpleNamespace(relay=relay))
+    monkeypatch.setitem(sys.modules, "pdserve.engine.gpu.kernels.relay", SimpleNamespace(relay=relay))
     cupy_cuda = SimpleNamespace(Device=lambda index: nullcontext(), Stream=lambda non_blocking: SimpleNamespace(ptr=1))
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cupy_cuda))
     with Copies(streams):

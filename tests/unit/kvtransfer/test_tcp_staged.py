@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtransfer.endpoint import make_receiver, make_sender
-from kvtransfer.host_device import HostDevice, digest_of, word_sum
-from kvtransfer.staging_budget import StagingBudget
-from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from kvtransfer.devices.host_device import HostDevice, digest_of, word_sum
+from kvtransfer.devices.staging_budget import StagingBudget
+from kvtransfer.link.endpoint import make_receiver, make_sender
+from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
 from kvtransfer.transports.registry import TRANSPORTS, kinds, name_of
 from kvtransfer.transports.tcp_staged import MAX_SLOTS, SLOT_BYTES, TCP_STAGED, TcpStaged
 from pdserve.core.errors import ConfigError, InternalError, TransferFailed
-from pdserve.core.stamps import BlockStamps
-from pdserve.engine.gpu.extent import StridedExtent, checksum
+from pdserve.core.kv.stamps import BlockStamps
+from pdserve.engine.gpu.kernels.extent import StridedExtent, checksum
 from tests.support.cluster_secret import SECRET
 from tests.support.fake_device import DevicePool, FakeDevice
 from tests.support.transfer_ends import GrpcHost, HostPool

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtransfer.tls_socket import RECORD_BYTES, TlsSocket, accepted, secured
-from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from kvtransfer.link.tls_socket import RECORD_BYTES, TlsSocket, accepted, secured
+from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
 from pdserve.tls.certificates import ReloadingCertificates
 from tests.support.tls_files import TestAuthority
 from tests.unit.kvtransfer.harness import WAIT_S, Pair, wait_for

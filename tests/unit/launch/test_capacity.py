@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.launch.capacity import Footprint, capacity_warnings, footprint, warnings
+from pdserve.launch.serve import Footprint, capacity_warnings, footprint, warnings
 from pdserve.launch.settings import bundled_model
 from pdserve.launch.spec import ClusterSpec, worker_config
 
@@ -63,8 +63,8 @@ def test_weights_larger_than_memory() -> None:
     ],
 )
 def test_pools_of_the_bundled_model(settings: dict[str, Any], pool: int) -> None:
-    from pdserve.engine.config import read_config
-    from pdserve.engine.safetensors_file import open_checkpoint
+    from pdserve.engine.load.safetensors_file import open_checkpoint
+    from pdserve.engine.model.config import read_config
 
     folder = bundled_model()
     _, config = worker_config(ClusterSpec(model=str(folder), settings={"worker": settings}), 0)

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from pdserve.core.errors import ConfigError
-from pdserve.launch.cluster_tls import ClusterTls
-from pdserve.launch.launcher_metrics import LauncherMetrics, targets
+from pdserve.launch.local import LauncherMetrics, targets
 from pdserve.launch.ports import free_ports
-from pdserve.launch.spec import ClusterSpec
+from pdserve.launch.spec import ClusterSpec, ClusterTls
 
 
 def spec(**changes: Any) -> ClusterSpec:

@@ -17,7 +17,7 @@ from benchmarks.attacks import redis_stranger
 from pdserve import AsyncClient, Client, InvalidRequest, Unauthenticated
 from pdserve.client.results import Completion
 from pdserve.launch.child import StartFailed
-from pdserve.launch.open_ports import listeners
+from pdserve.launch.ports import listeners
 from pdserve.launch.running import Running
 from pdserve.owned_folder import sweep
 from tests.support.slow import slow_except

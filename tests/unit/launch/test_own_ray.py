@@ -11,7 +11,7 @@ import pytest
 
 from pdserve.core.errors import ConfigError
 from pdserve.launch import own_ray
-from pdserve.launch.open_ports import ListeningSocket, _endpoint, listeners
+from pdserve.launch.ports import ListeningSocket, _endpoint, listeners
 from pdserve.tls.authority import hosts_of
 
 

@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.attacks.taken_port import as_stranger
+from pdserve.core.access.hosts import join
 from pdserve.core.errors import ConfigError
-from pdserve.core.hosts import join
 from pdserve.launch import ports
 from pdserve.launch.ports import HeldPorts, claim, free_ports, with_user_of_port
 from pdserve.listening import HELD_ENV, PortInUse, bind_error
 from pdserve.owned_folder import OwnedFolder, sweep
-from pdserve.telemetry.metrics_server import MetricsServer
+from pdserve.telemetry.metrics import MetricsServer
 from pdserve.testing import Cluster
 
 WAIT_S = 10.0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.core.errors import ConfigError
-from pdserve.engine.memory_plan import MemoryPlan
+from pdserve.engine.memory.plan import MemoryPlan
 from pdserve.launch.report import LauncherReport, LogFile, LogLimits
 
 

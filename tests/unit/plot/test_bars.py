@@ -8,10 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.plot.axis import Axis
-from pdserve.plot.bar_chart import NamedBar, bar_chart, bar_legend
-from pdserve.plot.gantt import Bar, BarKind, GanttRow, gantt, gantt_legend, place_in_lanes
-from pdserve.plot.share_rows import ShareKind, ShareRow, share_legend, share_rows
+from pdserve.plot.charts import (
+    Bar,
+    BarKind,
+    GanttRow,
+    NamedBar,
+    ShareKind,
+    ShareRow,
+    bar_chart,
+    bar_legend,
+    gantt,
+    gantt_legend,
+    place_in_lanes,
+    share_legend,
+    share_rows,
+)
+from pdserve.plot.drawing import Axis
 
 FULL, THIN = BarKind(name="full", colour=0), BarKind(name="thin", colour=1, height=0.5)
 HOLLOW = BarKind(name="hollow", colour=2, is_hollow=True)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ET
 
-from pdserve.plot.axis import Axis
-from pdserve.plot.drawing import HALF, Drawing, safe
+from pdserve.plot.charts import Series, line_chart
+from pdserve.plot.drawing import HALF, Axis, Drawing, line_legend, safe
 from pdserve.plot.figure import CONTENT, Figure, Panel, figure_page, figure_svg
-from pdserve.plot.line_chart import Series, line_chart
-from pdserve.plot.marks import line_legend
 from tests.unit.simulator.test_report import read
 
 SVG = "{http://www.w3.org/2000/svg}"

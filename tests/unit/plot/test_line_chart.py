@@ -8,10 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.plot.axis import Axis
-from pdserve.plot.line_chart import Rule, Series, line_chart
-from pdserve.plot.marks import dash, marker
-from pdserve.plot.thinning import means, thinned
+from pdserve.plot.charts import Rule, Series, line_chart
+from pdserve.plot.drawing import Axis, dash, marker, means, thinned
 
 X, Y = Axis(low=0.0, high=10.0, label="x"), Axis(low=0.0, high=1.0, unit="%")
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from pdserve.core.attempt import Attempt, AttemptKey, EndRule, blocks_for
-from pdserve.core.blocks import BlockAllocator
+from pdserve.core.cost.latency import CostModel, CostPrior
+from pdserve.core.cost.step_rule import PromptOrder
 from pdserve.core.effects import BlocksDone, PrefillEffect
-from pdserve.core.latency import CostModel, CostPrior
-from pdserve.core.prompt_order import PromptOrder
+from pdserve.core.kv.blocks import BlockAllocator
 from pdserve.core.protocol import FirstToken
 from pdserve.core.types import Sampling
 from pdserve.engine.toy import EOS, ToyEngine

@@ -11,7 +11,7 @@ from pdserve.core.effects import BlocksDone, SendAborted, SendStarted, StepAccou
 from pdserve.core.protocol import AttemptFailed, FirstToken, Refused, Released
 from pdserve.core.types import FinishReason
 from pdserve.engine.toy import answer, cell
-from prefill_worker.lifecycle import PrefillStage
+from prefill_worker.prefill_sequence import PrefillStage
 
 PROMPT = list(range(40, 50))  # two full blocks of four, and two tokens of a third
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefill_worker.lifecycle import PrefillStage
+from prefill_worker.prefill_sequence import PrefillStage
 from tests.unit.prefill_worker.conftest import Bench
 
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.core.cost.latency import CostPrior
+from pdserve.core.cost.overlap import exposed_s
 from pdserve.core.effects import StepAccount
-from pdserve.core.latency import CostPrior
-from pdserve.core.overlap import exposed_s
 from prefill_worker.pushing import AT_END, BY_CHUNK, MAX_LINKS, MESSAGE_S, STEP_SHARE, PushPlan, PushRule
 
 COST = CostPrior(prefill_base_s=0.01, prefill_per_token_s=1e-3, prefill_per_token_context_s=1e-7)

@@ -5,10 +5,10 @@ from hypothesis import given as given_any
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from pdserve.core.blocks import CacheChange
-from pdserve.core.hashing import block_hashes, chain_key
+from pdserve.core.kv.blocks import CacheChange
+from pdserve.core.kv.hashing import block_hashes, chain_key
 from pdserve.prefix.index import Applied, PrefixIndex, leading_blocks
-from pdserve.prefix.lookup import MemoryLookup
+from pdserve.prefix.redis_index import MemoryLookup
 from tests.support.examples import examples
 from tests.unit.prefix.given import chain
 

@@ -14,7 +14,7 @@ import pytest
 import redis
 
 from pdserve.core.errors import ConfigError
-from pdserve.core.hashing import block_hashes, chain_key
+from pdserve.core.kv.hashing import block_hashes, chain_key
 from pdserve.prefix.embedded import EmbeddedRedis
 from pdserve.prefix.keys import bit_offset, fingerprint_of, index_tag, owner_of, slots_bits
 from pdserve.prefix.lease import GRACE_LEASES

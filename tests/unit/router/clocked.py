@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from pdserve.core.attempt import AttemptKey, RefusalReason
-from pdserve.core.latency import CostModel, CostPrior
+from pdserve.core.cost.latency import CostModel, CostPrior
 from pdserve.core.protocol import (
     Admit,
     BatchTimed,
@@ -32,10 +32,10 @@ from pdserve.core.protocol import (
     TransferEnded,
 )
 from pdserve.core.types import FinishReason, Role, TokenOut
-from router.commands import Command, EmitTokens, FailRequest, FinishRequest, WakeAt
-from router.events import Event, RequestArrived, TimePassed
-from router.settings import RouterSettings
-from router.state import RouterState
+from router.state.commands import Command, EmitTokens, FailRequest, FinishRequest, WakeAt
+from router.state.events import Event, RequestArrived, TimePassed
+from router.state.settings import RouterSettings
+from router.state.state import RouterState
 from tests.unit.router.router_events import BLOCK, hello
 
 #: 1 ms per prompt token and nothing else; steps of 10 ms.

@@ -18,11 +18,11 @@ from pdserve.core.protocol import (
     TransferEnded,
 )
 from pdserve.core.types import FinishReason, Role, TokenOut
-from router.commands import Command, WakeAt
-from router.events import ClientLeft, Event, TimePassed, WorkerLost
-from router.lifecycle import Stage
-from router.settings import RouterSettings
-from router.state import RouterState
+from router.state.commands import Command, WakeAt
+from router.state.events import ClientLeft, Event, TimePassed, WorkerLost
+from router.state.lifecycle import Stage
+from router.state.settings import RouterSettings
+from router.state.state import RouterState
 from tests.unit.router.router_events import arrival, hello
 
 

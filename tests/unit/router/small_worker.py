@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.core.latency import CostPrior
+from pdserve.core.cost.latency import CostPrior
 from pdserve.core.types import Role
 from simulator.model import NetworkLink, WorkerShape
 

@@ -7,9 +7,9 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.forecast import Capacity
-from router.newcomers import Forecast, excess
-from router.queue import Entry, Queue
+from router.state.forecast import Capacity
+from router.state.queue import Entry, Queue
+from router.state.rejection import Forecast, excess
 
 LEVEL = (1, 0)
 Job = tuple[float, float]  # prefill seconds, seconds until its first token is due

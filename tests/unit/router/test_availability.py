@@ -17,7 +17,7 @@ from router.policy.availability import (
     wait_for_prefill,
 )
 from router.policy.interface import Choice, Obstacle
-from router.view import WorkerView
+from router.state.view import WorkerView
 from tests.unit.router.test_goodput import ask, view, with_queue, with_rows
 
 

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.core.latency import CostPrior
+from pdserve.core.cost.latency import CostPrior
 from pdserve.core.protocol import Load
 from pdserve.core.types import Slo
-from router.booking import Booking
-from router.policy import dynamo, lmetric
-from router.policy.dynamo import make_dynamo
+from router.policy import baselines
+from router.policy.baselines import (
+    Mooncake,
+    RoundRobin,
+    TwoStage,
+    colocated,
+    make_dynamo,
+    make_least_loaded,
+    make_lmetric,
+)
 from router.policy.interface import Choice, Decision, Obstacle
-from router.policy.least_loaded import make_least_loaded
-from router.policy.lmetric import make_lmetric
-from router.policy.mooncake import Mooncake
-from router.policy.static import RoundRobin, colocated
-from router.policy.two_stage import TwoStage
-from router.view import WorkerView
+from router.state.booking import Booking
+from router.state.view import WorkerView
 from tests.unit.router.test_policy import ask, busy, place, view
 
 LATER = (Choice.WAIT, Obstacle.PREFILL)
@@ -184,19 +187,21 @@ def test_least_loaded_counts_requests_of_other_routers() -> None:
 def test_dynamo_counts_active_and_prompt_blocks_less_the_overlap() -> None:
     one = in_line(prefilling(view("p0"), 64), 32)
     # (64 + 32) / 16 active, 100 tokens are 7 blocks, 50 cached ones are 3 whole blocks.
-    assert dynamo.prompt_cost(ask(100, cached_tokens={"p0": 50}), one, 0.0) == 6 + 7 - 3
+    assert baselines.prompt_cost(ask(100, cached_tokens={"p0": 50}), one, 0.0) == 6 + 7 - 3
 
 
 def test_dynamos_prefill_cost_is_never_negative() -> None:
-    assert dynamo.prompt_cost(ask(16, cached_tokens={"p0": 4096}), view("p0"), 0.0) == 1.0, "a token is always computed"
+    assert baselines.prompt_cost(ask(16, cached_tokens={"p0": 4096}), view("p0"), 0.0) == 1.0, (
+        "a token is always computed"
+    )
 
 
 def test_dynamo_counts_load_of_other_routers_once() -> None:
     one = prefilling(view("p0"), 64)
     one.reported(Load(worker_id="p0", steps=1, free_blocks=1024, pending_prefill_tokens=160), 0.0)
-    assert dynamo.prompt_cost(ask(16), one, 0.0) == 10 + 1, "64 of the 160 are ours"
+    assert baselines.prompt_cost(ask(16), one, 0.0) == 10 + 1, "64 of the 160 are ours"
     prefilling(one, 32, "later")
-    assert dynamo.prompt_cost(ask(16), one, 0.0) == 12 + 1
+    assert baselines.prompt_cost(ask(16), one, 0.0) == 12 + 1
 
 
 def test_dynamo_weighs_overlap_against_queue() -> None:
@@ -217,8 +222,8 @@ def test_dynamos_decode_stage_ignores_overlap() -> None:
 def test_aggregated_dynamo_adds_prefill_and_decode_blocks() -> None:
     request = ask(160, cached_tokens={"d0": 80})
     warm, cold = decoding(view("d0"), 160), view("d1")
-    assert dynamo.cost(request, warm, 0.0) == (10 - 5) + 10
-    assert dynamo.cost(request, cold, 0.0) == 10
+    assert baselines.cost(request, warm, 0.0) == (10 - 5) + 10
+    assert baselines.cost(request, cold, 0.0) == 10
     assert place(make_dynamo()(request, [], [warm, cold], 0.0)) == (Choice.LOCAL, "", "d1")
 
 
@@ -229,8 +234,8 @@ def test_lmetric_multiplies_the_costs_that_dynamo_adds() -> None:
     # d0: 5 + 10 = 15 against 5 * 11 = 55. d1: 14 + 2 = 16 against 14 * 3 = 42.
     request = ask(160, cached_tokens={"d0": 80})
     warm, other = decoding(view("d0"), 160), decoding(prefilling(view("d1"), 64), 32)
-    assert [dynamo.cost(request, one, 0.0) for one in (warm, other)] == [15, 16]
-    assert [lmetric.product(request, one, 0.0) for one in (warm, other)] == [55, 42]
+    assert [baselines.cost(request, one, 0.0) for one in (warm, other)] == [15, 16]
+    assert [baselines.product(request, one, 0.0) for one in (warm, other)] == [55, 42]
     assert place(make_dynamo()(request, [], [warm, other], 0.0))[2] == "d0"
     assert place(make_lmetric()(request, [], [warm, other], 0.0))[2] == "d1"
 

@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 
-from pdserve.core.fit import WIDEST_BAND
-from pdserve.core.latency import LinkModel
-from pdserve.core.overlap import exposed_s
-from pdserve.core.step_rule import TARGET_SHARE
+from pdserve.core.cost.latency import WIDEST_BAND, LinkModel
+from pdserve.core.cost.overlap import exposed_s
+from pdserve.core.cost.step_rule import TARGET_SHARE
 from pdserve.core.types import Slo
-from router.load import DecodeLoad
 from router.policy.availability import can_start, opens_in_s
 from router.policy.candidates import (
+    DECODES_PAIRED,
+    EARLY_SHARE,
+    LOCALS_PRICED,
+    PREFILLS_PAIRED,
+    WORK_WEIGHT,
+    WORTH_WAITING,
     PlacementOption,
     local_options,
     rank_decodes,
@@ -24,15 +28,8 @@ from router.policy.candidates import (
     tandem_step_s,
 )
 from router.policy.interface import PolicyInput
-from router.policy.tuning import (
-    DECODES_PAIRED,
-    EARLY_SHARE,
-    LOCALS_PRICED,
-    PREFILLS_PAIRED,
-    WORK_WEIGHT,
-    WORTH_WAITING,
-)
-from router.view import WorkerView
+from router.state.load import DecodeLoad
+from router.state.view import WorkerView
 from tests.unit.router.test_goodput import FAST, SLOW, ask, view, with_queue, with_rows
 
 SIZE, CHUNK, BLOCK_BYTES = 16, 2048, 2**21  # The cost model of every worker here.

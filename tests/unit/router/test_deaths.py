@@ -8,9 +8,9 @@ from pdserve.core.errors import (
     InternalError,
 )
 from pdserve.core.protocol import Reserve
-from router.commands import Command
-from router.events import DrainRequested, TimePassed
-from router.lifecycle import Stage
+from router.state.commands import Command
+from router.state.events import DrainRequested, TimePassed
+from router.state.lifecycle import Stage
 from tests.unit.router.expected import admit, cancel, emit, failure, only, prefill, reserve
 from tests.unit.router.given import STAGES, Given
 

@@ -14,8 +14,8 @@ from pdserve.core.errors import (
 )
 from pdserve.core.protocol import Cancel, DrainWorker, Load, Prefill, Reserve, UndrainWorker
 from pdserve.core.types import FinishReason
-from router.commands import Command, EndCancelled, FailRequest, FinishRequest, Outcome
-from router.events import (
+from router.state.commands import Command, EndCancelled, FailRequest, FinishRequest, Outcome
+from router.state.events import (
     DrainEnded,
     DrainRequested,
     RouterClosing,
@@ -24,8 +24,8 @@ from router.events import (
     UndrainRequested,
     WorkerForgotten,
 )
-from router.lifecycle import Stage
-from router.settings import RouterSettings
+from router.state.lifecycle import Stage
+from router.state.settings import RouterSettings
 from tests.unit.router.expected import cancel, emit, failure, only, reserve
 from tests.unit.router.given import STAGES, Given
 

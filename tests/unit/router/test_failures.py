@@ -13,10 +13,10 @@ from pdserve.core.errors import (
     TransferFailed,
 )
 from pdserve.core.types import FinishReason
-from router.commands import FinishRequest
-from router.events import TimePassed
-from router.lifecycle import IllegalMove, Stage
-from router.settings import RouterSettings
+from router.state.commands import FinishRequest
+from router.state.events import TimePassed
+from router.state.lifecycle import IllegalMove, Stage
+from router.state.settings import RouterSettings
 from tests.unit.router.expected import cancel, emit, failure, prefill, reserve
 from tests.unit.router.given import Given
 

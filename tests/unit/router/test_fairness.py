@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.fairness import MAX_IDLE, Fairness
+from router.state.queue import MAX_IDLE, Fairness
 from tests.support.examples import examples
 
 

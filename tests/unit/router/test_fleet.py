@@ -6,9 +6,9 @@ import random
 
 from pdserve.core.protocol import Load
 from pdserve.core.types import Role
-from router.events import DrainRequested, UndrainRequested, WorkerForgotten, WorkerLost
-from router.settings import RouterSettings
-from router.state import RouterState
+from router.state.events import DrainRequested, UndrainRequested, WorkerForgotten, WorkerLost
+from router.state.settings import RouterSettings
+from router.state.state import RouterState
 from tests.unit.router.router_events import hello
 
 SILENCE_S = 3.0

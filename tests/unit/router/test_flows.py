@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pdserve.core.types import FinishReason, Path
-from router.commands import FinishRequest
-from router.lifecycle import Stage
-from router.settings import RouterSettings
+from router.state.commands import FinishRequest
+from router.state.lifecycle import Stage
+from router.state.settings import RouterSettings
 from tests.unit.router.expected import admit, cancel, emit, prefill, reserve
 from tests.unit.router.given import Given
 

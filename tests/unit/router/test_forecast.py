@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.forecast import (
+from router.state.forecast import (
     BINS,
     FASTEST,
     HORIZON,

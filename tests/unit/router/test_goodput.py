@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from pdserve.core.latency import LinkModel
+from pdserve.core.cost.latency import LinkModel
 from pdserve.core.protocol import Load
 from pdserve.core.types import Role, Slo
-from router.booking import Booking
 from router.policy import make_policy
+from router.policy.candidates import EARLY_SHARE
 from router.policy.goodput import Goodput
 from router.policy.interface import Choice, Decision, Links, Obstacle, PolicyInput
-from router.policy.tuning import EARLY_SHARE
-from router.settings import RouterSettings
-from router.view import WorkerView
+from router.state.booking import Booking
+from router.state.settings import RouterSettings
+from router.state.view import WorkerView
 from tests.unit.router.router_events import hello
 from tests.unit.router.test_load import FACTS
 

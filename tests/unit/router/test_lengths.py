@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.lengths import FIRST_GUESS, OutputLengths
+from router.state.fleet import FIRST_GUESS, OutputLengths
 
 
 def test_without_answers_the_limit_caps_the_prior() -> None:

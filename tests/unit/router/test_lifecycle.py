@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.core.types import Role
-from router.lifecycle import (
+from router.state.lifecycle import (
     ENDED,
     IN_BATCH,
     LIVE,
@@ -19,17 +19,17 @@ from router.lifecycle import (
     SenderEnd,
     Stage,
 )
-from router.lifecycle_page import MEANING, page
-from router.request import Request
-from router.settings import RouterSettings
-from router.state import RouterState
+from router.state.request import Request
+from router.state.settings import RouterSettings
+from router.state.state import RouterState
+from scripts.lifecycle_page import MEANING, page
 from tests.unit.router.router_events import arrival, hello
 
 DOCS = Path(__file__).parents[3] / "docs"
 
 
 def test_docs_lifecycle_matches_the_table() -> None:
-    assert (DOCS / "lifecycle.md").read_text() == page(), "run: python -m router.lifecycle_page > docs/lifecycle.md"
+    assert (DOCS / "lifecycle.md").read_text() == page(), "run: python -m scripts.lifecycle_page > docs/lifecycle.md"
 
 
 def test_every_stage_is_explained() -> None:

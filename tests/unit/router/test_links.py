@@ -6,7 +6,7 @@ import pytest
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.v1 import worker_pb2
-from router.links import MAX_CHARS, MAX_LINKS, KvLinks
+from router.service.workers import MAX_ID_CHARS, MAX_LINKS, KvLinks
 
 
 def link(decode_worker: str, transport: str = "shm", reason: str = "first choice") -> worker_pb2.KvLink:
@@ -29,7 +29,7 @@ def test_a_link_is_kept_until_either_worker_is_lost() -> None:
 
 
 @pytest.mark.parametrize(
-    "told", [[link(f"d{i}") for i in range(MAX_LINKS + 1)], [link("d0", reason="x" * (MAX_CHARS + 1))]]
+    "told", [[link(f"d{i}") for i in range(MAX_LINKS + 1)], [link("d0", reason="x" * (MAX_ID_CHARS + 1))]]
 )
 def test_an_oversized_link_report_is_rejected(told: list[worker_pb2.KvLink]) -> None:
     links = KvLinks()

@@ -6,14 +6,14 @@ import pytest
 
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.live import LiveFrame, LiveRequest
-from pdserve.core.phases import Phase
 from pdserve.core.protocol import TokenRow, TokensArrived
+from pdserve.core.results import Phase
 from pdserve.core.types import FinishReason, Slo, TokenOut
-from router.commands import Outcome
-from router.live import MAX_IN_PROGRESS
-from router.live_log import MAX_ENDED, LiveLog
-from router.request import Request
-from router.settings import RouterSettings
+from router.state.commands import Outcome
+from router.state.history import MAX_ENDED, LiveLog
+from router.state.request import Request
+from router.state.settings import RouterSettings
+from router.state.snapshot import MAX_IN_PROGRESS
 from tests.unit.router.given import Given
 from tests.unit.router.router_events import arrival
 

@@ -6,15 +6,14 @@ import math
 
 import pytest
 
-from decode_worker.chunking import ChunkRule
-from pdserve.core.fit import WIDEST_BAND
-from pdserve.core.latency import CostModel, CostPrior
+from decode_worker.planning import ChunkRule
+from pdserve.core.cost.latency import WIDEST_BAND, CostModel, CostPrior
+from pdserve.core.cost.step_rule import DUE_SHARE, LONGEST_GAP
 from pdserve.core.protocol import BatchTimed, Load
-from pdserve.core.step_rule import DUE_SHARE, LONGEST_GAP
 from pdserve.core.types import Role
-from router.booking import Booking
-from router.load import NO_SLACK
-from router.view import WorkerView
+from router.state.booking import Booking
+from router.state.load import NO_SLACK
+from router.state.view import WorkerView
 from tests.unit.router.router_events import hello
 
 # About an 8B model on an H100.
@@ -69,7 +68,7 @@ def test_predicted_prefill_with_rows_matches_the_worker(rows: int, tpot_s: float
 
 def read_with_slack(view: WorkerView, rows: int, tokens: int, tpot_s: float, prompt: int, slack_s: float) -> float:
     """Seconds until a worker has prefilled the prompt, in steps with rows that are `slack_s` ahead of their due times,
-    as decode_worker.slack allows."""
+    as decode_worker.planning allows."""
     cost, rule = view.cost, ChunkRule(view.cost, least=16, most=2048)
     held = (rows * tokens / 16 + rows) / 25_000
     at, now_s, due_s = 0, 0.0, slack_s

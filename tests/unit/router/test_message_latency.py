@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pdserve.core.types import FinishReason
-from router.message_latency import REMEMBERED, MessageLatency
-from router.settings import RouterSettings
+from router.state.settings import RouterSettings
+from router.state.view import REMEMBERED, MessageLatency
 from tests.unit.router.given import Given
 
 COMPUTED_S = 0.21  # In the events of Given: the time in the worker's queue and in prefill.

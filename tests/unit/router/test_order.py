@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.queue import LATE_SHARE, Entry, Queue
+from router.state.queue import LATE_SHARE, Entry, Queue
 from tests.support.examples import examples
 
 

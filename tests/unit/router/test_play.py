@@ -9,15 +9,15 @@ import pytest
 from pdserve.core.live import LiveFrame
 from pdserve.core.types import Slo
 from pdserve.profiles import load_profile
-from router import replay
-from router.commands import Command
-from router.events import Event
-from router.play import MAX_ROWS, play
-from router.settings import RouterSettings
-from simulator.cluster import make_workers
+from router.recording import replay
+from router.recording.play import MAX_ROWS, play
+from router.state.commands import Command
+from router.state.events import Event
+from router.state.settings import RouterSettings
+from simulator.cluster.world import simulate
 from simulator.model import SimConfig, SimResult
-from simulator.workloads import make_workload
-from simulator.world import simulate
+from simulator.search.layouts import make_workers
+from simulator.traces.workloads import make_workload
 
 
 @pytest.fixture(scope="module")

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
+from pdserve.core.cost.latency import CostPrior, LinkModel
 from pdserve.core.errors import ConfigError
-from pdserve.core.latency import CostPrior, LinkModel
 from pdserve.core.protocol import Load
 from pdserve.core.types import Role, Slo
-from router.booking import Booking
 from router.policy import POLICIES, make_policy
 from router.policy.interface import Choice, Decision, Obstacle, PolicyInput
 from router.policy.least_ttft import LeastTtft
-from router.settings import RouterSettings
-from router.view import WorkerView
+from router.state.booking import Booking
+from router.state.settings import RouterSettings
+from router.state.view import WorkerView
 from tests.unit.router.router_events import hello
 
 # 1 ms per prompt token; a step of 10 ms and 1 ms per row.

@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 
 from pdserve.core.types import Role, Slo
-from router.fleet import Fleet
-from router.lengths import OutputLengths
-from router.policy_input import entry_of, large_enough, policy_input_of
-from router.request import Request
-from router.settings import RouterSettings
-from router.state import RouterState
+from router.state.fleet import Fleet, OutputLengths, entry_of, large_enough, policy_input_of
+from router.state.request import Request
+from router.state.settings import RouterSettings
+from router.state.state import RouterState
 from tests.unit.router.router_events import BLOCK, arrival, hello
 
 NOW_S = 5.0

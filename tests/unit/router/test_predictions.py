@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from pdserve.core.types import Role, Slo
-from router.settings import RouterSettings
+from router.state.settings import RouterSettings
+from simulator.cluster.world import simulate
 from simulator.model import SimConfig, TraceRequest
-from simulator.world import simulate
 from tests.unit.router.small_worker import shape
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from pdserve.core.attempt import FailureKind
-from pdserve.core.latency import CostPrior
+from pdserve.core.cost.latency import CostPrior
 from pdserve.core.protocol import Load, Reserve
 from pdserve.core.types import FinishReason, Role, Slo
-from router.commands import Command, FailRequest, WakeAt
-from router.events import DrainRequested, TimePassed
-from router.settings import RouterSettings
-from router.state import RouterState
+from router.state.commands import Command, FailRequest, WakeAt
+from router.state.events import DrainRequested, TimePassed
+from router.state.settings import RouterSettings
+from router.state.state import RouterState
 from tests.unit.router.given import Given
 from tests.unit.router.router_events import arrival, hello
 

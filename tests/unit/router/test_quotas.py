@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve.core.access.key_file import DEFAULT_TENANT, Tenant
 from pdserve.core.errors import InvalidRequest, QuotaExceeded
-from pdserve.core.key_file import DEFAULT_TENANT, Tenant
-from router.quotas import RESERVED_TOKENS, AnswerClaim, CallClaim, Quotas
+from router.service.tenants import RESERVED_TOKENS, AnswerClaim, CallClaim, Quotas
 
 ACME = Tenant(name="acme", tokens_per_minute=600, max_concurrent=3)  # ten tokens per second
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from pdserve.core.types import FinishReason, Role, Slo
-from router.commands import EndCancelled, FailKind, FailRequest, FinishRequest
 from router.policy import POLICIES
-from router.settings import RouterSettings
+from router.state.commands import EndCancelled, FailKind, FailRequest, FinishRequest
+from router.state.settings import RouterSettings
 from tests.unit.router.router_events import arrival
 from tests.unit.router.world import World
 from tests.unit.router.world_parts import Client

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from router.events import TimePassed
-from router.recording import RecordFile
-from router.replay import read, read_settings, replay
-from router.settings import RouterSettings
+from router.recording.recording import RecordFile
+from router.recording.replay import read, read_settings, replay
+from router.state.events import TimePassed
+from router.state.settings import RouterSettings
 from tests.unit.router.test_random_runs import run
 
 SETTINGS = RouterSettings(policy="dynamo")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from router import newcomers
-from router.cluster_state import ClusterState
-from router.late_requests import delay_if_late
 from router.policy.interface import Candidate, Choice, Decision, UnloadedEstimate
+from router.state import rejection
+from router.state.cluster_state import ClusterState
+from router.state.rejection import delay_if_late
 from tests.unit.router.test_rejection import cluster as make_cluster
 from tests.unit.router.test_rejection import short
 
@@ -42,4 +42,4 @@ def test_time_spent_in_the_queue_counts_when_a_request_is_placed(
 @pytest.mark.parametrize(("tpot_s", "misses"), [(0.0499, True), (0.05, False)])
 def test_a_tpot_target_is_missed_by_more_than_the_error(tpot_s: float, misses: bool) -> None:
     """By the cost model, the request takes at least half of 0.1 s."""
-    assert newcomers._misses_tpot(SURE, tpot_s) is misses
+    assert rejection._misses_tpot(SURE, tpot_s) is misses

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from pdserve.core.access.key_file import Tenant
 from pdserve.core.attempt import AttemptKey
-from pdserve.core.key_file import Tenant
 from pdserve.core.protocol import Load, Released
-from router.events import Event, StopMatched, TimePassed, WorkerForgotten, WorkerLost
-from router.quotas import AnswerClaim, Quotas
-from router.releases import PendingReleases
+from router.service.tenants import AnswerClaim, PendingReleases, Quotas
+from router.state.events import Event, StopMatched, TimePassed, WorkerForgotten, WorkerLost
 
 LOAD = Load(worker_id="d0", free_blocks=1)
 ACME = Tenant(name="acme", max_concurrent=9)

@@ -11,11 +11,11 @@ from pdserve.core.attempt import AttemptKey
 from pdserve.core.errors import ConfigError
 from pdserve.core.protocol import AttemptFailed, Cancel, Refused, TokenRow, TokensArrived
 from pdserve.core.types import FinishReason, Sampling, Slo, TokenOut
-from router import replay
-from router.commands import Outcome
-from router.events import ClientLeft, RequestArrived, StopMatched, TimePassed, WorkerLost
 from router.policy import POLICIES
-from router.settings import RouterSettings
+from router.recording import replay
+from router.state.commands import Outcome
+from router.state.events import ClientLeft, RequestArrived, StopMatched, TimePassed, WorkerLost
+from router.state.settings import RouterSettings
 from tests.unit.router.test_random_runs import run
 from tests.unit.router.world import World
 

@@ -7,8 +7,8 @@ import pytest
 from pdserve.core import errors
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role
-from router.commands import FailKind, FailRequest, Outcome
-from router.settings import RouterSettings
+from router.state.commands import FailKind, FailRequest, Outcome
+from router.state.settings import RouterSettings
 from tests.unit.router.given import Given
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from pdserve.core.attempt import AttemptKey
-from pdserve.core.latency import CostPrior
+from pdserve.core.cost.latency import CostPrior
 from pdserve.core.protocol import TokenRow, TokensArrived
 from pdserve.core.types import Role, TokenOut
-from router.booking import Booking
-from router.settings import RouterSettings
-from router.step_clock import MAX_STEPS, StepClock
-from router.view import WorkerView
+from router.state.booking import Booking
+from router.state.settings import RouterSettings
+from router.state.view import MAX_STEPS, StepClock, WorkerView
 from tests.unit.router.given import Given
 from tests.unit.router.router_events import hello
 

@@ -8,14 +8,14 @@ from collections.abc import Callable
 import pytest
 
 from pdserve.core.attempt import AttemptKey
-from pdserve.core.phases import MEANING, MEASURED_BY, Phase, Phases
 from pdserve.core.protocol import FirstToken, Granted, TokenRow, TokensArrived
+from pdserve.core.results import MEANING, MEASURED_BY, Phase, Phases
 from pdserve.core.types import FinishReason, TokenOut
-from router.commands import EndCancelled, FailRequest, FinishRequest
-from router.events import ClientLeft, StopMatched
-from router.lifecycle import LIVE, Move, Stage
-from router.settings import RouterSettings
-from router.timeline import MAX_SLICES, STANDS_FOR, Timeline
+from router.state.commands import EndCancelled, FailRequest, FinishRequest
+from router.state.events import ClientLeft, StopMatched
+from router.state.lifecycle import LIVE, Move, Stage
+from router.state.request import MAX_SLICES, STANDS_FOR, Timeline
+from router.state.settings import RouterSettings
 from tests.unit.router.given import Given
 
 Make = Callable[[], Given]

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from pdserve.core.latency import CostPrior
-from router.load import TRUSTED_SAMPLES
-from router.policy.unloaded import unloaded_estimate
+from pdserve.core.cost.latency import CostPrior
+from router.policy.availability import unloaded_estimate
+from router.state.load import TRUSTED_SAMPLES
 from tests.unit.router.test_policy import ask, busy, view
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from pdserve.core.protocol import Load
 from pdserve.core.types import Role
-from router.booking import Booking
-from router.commands import WakeAt
-from router.events import TimePassed
-from router.settings import RouterSettings
-from router.state import RouterState
-from router.view import WorkerView
+from router.state.booking import Booking
+from router.state.commands import WakeAt
+from router.state.events import TimePassed
+from router.state.settings import RouterSettings
+from router.state.state import RouterState
+from router.state.view import WorkerView
 from tests.unit.router.router_events import arrival, hello
 from tests.unit.router.test_load import FACTS
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.worker_queue import WorkerQueue
+from router.state.booking import WorkerQueue
 
 
 def test_a_worker_queue_keeps_order_and_sums() -> None:

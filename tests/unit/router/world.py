@@ -28,10 +28,10 @@ from pdserve.core.protocol import (
     TransferEnded,
 )
 from pdserve.core.types import FinishReason, Role, TokenOut
-from router.commands import Command, EmitTokens, EndCancelled, FailRequest, FinishRequest, WakeAt
-from router.events import ClientLeft, Event, RequestArrived, StopMatched, TimePassed, WorkerLost
-from router.settings import RouterSettings
-from router.state import RouterState
+from router.state.commands import Command, EmitTokens, EndCancelled, FailRequest, FinishRequest, WakeAt
+from router.state.events import ClientLeft, Event, RequestArrived, StopMatched, TimePassed, WorkerLost
+from router.state.settings import RouterSettings
+from router.state.state import RouterState
 from tests.unit.router.router_events import answer, hello
 from tests.unit.router.world_parts import Client, Held, Key, Worker, grant_of
 

@@ -18,7 +18,7 @@ from pdserve.client.retry import Retries
 from pdserve.config import RouterConfig
 from pdserve.telemetry.metrics import Metrics
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
-from router.server import RouterServer
+from router.service.server import RouterServer
 from tests.support.cluster_secret import TEXT
 from tests.unit.router_io.processes import Program, Start, programs
 

@@ -8,18 +8,17 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 
 import pytest
 
+from pdserve.core.access.shares import COUNT_WEIGHT, Shares
 from pdserve.core.errors import InvalidRequest, Overloaded
-from pdserve.core.grant import Fingerprint
-from pdserve.core.hashing import block_hashes, chain_key
-from pdserve.core.kv_shape import KvShape
-from pdserve.core.shares import COUNT_WEIGHT, Shares
+from pdserve.core.kv.hashing import block_hashes, chain_key
+from pdserve.core.kv.kv_shape import Fingerprint, KvShape
 from pdserve.core.types import Slo
 from pdserve.text.detokenize import Detokenizer
 from pdserve.text.tokenizer import ToyTokenizer
 from pdserve.v1 import inference_pb2
-from router import admission, prompts
-from router.admission import Admission, Limits
-from router.model import ModelFacts, difference
+from router.service import admission, prompts
+from router.service.admission import Admission, Limits
+from router.service.model import ModelFacts, difference
 
 FINGERPRINT = Fingerprint(
     protocol=1,

@@ -8,11 +8,11 @@ from pdserve.core.errors import Cancelled, InternalError, KvLost
 from pdserve.core.grammar import Grammar, GrammarKind
 from pdserve.core.results import Timings, Usage
 from pdserve.core.types import FinishReason, Sampling, TokenOut
-from pdserve.text.reasoning import THINK_MARKS, ReasoningSplit
+from pdserve.text.stops import THINK_MARKS, ReasoningSplit
 from pdserve.text.tokenizer import ToyTokenizer
 from pdserve.v1 import inference_pb2
-from router.answer import Answer
-from router.commands import FinishRequest, Outcome
+from router.service.answer import Answer
+from router.state.commands import FinishRequest, Outcome
 
 
 def tokens(text: str) -> list[TokenOut]:

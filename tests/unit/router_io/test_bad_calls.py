@@ -16,7 +16,7 @@ from pdserve.telemetry.metrics import Metrics
 from pdserve.v1 import inference_pb2
 from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
 from pdserve.wire import status
-from router.inference import InferenceServicer
+from router.service.inference import InferenceServicer
 from tests.unit.router_io.conftest import Connect, until
 from tests.unit.router_io.processes import Program, Start
 

@@ -9,8 +9,8 @@ import grpc.aio
 import pytest
 
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
-from router import session
-from router.session import WorkerSession
+from router.service import session
+from router.service.session import WorkerSession
 from tests.support.cluster_secret import ROUTER, proofs, protect
 from tests.unit.router_io.conftest import until
 

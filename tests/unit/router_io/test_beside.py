@@ -11,7 +11,7 @@ import pytest
 
 import pdserve
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.phases import Phase
+from pdserve.core.results import Phase
 from pdserve.engine.toy import answer
 from pdserve.prefix.embedded import EmbeddedRedis
 from pdserve.telemetry import names

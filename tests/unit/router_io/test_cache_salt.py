@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from pdserve import Client, InvalidRequest
-from pdserve.core.blocks import BlockAllocator
-from pdserve.core.hashing import block_hashes, chain_key
-from pdserve.core.key_file import key_hash, make_key
-from pdserve.core.proof import ClusterSecret
+from pdserve.core.access.key_file import key_hash, make_key
+from pdserve.core.access.proof import ClusterSecret
+from pdserve.core.kv.blocks import BlockAllocator
+from pdserve.core.kv.hashing import block_hashes, chain_key
 from pdserve.testing import Cluster
-from router.cache_salt import MAX_SALT_CHARS, cache_salt
+from router.service.tenants import MAX_SALT_CHARS, cache_salt
 
 ACME, BETA = (make_key(bytes([number] * 32)) for number in range(2))
 SECRET = ClusterSecret("a secret of this test")

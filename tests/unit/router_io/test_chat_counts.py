@@ -7,7 +7,7 @@ import pytest
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.types import MAX_CHAT_CALLS, MAX_MESSAGES, MAX_TOOL_CALLS, MAX_TOOLS, MAX_TOOLS_BYTES
 from pdserve.v1 import inference_pb2
-from router.prompts import check_counts
+from router.service.prompts import check_counts
 
 CALL = inference_pb2.ToolCall()
 

@@ -13,7 +13,7 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.text.chat import TemplateSources
 from pdserve.text.tokenizer import HuggingFaceTokenizer
 from pdserve.v1 import inference_pb2
-from router.admission import Admission
+from router.service.admission import Admission
 from tests.unit.router_io.test_grammars import MODEL
 from tests.unit.router_io.test_prompts import LIMITS
 from tests.unit.text.conftest import byte_level

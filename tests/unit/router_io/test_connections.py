@@ -12,9 +12,9 @@ import pytest
 from pdserve.config import RouterConfig
 from pdserve.core.errors import ConfigError
 from pdserve.engine.toy import answer
-from pdserve.wire import port_options
-from router.connections import num_connections
-from router.server import _server_options
+from pdserve.wire import peer_server
+from router.service.measure import num_connections
+from router.service.server import _server_options
 from tests.unit.router_io.conftest import Connect, Front, until
 from tests.unit.router_io.processes import Program
 
@@ -74,7 +74,7 @@ async def test_idle_connections_are_closed(connect: Connect, sockets: contextlib
 async def test_connections_without_a_preface_are_closed(
     connect: Connect, sockets: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(port_options, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(peer_server, "HANDSHAKE_S", 0.2)
     front = await connect()
     made = [*connections(front, sockets, 10), *connections(front, sockets, 10, PREFACE[:9])]
     await until(lambda: num_open(made) == 0)

@@ -19,7 +19,7 @@ from pdserve.prefix.embedded import EmbeddedRedis
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics
 from pdserve.v1 import peer_pb2, peer_pb2_grpc, worker_pb2, worker_pb2_grpc
-from router.server import RouterServer
+from router.service.server import RouterServer
 from tests.support.cluster_secret import SECRET
 from tests.unit.router_io.conftest import Connect, until
 from tests.unit.router_io.processes import Program, Start

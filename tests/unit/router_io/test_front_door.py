@@ -24,11 +24,11 @@ from pdserve import AsyncClient, Client
 from pdserve.build import FULL_VERSION
 from pdserve.client.retry import Retries
 from pdserve.core.errors import ConfigError, InvalidRequest, NotFound, Unauthenticated, Unavailable
-from pdserve.core.version import VERSION_KEY
+from pdserve.core.installation import VERSION_KEY
 from pdserve.engine.toy import answer
-from router.auth import MAX_VERSIONS, POLICY, AuthInterceptor, ClientVersions, authorised
-from router.program import RouterHost, make_router
-from router.replay import decode_step, replay
+from router.recording.replay import decode_step, replay
+from router.service.auth import MAX_VERSIONS, POLICY, AuthInterceptor, ClientVersions, authorised
+from router.service.program import RouterHost, make_router
 from tests.support.cluster_secret import ENVIRONMENT, TEXT
 from tests.unit.router_io.conftest import Connect, until
 from tests.unit.router_io.processes import Program, Start, spawn
@@ -37,7 +37,7 @@ SERVICES = ("pdserve.v1.InferenceService", "pdserve.v1.ClusterService", "grpc.he
 
 
 def test_every_method_that_is_served_has_a_policy() -> None:
-    import router.server  # noqa: F401 - puts the descriptors into the pool
+    import router.service.server  # noqa: F401 - puts the descriptors into the pool
 
     names = (*SERVICES, "grpc.reflection.v1alpha.ServerReflection")
     served = {
@@ -116,7 +116,7 @@ async def test_health_fails_while_all_decode_workers_are_drained(
     watch = health_pb2_grpc.HealthStub(front.channel).Watch(health_pb2.HealthCheckRequest(service=service))
     assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
     [worker] = (await front.client.topology()).workers
-    with caplog.at_level("WARNING", logger="router.server"):
+    with caplog.at_level("WARNING", logger="router.service.server"):
         await front.client.drain(worker.worker_id)
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         await front.client.undrain(worker.worker_id)
@@ -256,9 +256,9 @@ def test_a_host_runs_a_router_on_its_own_thread(decode: Program) -> None:
 
 def test_a_router_process_never_loads_torch() -> None:
     code = (
-        "import sys, router.__main__, router.program\n"
+        "import sys, router.__main__, router.service.program\n"
         "from pdserve.config import RouterConfig\n"
-        "router.program.make_router(RouterConfig(model='toy', port=0, cluster_secret='only for this test'))\n"
+        "router.service.program.make_router(RouterConfig(model='toy', port=0, cluster_secret='only for this test'))\n"
         "assert not {'torch', 'ray', 'numpy', 'redis', 'opentelemetry'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

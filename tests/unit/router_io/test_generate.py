@@ -12,10 +12,10 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.core.types import RequestAttributes
 from pdserve.engine.toy import answer
 from pdserve.v1 import worker_pb2
-from pdserve.wire.sequence import SEQUENCE
-from router import codec
-from router.answer import Answer
-from router.events import RequestArrived
+from pdserve.wire.protocol import SEQUENCE
+from router.recording import codec
+from router.service.answer import Answer
+from router.state.events import RequestArrived
 from tests.unit.router_io.conftest import Connect, until
 from tests.unit.router_io.processes import Program
 

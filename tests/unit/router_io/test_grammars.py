@@ -14,16 +14,15 @@ import pytest
 
 from pdserve.core.errors import InvalidRequest, Overloaded
 from pdserve.core.grammar import Grammar, GrammarKind, choice
-from pdserve.core.grant import Fingerprint
-from pdserve.core.kv_shape import KvShape
+from pdserve.core.kv.kv_shape import Fingerprint, KvShape
 from pdserve.core.types import Slo
 from pdserve.text.tokenizer import load_tokenizer
 from pdserve.v1 import inference_pb2
-from router import grammars
-from router.admission import Admission, Limits
-from router.fair_queue import ClientKey
-from router.grammars import GrammarCheck
-from router.model import ModelFacts
+from router.service import child_pool
+from router.service.admission import Admission, Limits
+from router.service.child_pool import GrammarCheck
+from router.service.fair_queue import ClientKey
+from router.service.model import ModelFacts
 
 FOLDER = next((Path(__file__).parents[3] / "pdserve/models").glob("stdlib-*"))
 MODEL = ModelFacts(
@@ -101,7 +100,8 @@ async def test_a_slow_grammar_is_ended_and_cached() -> None:
     try:
         refused = await refusal(check, SLOW)
         assert (
-            refused == f"json_schema: got one that cannot be used ({grammars.TOO_LONG}), expected {grammars.EXPECTED}"
+            refused
+            == f"json_schema: got one that cannot be used ({child_pool.TOO_LONG}), expected {child_pool.EXPECTED}"
         )
         alive = pids(check)
         assert len(alive) == 2, "a slow grammar ends a child, and no process with a vocabulary"
@@ -167,7 +167,7 @@ async def test_a_disconnected_caller_does_not_delay_the_next(check: GrammarCheck
 
 async def test_equal_grammars_are_checked_once_and_many_are_limited(check: GrammarCheck) -> None:
     await asyncio.gather(*(check.check(GOOD, MODEL) for _ in range(200)))
-    many = [check.check(choice([str(number)]), MODEL) for number in range(grammars.QUEUE.of_client + 6)]
+    many = [check.check(choice([str(number)]), MODEL) for number in range(child_pool.QUEUE.of_client + 6)]
     results = await asyncio.gather(*many, return_exceptions=True)
     # One of them is being checked, and does not wait.
     assert [type(one) for one in results if one is not None] == [Overloaded] * 5

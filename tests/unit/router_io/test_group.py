@@ -11,10 +11,9 @@ from pdserve.core.errors import DeadlineExceeded, InternalError, Overloaded
 from pdserve.core.results import Timings, Usage
 from pdserve.core.types import FinishReason, Sampling, TokenOut
 from pdserve.text.tokenizer import ToyTokenizer
-from router import group
-from router.answer import Answer
-from router.commands import FinishRequest, Outcome
-from router.group import Group
+from router.service import answer as group
+from router.service.answer import Answer, Group
+from router.state.commands import FinishRequest, Outcome
 from tests.unit.router_io.conftest import SLOW_STEP_S, Connect, until
 from tests.unit.router_io.processes import Program, Start
 from tests.unit.router_io.test_generate import text_of

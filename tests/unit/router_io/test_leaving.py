@@ -11,9 +11,9 @@ import pytest
 from pdserve.engine.toy import answer
 from pdserve.v1 import inference_pb2, worker_pb2
 from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
-from router.answer import Answer
-from router.inference import InferenceServicer
-from router.session import WorkerSession
+from router.service.answer import Answer
+from router.service.inference import InferenceServicer
+from router.service.session import WorkerSession
 from tests.support.cluster_secret import ROUTER
 from tests.unit.router_io.conftest import Connect, until
 from tests.unit.router_io.processes import Program, Start

@@ -13,8 +13,8 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.core.types import TokenOut
 from pdserve.v1 import worker_pb2
 from pdserve.wire.protocol import decode_response
-from router.session import WorkerSession
-from router.workers import Workers
+from router.service.session import WorkerSession
+from router.service.workers import Workers
 from tests.support.cluster_secret import ROUTER
 
 NO_DURATIONS = [math.nan, math.inf, -1.0, 1e300]

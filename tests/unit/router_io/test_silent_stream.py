@@ -8,7 +8,7 @@ from typing import Any
 import grpc.aio
 
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
-from router.session import WorkerSession
+from router.service.session import WorkerSession
 from tests.support.cluster_secret import ROUTER, proofs, protect
 from tests.unit.router_io.conftest import until
 

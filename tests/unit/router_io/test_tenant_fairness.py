@@ -11,7 +11,7 @@ import pytest
 
 from pdserve import AsyncClient
 from pdserve.client.retry import Retries
-from pdserve.core.key_file import key_hash, make_key
+from pdserve.core.access.key_file import key_hash, make_key
 from tests.unit.router_io.conftest import Connect, until
 from tests.unit.router_io.processes import Start
 

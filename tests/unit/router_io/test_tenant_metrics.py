@@ -11,9 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve import AsyncClient, QuotaExceeded
 from pdserve.client.retry import Retries
-from pdserve.core.key_file import key_hash, make_key
+from pdserve.core.access.key_file import key_hash, make_key
 from pdserve.telemetry.metrics import Metrics
-from router.tenant_labels import TenantLabels
+from router.service.tenants import TenantLabels
 from tests.unit.router_io.conftest import Connect, until
 from tests.unit.router_io.processes import Program
 

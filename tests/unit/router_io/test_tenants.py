@@ -16,15 +16,14 @@ import pytest
 
 from pdserve import AsyncClient, InvalidRequest, PermissionDenied, Unauthenticated
 from pdserve.client.retry import Retries
+from pdserve.core.access.key_file import MAX_FILE_BYTES, Tenant, key_hash, make_key
 from pdserve.core.errors import ConfigError, Overloaded
-from pdserve.core.key_file import MAX_FILE_BYTES, Tenant, key_hash, make_key
 from pdserve.v1 import inference_pb2
 from pdserve.wire import status
-from router import auth
-from router.auth import authorised
-from router.events import RequestArrived
-from router.replay import decode_step, replay
-from router.tenants import Tenants
+from router.recording.replay import decode_step, replay
+from router.service import auth
+from router.service.auth import Tenants, authorised
+from router.state.events import RequestArrived
 from tests.unit.router_io.conftest import Connect, Front, until
 from tests.unit.router_io.processes import Program
 

@@ -22,10 +22,10 @@ from pdserve.text.chat import TemplateSources
 from pdserve.text.template_facts import finding_facts, not_loaded
 from pdserve.text.tokenizer import HuggingFaceTokenizer
 from pdserve.v1 import inference_pb2
-from router import text_children
-from router.admission import Admission
-from router.fair_queue import ClientKey
-from router.server import RouterServer
+from router.service import tokenizing
+from router.service.admission import Admission
+from router.service.fair_queue import ClientKey
+from router.service.server import RouterServer
 from tests.support.cluster_secret import TEXT
 from tests.unit.router_io.test_grammars import FOLDER, MODEL
 from tests.unit.router_io.test_prompts import LIMITS
@@ -57,7 +57,7 @@ Result = TypeVar("Result")
 
 @pytest.fixture
 async def make(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Make]:
-    monkeypatch.setattr(text_children, "WALL_S", AMPLE_S)
+    monkeypatch.setattr(tokenizing, "WALL_S", AMPLE_S)
     made: list[Admission] = []
 
     async def one(source: str | None, folder: Path = FOLDER) -> Admission:
@@ -108,8 +108,8 @@ async def test_a_template_that_exceeds_a_limit_fails_its_own_chat(make: Make) ->
 
 async def test_slow_chats_do_not_delay_quick_ones(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their processes have no end within the test: only the order decides."""
-    monkeypatch.setattr(text_children, "SLOW_CPU_S", 10 * AMPLE_S)
-    monkeypatch.setattr(text_children, "WALL_S", 10 * AMPLE_S)
+    monkeypatch.setattr(tokenizing, "SLOW_CPU_S", 10 * AMPLE_S)
+    monkeypatch.setattr(tokenizing, "WALL_S", 10 * AMPLE_S)
     admission = await make(ON_DEMAND.replace("BODY", SPIN))
     slow = [asyncio.create_task(admission.prepare(chat(f"BAD {number}"), MODEL, None)) for number in range(6)]
     try:
@@ -128,7 +128,7 @@ async def test_a_short_chat_waits_little_for_new_clients(make: Make, monkeypatch
     ask = ChildProcess.ask
 
     async def counted(child: ChildProcess, message: Mapping[str, Any]) -> dict[str, Any]:
-        if (cpu_s := message.get("cpu_s", 1.0)) < text_children.SLOW_CPU_S:  # not the first message, nor a slow child's
+        if (cpu_s := message.get("cpu_s", 1.0)) < tokenizing.SLOW_CPU_S:  # not the first message, nor a slow child's
             granted_s.append(cpu_s)
         return await ask(child, message)
 

@@ -11,7 +11,7 @@ from pdserve.client.aio import AsyncClient
 from pdserve.config import RouterConfig
 from pdserve.core.errors import ConfigError, Unauthenticated
 from pdserve.owned_folder import OwnedFolder
-from router.server import RouterServer
+from router.service.server import RouterServer
 from tests.support.cluster_secret import TEXT
 
 TOKEN = "the-token-of-this-test"

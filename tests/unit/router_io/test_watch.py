@@ -11,7 +11,7 @@ from pdserve import AsyncClient
 from pdserve.build import FULL_VERSION
 from pdserve.core.errors import InvalidRequest, Overloaded, ShuttingDown, Unauthenticated
 from pdserve.core.live import LiveRequest
-from router.watching import MAX_VIEWERS
+from router.service.cluster import MAX_VIEWERS
 from tests.unit.router_io.conftest import Connect, until
 from tests.unit.router_io.processes import Program
 

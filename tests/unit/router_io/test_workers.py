@@ -13,14 +13,14 @@ from redis import Redis
 from pdserve import Client
 from pdserve.build import FULL_VERSION
 from pdserve.config import RouterConfig
+from pdserve.core.installation import VERSION
 from pdserve.core.types import Role
-from pdserve.core.version import VERSION
 from pdserve.prefix.embedded import EmbeddedRedis
 from pdserve.prefix.index import PrefixIndex
 from pdserve.v1 import worker_pb2
-from router.events import Event, WorkerConnected, WorkerForgotten, WorkerLost
-from router.program import make_router
-from router.workers import Workers
+from router.service.program import make_router
+from router.service.workers import Workers
+from router.state.events import Event, WorkerConnected, WorkerForgotten, WorkerLost
 from tests.support.cluster_secret import ROUTER, TEXT
 from tests.unit.router_io.conftest import until
 from tests.unit.router_io.processes import Program, Start, spawn
@@ -195,7 +195,7 @@ async def test_a_worker_of_another_release_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("router.workers.FULL_VERSION", "9.9.9+a")
+    monkeypatch.setattr("router.service.workers.FULL_VERSION", "9.9.9+a")
     workers, _ = make()
     workers.register({"d0": decode.address})
     await until(lambda: "a worker is rejected" in caplog.text)
@@ -213,7 +213,7 @@ async def test_a_worker_of_another_patch_or_build_is_served_with_a_warning(
     caplog: pytest.LogCaptureFixture,
     own: str,
 ) -> None:
-    monkeypatch.setattr("router.workers.FULL_VERSION", own)
+    monkeypatch.setattr("router.service.workers.FULL_VERSION", own)
     workers, log = make()
     workers.register({"d0": decode.address})
     await until(lambda: "d0" in workers.roles)

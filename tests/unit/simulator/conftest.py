@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from simulator.world import World
+from simulator.cluster.world import World
 
 
 @pytest.fixture(autouse=True)

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pdserve.core.latency import CostPrior
+from pdserve.core.cost.latency import CostPrior
 from pdserve.core.types import Role, Slo
-from router.settings import RouterSettings
+from router.state.settings import RouterSettings
+from simulator.cluster.world import World
 from simulator.model import NetworkLink, RequestRow, SimConfig, TraceRequest, WorkerShape
-from simulator.world import World
 
 COST = CostPrior(
     prefill_base_s=0.01,

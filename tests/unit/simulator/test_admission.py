@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from pdserve.core.latency import CostPrior
-from pdserve.core.percentiles import nearest_rank
+from pdserve.core.cost.latency import CostPrior
+from pdserve.core.results import nearest_rank
 from pdserve.core.types import Role, Slo
-from router.settings import RouterSettings
+from router.state.settings import RouterSettings
+from simulator.cluster.world import World
 from simulator.model import RequestRow, SimConfig, SimResult, WorkerShape
-from simulator.synthetic import Poisson, lengths_of
-from simulator.world import World
+from simulator.traces.workloads import Poisson, lengths_of
 
 NOISE = 0.3  # Relative standard deviation: it gives error bands of 0.6, twice as much.
 WARM_S, END_S = 8.0, 14.0

@@ -10,14 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pdserve.core.latency import CostPrior
+from pdserve.core.cost.latency import CostPrior
 from pdserve.core.policies import POLICIES
 from pdserve.core.types import Slo
-from simulator.bound import Bound, upper_bound
-from simulator.bound_deadlines import DeadlineJob, most_in_time
-from simulator.bound_periods import PeriodDemand, late_in_periods
+from simulator.cluster.world import simulate
 from simulator.model import SimConfig, TraceRequest, WorkerFault, WorkerFaultKind
-from simulator.world import simulate
+from simulator.search.bound import Bound, DeadlineJob, PeriodDemand, late_in_periods, most_in_time, upper_bound
 from tests.unit.simulator.small import COST, MESSAGE_S, Listed, asked, cluster
 
 BLOCK = 64

@@ -9,8 +9,8 @@ import pytest
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role, Slo
 from pdserve.profiles import load_profile
-from simulator.cluster import make_link, make_workers
 from simulator.model import NetworkLink, SimConfig
+from simulator.search.layouts import make_link, make_workers
 
 PROFILE = load_profile("h100-sxm.llama-3.1-8b.bf16")
 

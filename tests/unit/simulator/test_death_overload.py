@@ -6,12 +6,12 @@ import pytest
 
 from pdserve.core.types import Slo
 from pdserve.profiles import load_profile
-from router.settings import RouterSettings
-from simulator.cluster import make_workers
+from router.state.settings import RouterSettings
+from simulator.cluster.world import simulate
 from simulator.metrics import summarise
 from simulator.model import SimConfig, WorkerFault, WorkerFaultKind
-from simulator.workloads import make_workload
-from simulator.world import simulate
+from simulator.search.layouts import make_workers
+from simulator.traces.workloads import make_workload
 
 
 @pytest.mark.parametrize(("seed", "least"), [(0, 0.85), (3, 0.97)])

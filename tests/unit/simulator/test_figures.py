@@ -12,20 +12,18 @@ from hypothesis import strategies as st
 from pdserve.core.types import Path, Slo
 from pdserve.plot.figure import figure_svg
 from pdserve.profiles import load_profile
-from simulator.cluster import make_workers
-from simulator.comparison import PolicyRun
-from simulator.figures import figure, panels
-from simulator.frontier import frontier, staircase
-from simulator.goodput import HighestRate, Probe
+from simulator.cluster.tally import DECODE, FIRST_WIDTH_S, MIXED, MOST, PREFILL, StepShares
+from simulator.cluster.world import simulate
 from simulator.metrics import summarise
 from simulator.model import RequestRow, SimConfig
-from simulator.over_time import DECODE, FIRST_WIDTH_S, MIXED, MOST, PREFILL, StepShares
-from simulator.plan_figure import MAX_LAYOUTS, PlannedLayout, plan_figure
-from simulator.reshape import Reshaped, first, rate_scaled
-from simulator.synthetic import chat
-from simulator.time_charts import TimedRequests, frontier_panel, prediction_panel
-from simulator.worker_charts import MAX_REQUESTS, requests_gantt, window
-from simulator.world import simulate
+from simulator.report.comparison import PolicyRun
+from simulator.report.figures import MAX_REQUESTS, figure, panels, requests_gantt, window
+from simulator.report.plan_figure import MAX_LAYOUTS, PlannedLayout, plan_figure
+from simulator.report.time_charts import TimedRequests, frontier, frontier_panel, prediction_panel, staircase
+from simulator.search.goodput import HighestRate, Probe
+from simulator.search.layouts import make_workers
+from simulator.traces.reshape import Reshaped, first, rate_scaled
+from simulator.traces.workloads import chat
 from tests.unit.simulator.test_report import SLO, run
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
+from pdserve.core.cost.latency import CostPrior
 from pdserve.core.errors import ConfigError
-from pdserve.core.latency import CostPrior
 from pdserve.core.types import Role, Slo
-from simulator.goodput import Probe, TraceWindow, cut, find_goodput, runner
 from simulator.model import RequestRow, SimConfig, SimResult, TraceRequest, WorkerShape
-from simulator.reshape import first
+from simulator.search.goodput import Probe, TraceWindow, cut, find_goodput, runner
+from simulator.traces.reshape import first
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.1)
 CONFIG = SimConfig(workers=(WorkerShape(worker_id="d0", role=Role.DECODE, cost=CostPrior()),), slo=SLO)

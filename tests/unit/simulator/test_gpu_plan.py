@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from pdserve.core.types import Slo
-from simulator.goodput import HighestRate, Probe
-from simulator.gpu_plan import LayoutPlan, compare, limiting_target, measure_layout, verdict
-from simulator.layouts import Layout, all_layouts
-from simulator.world import simulate
+from simulator.cluster.world import simulate
+from simulator.search.goodput import HighestRate, Probe
+from simulator.search.layouts import Layout, all_layouts
+from simulator.search.plan import LayoutPlan, compare, limiting_target, measure_layout, verdict
 from tests.unit.simulator.test_plan import bound, worth
 from tests.unit.simulator.test_plan_by_simulation import PROFILE, question
 

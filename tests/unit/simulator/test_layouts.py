@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from pdserve.core.cost.profile import Profile
 from pdserve.core.errors import ConfigError
-from pdserve.core.profile import Profile
 from pdserve.profiles import load_degrees
-from simulator.layouts import Layout, all_layouts, by_degrees, usable_layouts
 from simulator.model import TraceRequest
+from simulator.search.layouts import Layout, all_layouts, by_degrees, usable_layouts
 
 PROFILES = load_degrees("a100-80g.opt-13b.fp16")
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.core.latency import CostPrior
-from pdserve.core.percentiles import nearest_rank
+from pdserve.core.cost.latency import CostPrior
+from pdserve.core.results import nearest_rank
 from pdserve.core.types import Path, Role, Slo
 from simulator.metrics import Percentiles, miss, percentiles, summarise, tokens_in_time
-from simulator.misses import why, worst
 from simulator.model import RequestRow, SimConfig, SimResult, WorkerRow, WorkerShape
+from simulator.report.comparison import why, worst
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.1)
 

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from pdserve.core.latency import LinkModel
-from pdserve.core.overlap import exposed_s
+from pdserve.core.cost.latency import LinkModel
+from pdserve.core.cost.overlap import exposed_s
 from pdserve.core.types import Path
 from simulator.model import NetworkLink, SimConfig
 from tests.unit.simulator.small import BLOCK_BYTES, COST, asked, cluster, run

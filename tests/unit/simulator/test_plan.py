@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 import pytest
 
 from pdserve.core.errors import ConfigError
-from simulator.goodput import HighestRate, Probe
-from simulator.plan import Plan, climb, sweep, workers_for
+from simulator.search.goodput import HighestRate, Probe
+from simulator.search.plan import Plan, climb, sweep, workers_for
 
 
 def worth(rate_rps: float) -> HighestRate:

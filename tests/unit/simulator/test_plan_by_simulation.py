@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 
-from pdserve.core.latency import CostPrior
-from pdserve.core.profile import Profile
+from pdserve.core.cost.latency import CostPrior
+from pdserve.core.cost.profile import Profile
 from pdserve.core.types import Slo
-from router.settings import RouterSettings
-from simulator.goodput import TraceWindow
+from router.state.settings import RouterSettings
+from simulator.cluster.world import simulate
 from simulator.model import TraceRequest
-from simulator.plan import Plan, Question, demand, first_guess, measure, sweep
-from simulator.world import simulate
+from simulator.search.goodput import TraceWindow
+from simulator.search.plan import Plan, Question, demand, first_guess, measure, sweep
 
 # A step has almost no base, so a prompt gains nothing by sharing a step with decode rows.
 PROFILE = Profile(

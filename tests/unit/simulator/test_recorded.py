@@ -11,19 +11,18 @@ from typing import Any
 import pytest
 
 from pdserve.core.attempt import AttemptKey, FailureKind
+from pdserve.core.cost.latency import CostPrior
 from pdserve.core.errors import ConfigError
-from pdserve.core.latency import CostPrior
 from pdserve.core.protocol import AttemptFailed, BatchTimed, Granted, Load, Reserve, TokenRow, TokensArrived
 from pdserve.core.types import FinishReason, Role, Slo, TokenOut
-from router import replay
-from router.events import ClientLeft, Event, WorkerLost
-from router.settings import RouterSettings
-from router.state import RouterState
+from router.recording import replay
+from router.state.events import ClientLeft, Event, WorkerLost
+from router.state.settings import RouterSettings
+from router.state.state import RouterState
 from simulator.model import TraceRequest, WorkerFault, WorkerFaultKind
-from simulator.recorded import read_recording
-from simulator.recorded_cluster import RecordedCluster, read_cluster
-from simulator.trace_rows import TraceError
-from simulator.traces import FileTrace
+from simulator.traces.files import FileTrace
+from simulator.traces.recorded import RecordedCluster, read_cluster, read_recording
+from simulator.traces.trace_rows import TraceError
 from tests.support.slow import slow_except
 from tests.unit.router.router_events import arrival, hello
 from tests.unit.router.test_random_runs import run

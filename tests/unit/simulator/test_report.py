@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from pdserve.core.latency import CostPrior
+from pdserve.core.cost.latency import CostPrior
 from pdserve.core.types import Path, Role, Slo
-from router.settings import RouterSettings
-from simulator.bound import Bound
-from simulator.comparison import PolicyRun, as_json, highest_sustained, rows_of
-from simulator.figures import focused
+from router.state.settings import RouterSettings
 from simulator.metrics import summarise
 from simulator.model import RequestRow, Sample, SimConfig, SimResult, WorkerRow, WorkerShape
-from simulator.report import page
-from simulator.tables import render, seconds
+from simulator.report.comparison import PolicyRun, as_json, highest_sustained, rows_of
+from simulator.report.figures import focused
+from simulator.report.page import page
+from simulator.report.tables import render, seconds
+from simulator.search.bound import Bound
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.1)
 VOID = {"meta", "line", "polyline", "polygon"}

@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 
-from pdserve.core.latency import CostPrior
+from pdserve.core.cost.latency import CostPrior
 from pdserve.core.types import Role, Slo
-from router import replay
-from router.commands import Command
-from router.events import Event
-from router.settings import RouterSettings
+from router.recording import replay
+from router.state.commands import Command
+from router.state.events import Event
+from router.state.settings import RouterSettings
+from simulator.cluster.world import World, simulate
 from simulator.model import SimConfig, SimResult, TraceRequest, WorkerFault, WorkerFaultKind, WorkerShape
-from simulator.recorded import block_tokens, read_recording
-from simulator.recorded_cluster import read_cluster
-from simulator.trace_rows import NumberedLine
-from simulator.world import World, simulate
+from simulator.traces.recorded import block_tokens, read_cluster, read_recording
+from simulator.traces.trace_rows import NumberedLine
 
 BLOCK = 64
 COST = CostPrior(

@@ -10,8 +10,8 @@ import pytest
 
 from pdserve.core.errors import ConfigError
 from simulator.model import TraceRequest
-from simulator.reshape import Joined, Reshaped, first, jittered, rate_scaled, window
-from simulator.synthetic import Poisson, chat, lengths_of, log_normal
+from simulator.traces.reshape import Joined, Reshaped, first, jittered, rate_scaled, window
+from simulator.traces.workloads import Poisson, chat, lengths_of, log_normal
 
 
 class Listed:

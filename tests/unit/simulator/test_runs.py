@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import pytest
 
-from simulator.runs import StepTimes
+from simulator.cluster.speed import StepTimes
 
 
 @pytest.mark.parametrize("growth_s", [0.0, 1e-12, 4e-8, 1e-4, 0.5])

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from simulator.goodput import HighestRate, Probe
-from simulator.sufficiency import ENOUGH, MARGIN, SPANS, TARGET, shortage, surely_misses
+from simulator.search.goodput import ENOUGH, MARGIN, SPANS, TARGET, HighestRate, Probe, shortage, surely_misses
 
 
 def test_enough_requests_bound_the_error_of_attainment() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.core.key_file import Tenant
+from pdserve.core.access.key_file import Tenant
 from simulator.model import RequestRow
 from tests.unit.simulator.small import asked, cluster, run
 

@@ -10,8 +10,8 @@ import pytest
 
 from pdserve.core.errors import ConfigError
 from simulator.model import TraceRequest
-from simulator.trace_rows import MAX_TOKENS, TraceError
-from simulator.traces import FileTrace
+from simulator.traces.files import FileTrace
+from simulator.traces.trace_rows import MAX_TOKENS, TraceError
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
 TRACES = Path(os.environ.get("PDSERVE_TRACES", Path(__file__).parents[4] / "shared/traces"))

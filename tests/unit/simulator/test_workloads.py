@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from pdserve.core.errors import ConfigError
-from simulator.workloads import LONGEST_PROMPT, WORKLOADS, Agents, Bursts, either, make_workload
+from simulator.traces.workloads import LONGEST_PROMPT, WORKLOADS, Agents, Bursts, either, make_workload
 
 
 @pytest.mark.parametrize("name", list(WORKLOADS))

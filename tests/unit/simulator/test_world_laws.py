@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from pdserve.core.errors import ConfigError
-from router.events import RequestArrived
+from router.state.events import RequestArrived
+from simulator.cluster.world import World, simulate
 from simulator.model import NetworkLink, RequestRow, SimConfig, TraceRequest, WorkerFault, WorkerFaultKind
-from simulator.world import World, simulate
 from tests.support.slow import slow_except
 from tests.unit.simulator.small import EASY, MESSAGE_S, Listed, asked, cluster, run
 

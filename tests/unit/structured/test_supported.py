@@ -11,8 +11,7 @@ import pytest
 from pdserve.core.grammar import Grammar, GrammarKind
 from pdserve.structured.checker import reason_against
 from pdserve.structured.compile import Compiler
-from pdserve.structured.formats import FORMATS
-from pdserve.structured.supported import supported
+from pdserve.structured.supported import FORMATS, supported
 from tests.unit.structured.documents import document
 from tests.unit.structured.judge import READERS, why_invalid
 from tests.unit.structured.schemas import FORMAT_NAMES, WITHOUT_EFFECT, any_schema

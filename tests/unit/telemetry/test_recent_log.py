@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from pdserve.core.log_line import MAX_CHARS, MAX_LINES
-from pdserve.telemetry.recent_log import RecentLog
+from pdserve.core.live import MAX_CHARS, MAX_LINES
+from pdserve.telemetry.logs import RecentLog
 
 
 def record(message: str, level: int = logging.INFO, **extra: object) -> logging.LogRecord:

@@ -8,7 +8,7 @@ from dataclasses import fields
 import pytest
 
 from pdserve.core.errors import ConfigError, NoWorkers
-from pdserve.core.phases import Phase
+from pdserve.core.results import Phase
 from pdserve.core.types import RequestAttributes
 from pdserve.telemetry import names
 from pdserve.telemetry.propagate import parse

@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.text.chat import ChatTemplate, Message
 from pdserve.text.chat_encoder import Chat, ChatEncoder
-from pdserve.text.reasoning import MISTRAL_MARKS, THINK_MARKS, ReasoningSplit
+from pdserve.text.stops import MISTRAL_MARKS, THINK_MARKS, ReasoningSplit
 from pdserve.text.tokenizer import ToyTokenizer
 
 TURNS = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"

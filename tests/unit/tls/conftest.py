@@ -13,7 +13,7 @@ import pytest
 
 from pdserve.config import GatewayConfig
 from pdserve.gateway.server import GatewayHost
-from pdserve.launch.open_ports import listeners
+from pdserve.launch.ports import listeners
 from pdserve.testing import Cluster
 from tests.support.tls_files import TestAuthority
 

@@ -20,11 +20,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pdserve import AsyncClient, Client, Tls
 from pdserve.config import GatewayConfig, RouterConfig
 from pdserve.core.errors import Unavailable
+from pdserve.core.setting import CA
 from pdserve.gateway.server import GatewayHost
 from pdserve.testing import toy_answer
 from pdserve.tls.authority import write_private
-from pdserve.tls.names import CA
-from router.program import RouterHost
+from router.service.program import RouterHost
 from tests.support.tls_files import TestAuthority
 from tests.unit.tls.conftest import TlsCluster, tls_cluster
 
@@ -262,7 +262,7 @@ def test_a_router_reports_why_a_workers_certificate_is_rejected(served: TlsClust
     with Client(served.cluster.address, tls=served.ca) as client:
         endpoint = client.topology().workers[0].endpoint
     certificate = TestAuthority(tmp_path, "another CA").settings("router")
-    rejections, log = Rejections(), logging.getLogger("router.workers")
+    rejections, log = Rejections(), logging.getLogger("router.service.workers")
     log.addHandler(rejections)
     host = RouterHost(
         RouterConfig(model="toy", port=0, workers=(endpoint,), cluster_secret="of another cluster", **certificate)

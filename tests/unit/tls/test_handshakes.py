@@ -15,7 +15,7 @@ import pytest
 
 from pdserve.config import GatewayConfig
 from pdserve.gateway.server import GatewayHost
-from pdserve.telemetry.metrics_server import MAX_CONNECTIONS, MetricsServer
+from pdserve.telemetry.metrics import MAX_CONNECTIONS, MetricsServer
 from pdserve.testing import Cluster
 from tests.support.tls_files import TestAuthority
 

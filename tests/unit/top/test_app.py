@@ -15,8 +15,7 @@ from textual.widgets._footer import FooterKey
 from pdserve import AsyncClient
 from pdserve.client.results import Explanation
 from pdserve.core.errors import NotFound, Unavailable
-from pdserve.core.live import LiveFrame, LiveRequest
-from pdserve.core.log_line import LogLine
+from pdserve.core.live import LiveFrame, LiveRequest, LogLine
 from pdserve.testing import Cluster
 from pdserve.top.app import Details, TopApp
 from pdserve.top.sources import RecordingSource, RouterSource

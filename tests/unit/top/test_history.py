@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.top.history import MAX_ENDED, WINDOW_S, History, percentile
+from pdserve.top.text import MAX_ENDED, WINDOW_S, History, percentile
 from tests.unit.top.given import ended, frame, request, worker
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.core.live import LivePhases
 from pdserve.top import text
-from pdserve.top.history import History
+from pdserve.top.text import History
 from tests.unit.top.given import ended, frame, request, worker
 
 

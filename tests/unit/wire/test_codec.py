@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.core.attempt import AttemptKey, RefusalReason
+from pdserve.core.cost.latency import CostPrior
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.latency import CostPrior
 from pdserve.core.types import FinishReason
 from pdserve.v1 import inference_pb2, worker_pb2
 from pdserve.wire.codec import Codec, Special

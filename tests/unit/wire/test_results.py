@@ -6,11 +6,10 @@ import dataclasses
 
 import pytest
 
-from pdserve.core.phases import Phases
-from pdserve.core.results import Timings, Usage
+from pdserve.core.results import Phases, Timings, Usage
 from pdserve.core.types import Path
 from pdserve.v1 import inference_pb2
-from pdserve.wire.results import TIMINGS, USAGE
+from pdserve.wire.protocol import TIMINGS, USAGE
 
 PHASES = Phases(**{one.name: 0.25 * number for number, one in enumerate(dataclasses.fields(Phases), 1)})
 DAYS_S = 3 * 86_400.0

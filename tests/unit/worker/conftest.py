@@ -16,7 +16,7 @@ from decode_worker import program as decode_program
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Role, Sampling
 from pdserve.engine.interface import Engine
-from pdserve.engine.load import load_engine
+from pdserve.engine.load_engine import load_engine
 from pdserve.v1 import worker_pb2
 from pdserve.wire.convert import sampling_to_proto
 from pdserve.worker.host import WorkerHost

@@ -10,9 +10,9 @@ from typing import Any
 
 from pdserve.core.grammar import Grammar, GrammarKind
 from pdserve.core.types import Role
-from pdserve.engine.async_stepper import DeferredFlight
 from pdserve.text.tokenizer import load_tokenizer
 from pdserve.v1 import worker_pb2
+from pdserve.worker.steps import DeferredFlight
 
 BUNDLED = Path(__file__).parents[3] / "pdserve" / "models" / "stdlib-5m"
 SETTINGS: dict[str, Any] = {

@@ -9,13 +9,19 @@ import pytest
 
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Role
-from pdserve.engine.async_stepper import DeferredFlight
 from pdserve.engine.interface import Flight, Row, RowOut
-from pdserve.engine.load import load_engine
+from pdserve.engine.load_engine import load_engine
 from pdserve.engine.toy import answer
 from pdserve.v1 import worker_pb2
-from pdserve.worker.compute import MAX_BARREN_STEPS, EngineBroken, Isolation, RowFailed
-from pdserve.worker.in_flight import Begun, StepsInFlight
+from pdserve.worker.steps import (
+    MAX_BARREN_STEPS,
+    Begun,
+    DeferredFlight,
+    EngineBroken,
+    Isolation,
+    RowFailed,
+    StepsInFlight,
+)
 
 PROMPT = list(range(10, 30))
 

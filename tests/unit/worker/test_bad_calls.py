@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from pdserve.core.proof import Identity
+from pdserve.core.access.proof import Identity
 from pdserve.core.types import Role
 from pdserve.v1 import worker_pb2
 from pdserve.wire import peers

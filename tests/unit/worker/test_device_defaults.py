@@ -8,10 +8,10 @@ import pytest
 
 from decode_worker.program import DecodeProgram
 from pdserve.config import WorkerConfig
-from pdserve.core.proof import ClusterSecret
+from pdserve.core.access.proof import ClusterSecret
 from pdserve.core.types import Role
 from pdserve.engine.toy import ToyEngine
-from pdserve.worker.context import ProgramContext
+from pdserve.worker.interface import ProgramContext
 from prefill_worker.program import PrefillProgram
 
 

@@ -14,9 +14,9 @@ from kvtransfer.transports.nccl import NCCL
 from kvtransfer.transports.registry import TRANSPORTS
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role
-from pdserve.engine import build_engine
 from pdserve.engine.interface import Engine
-from pdserve.engine.load import load_engine
+from pdserve.engine.load import build_engine
+from pdserve.engine.load_engine import load_engine
 from pdserve.v1 import worker_pb2
 from tests.support.fake_device import FakeDevice, HiddenPool
 from tests.support.fake_ends import stand_ins

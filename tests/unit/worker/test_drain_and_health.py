@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from decode_worker.program import make_host
 from pdserve.core.errors import ConfigError
-from pdserve.core.hashing import block_hashes, chain_key
+from pdserve.core.kv.hashing import block_hashes, chain_key
 from pdserve.core.types import Role
 from pdserve.engine.toy import answer
 from pdserve.v1 import worker_pb2

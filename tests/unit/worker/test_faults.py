@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Role
 from pdserve.engine.interface import Row, RowOut
-from pdserve.engine.load import load_engine
+from pdserve.engine.load_engine import load_engine
 from pdserve.engine.toy import answer
 from pdserve.v1 import worker_pb2
 from tests.support.cluster_secret import attach as proven_attach

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.stats import EVENTS
-from pdserve.core.hashing import block_hashes, chain_key
+from kvtransfer.protocol.transport import EVENTS
+from pdserve.core.kv.hashing import block_hashes, chain_key
 from pdserve.core.types import Role
-from pdserve.engine.rejected_joins import count_rejected_join, rejected_joins
+from pdserve.engine.ranks.rejected_joins import count_rejected_join, rejected_joins
 from pdserve.engine.toy import answer
 from pdserve.prefix.embedded import EmbeddedRedis
 from pdserve.prefix.redis_index import RedisIndex
 from pdserve.prefix.registry import Registry
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics
-from pdserve.worker.measure import WorkerMetrics
+from pdserve.worker.reports import WorkerMetrics
 
 PROMPT = list(range(10, 31))
 TRACE = "0af7651916cd43dd8448eb211c80319c"

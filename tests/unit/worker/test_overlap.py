@@ -11,10 +11,10 @@ from typing import Any, Final
 
 import pytest
 
-from kvtransfer.grants import decode_grant
+from kvtransfer.protocol.grants import decode_grant
 from pdserve.core.types import Role
 from pdserve.engine.interface import Engine, OnLayer, Row, RowOut
-from pdserve.engine.load import load_engine
+from pdserve.engine.load_engine import load_engine
 from tests.support.slow import slow_except
 from tests.unit.worker.conftest import DEADLINE_S
 

@@ -20,9 +20,9 @@ from pdserve.engine.toy import ToyEngine
 from pdserve.profiles import load_profile
 from pdserve.v1 import inference_pb2, worker_pb2
 from pdserve.worker import calibrate, messages
-from pdserve.worker.compute import MAX_BARREN_STEPS, EngineBroken, Isolation, RowFailed
+from pdserve.worker.engine_thread import StallRule, Watchdog
 from pdserve.worker.session import SessionOutbox
-from pdserve.worker.watchdog import StallRule, Watchdog
+from pdserve.worker.steps import MAX_BARREN_STEPS, EngineBroken, Isolation, RowFailed
 
 # -- the stall rule --------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from pdserve.core.types import Role, Sampling
 from pdserve.engine.interface import Engine, Row
-from pdserve.engine.pool import quantise
+from pdserve.engine.memory.pool import quantise
 from pdserve.engine.toy import answer
 from pdserve.v1 import transfer_pb2, worker_pb2
 from tests.support.slow import slow_except

@@ -12,8 +12,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from decode_worker.program import make_host
 from pdserve.config import WorkerConfig
+from pdserve.core.access.proof import ClusterSecret, Identity
 from pdserve.core.errors import ConfigError, Unauthenticated
-from pdserve.core.proof import ClusterSecret, Identity
 from pdserve.core.types import Role
 from pdserve.engine.toy import answer
 from pdserve.telemetry import metric_names

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from kvtransfer.grants import decode_grant
+from kvtransfer.protocol.grants import decode_grant
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role, Sampling
 from pdserve.engine.interface import Engine
-from pdserve.engine.load import load_engine
+from pdserve.engine.load_engine import load_engine
 from pdserve.v1 import worker_pb2
 from tests.oracle import Oracle
 

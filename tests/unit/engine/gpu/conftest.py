@@ -43,10 +43,11 @@ MAX_ROWS = 3
 @contextmanager
 def plain_products() -> Iterator[None]:
     """Weights that are loaded in it are stored as on a GPU."""
-    from pdserve.engine import dummy, linear, weights
+    from pdserve.engine.load import weights
+    from pdserve.engine.model import linear
 
     with ExitStack() as stack:
-        for module in (linear, weights, dummy):
+        for module in (linear, weights):
             stack.enter_context(mock.patch.object(module, "is_repacked", return_value=False))
         yield
 
@@ -77,11 +78,10 @@ def make_pair(tiny: Callable[[str], Path], open_engine: Callable[..., Any]) -> C
 
     `most_tokens`: maximum of a step whose rows have drafts.
     """
-    from pdserve.engine.gpu.buckets import buckets_for
     from pdserve.engine.gpu.engine import GraphEngine
-    from pdserve.engine.gpu.graphs import EagerReplays
-    from pdserve.engine.gpu.static import StaticDecode
-    from pdserve.engine.gpu.switches import gpu_switches
+    from pdserve.engine.gpu.graphs import EagerReplays, StaticDecode
+    from pdserve.engine.gpu.kernels.fixed_shapes import buckets_for
+    from pdserve.engine.gpu.kernels.switches import gpu_switches
 
     def get(
         name: str,

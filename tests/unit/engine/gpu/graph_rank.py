@@ -17,14 +17,13 @@ if __name__ == "__main__":
     prepare()  # Before Triton is imported. In tests, conftest.py has done this.
 
 from pdserve.config import WorkerConfig
-from pdserve.engine.build_engine import open_rank
-from pdserve.engine.follower import obey
-from pdserve.engine.gpu.buckets import buckets_for
 from pdserve.engine.gpu.engine import GraphEngine
-from pdserve.engine.gpu.graphs import EagerReplays
-from pdserve.engine.gpu.static import StaticDecode
-from pdserve.engine.ranks import Ranks, make_store
-from pdserve.engine.sharding import Shard
+from pdserve.engine.gpu.graphs import EagerReplays, StaticDecode
+from pdserve.engine.gpu.kernels.fixed_shapes import buckets_for
+from pdserve.engine.load.build_engine import open_rank
+from pdserve.engine.model.collectives import Ranks, make_store
+from pdserve.engine.model.parameters import Shard
+from pdserve.engine.ranks.follower import obey
 
 SIZE = 2
 BLOCK_SIZE = 16

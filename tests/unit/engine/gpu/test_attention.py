@@ -5,8 +5,16 @@ import random
 import pytest
 import torch
 
-from pdserve.engine.gpu.splits import edges, imbalance, least_tiles, num_programs, parts, share_of, tile_range
-from pdserve.engine.gpu.work import HEAD_WORDS, Division, split
+from pdserve.engine.gpu.kernels.attention_plan import HEAD_WORDS, Division, split
+from pdserve.engine.gpu.kernels.fixed_shapes import (
+    edges,
+    imbalance,
+    least_tiles,
+    num_programs,
+    parts,
+    share_of,
+    tile_range,
+)
 from tests.gpu.case_attention import CASES, LONG
 from tests.gpu.cases import Case
 

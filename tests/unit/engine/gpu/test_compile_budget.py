@@ -15,13 +15,12 @@ from torch import Tensor
 from kvtransfer.transports.on_device import OnDevice
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Sampling
-from pdserve.engine import build_engine
-from pdserve.engine.gpu.buckets import buckets_for
-from pdserve.engine.gpu.forbid import forbid
-from pdserve.engine.gpu.penalties import penalise
-from pdserve.engine.gpu.relay import relay
-from pdserve.engine.gpu.static import StaticDecode
+from pdserve.engine.gpu.graphs import StaticDecode
+from pdserve.engine.gpu.kernels.fixed_shapes import buckets_for
+from pdserve.engine.gpu.kernels.relay import relay
+from pdserve.engine.gpu.resample import forbid_tokens, penalise
 from pdserve.engine.interface import Row
+from pdserve.engine.load import build_engine
 from tests.gpu.compile_budget import count_compiled
 
 pytestmark = pytest.mark.gpu_checks
@@ -127,7 +126,7 @@ def redraw(decode: StaticDecode, num_rows: int) -> None:
     size = decode.logits_BV.shape[1]
     row_S = torch.zeros(num_rows, dtype=torch.int64)
     logits_SV = decode.logits_BV.index_select(0, row_S).float()
-    forbid(logits_SV, torch.zeros((num_rows, size // 32), dtype=torch.int32), row_S)
+    forbid_tokens(logits_SV, torch.zeros((num_rows, size // 32), dtype=torch.int32), row_S)
     penalise(logits_SV, torch.zeros((8, size), dtype=torch.int32), row_S, row_S, torch.zeros((3, num_rows)))
     decode.sampler.draw(logits_SV, decode.inputs.draws_of(row_S), parts=decode.sampler.most_parts)
 
@@ -146,7 +145,7 @@ def test_copies_of_blocks_compile_nothing() -> None:
 
 
 def numbers(count: int) -> Tensor:
-    """Block numbers as in kvtransfer.cuda, which begin at a multiple of 16 bytes."""
+    """Block numbers as in kvtransfer.devices.cuda, which begin at a multiple of 16 bytes."""
     return torch.zeros(count + -count % 4, dtype=torch.int32)[:count]
 
 
@@ -175,9 +174,9 @@ def test_the_budget_counts_what_triton_specialises() -> None:
     logits_SV = torch.zeros((4, 48))
     with count_compiled() as compiled:
         for num_rows in (1, 2, 4):
-            forbid(logits_SV[:num_rows], words_RW[:num_rows], row_S[:num_rows])
+            forbid_tokens(logits_SV[:num_rows], words_RW[:num_rows], row_S[:num_rows])
         assert compiled.variants() == {"_forbid": 1}
-        forbid(logits_SV, words_RW, row_S[1:5])
+        forbid_tokens(logits_SV, words_RW, row_S[1:5])
         assert compiled.variants() == {"_forbid": 2}, "a tensor that begins at 8 bytes"
-        forbid(logits_SV[:, :47], words_RW, row_S[:4])
+        forbid_tokens(logits_SV[:, :47], words_RW, row_S[:4])
         assert compiled.variants() == {"_forbid": 3}, "a size that sixteen does not divide"

@@ -1,7 +1,7 @@
 import pytest
 
 from pdserve.core.errors import InternalError
-from pdserve.engine.gpu.count_slots import CountSlots
+from pdserve.engine.gpu.kernels.fixed_shapes import CountSlots
 
 
 def test_a_growing_sequence_keeps_its_slot() -> None:

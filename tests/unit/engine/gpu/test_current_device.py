@@ -13,14 +13,14 @@ from torch import Tensor
 
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Sampling
-from pdserve.engine import follower, parallel
-from pdserve.engine.build_engine import open_rank
-from pdserve.engine.gpu.norms import rms_norm
+from pdserve.engine.gpu.kernels.norms import rms_norm
 from pdserve.engine.interface import Row
-from pdserve.engine.rank_processes import OWN
-from pdserve.engine.ranks import Ranks
-from pdserve.engine.row_words import to_words
-from pdserve.engine.sharding import Shard
+from pdserve.engine.load.build_engine import open_rank
+from pdserve.engine.model.collectives import Ranks
+from pdserve.engine.model.parameters import Shard
+from pdserve.engine.ranks import follower, leader
+from pdserve.engine.ranks.leader import OWN
+from pdserve.engine.rows import to_words
 from tests.gpu.fake_cuda import WrongDevice, fake_cuda
 
 pytestmark = pytest.mark.gpu_checks
@@ -34,7 +34,7 @@ class Alone:
 
     def __init__(self, shard: Shard, *_: Any) -> None:
         self.shard = shard
-        self.orders = [[parallel.STEP, 0, *to_words([CHUNK, TOKEN])], [parallel.STOP]]
+        self.orders = [[leader.STEP, 0, *to_words([CHUNK, TOKEN])], [leader.STOP]]
 
     def receive_order(self) -> list[int]:
         return self.orders.pop(0)

@@ -1,6 +1,6 @@
 import numpy as np
 
-from pdserve.engine.gpu.extent import GOLDEN, MIX, checksum
+from pdserve.engine.gpu.kernels.extent import GOLDEN, MIX, checksum
 
 
 def test_numpy_computes_the_checksum_on_the_host() -> None:

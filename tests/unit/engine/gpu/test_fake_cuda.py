@@ -13,12 +13,12 @@ import torch
 
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Sampling
-from pdserve.engine.build_engine import open_torch_engine
-from pdserve.engine.gpu import prefill
+from pdserve.engine.gpu import triton_attention
+from pdserve.engine.gpu.graphs import StaticDecode
 from pdserve.engine.gpu.plain_rows import no_rows
-from pdserve.engine.gpu.static import StaticDecode
-from pdserve.engine.host_to_device import to_device
 from pdserve.engine.interface import Row
+from pdserve.engine.load.build_engine import open_torch_engine
+from pdserve.engine.model.batch import to_device
 from tests.gpu.fake_cuda import Waits, fake_cuda
 
 pytestmark = pytest.mark.gpu_checks
@@ -53,7 +53,7 @@ def test_torch_accepts_every_operation(
     name: str, dtype: str, kv_dtype: str, layout: str, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PDSERVE_GPU", f"layout={layout}")
-    real_flash = prefill.flash
+    real_flash = triton_attention.flash
     config = WorkerConfig(
         model=str(tiny(name)),
         worker_id="w",
@@ -65,7 +65,9 @@ def test_torch_accepts_every_operation(
         threads=1,
     )
     flash_rows: list[int] = []
-    monkeypatch.setattr(prefill, "flash", lambda *args: flash_rows.append(len(args[3].table_BP)) or real_flash(*args))
+    monkeypatch.setattr(
+        triton_attention, "flash", lambda *args: flash_rows.append(len(args[3].table_BP)) or real_flash(*args)
+    )
     with fake_cuda() as cuda, torch.inference_mode():
         engine = open_torch_engine(config)
         assert engine.pool.shape.heads_first == (layout == "heads")

@@ -14,16 +14,16 @@ import torch
 
 from benchmarks.gpu.floor import LLAMA_8B, decode_floor
 from pdserve.config import WorkerConfig
-from pdserve.engine import build_engine
-from pdserve.engine.build_engine import open_torch_engine
 from pdserve.engine.gpu import few_rows
-from pdserve.engine.gpu.build_engine import with_graphs
 from pdserve.engine.gpu.few_rows import FewRows, Shape, Site, measure, open_few_rows, shape_of
-from pdserve.engine.gpu.products import product_scratch
+from pdserve.engine.gpu.graphs import StaticDecode
+from pdserve.engine.gpu.kernels.products import product_scratch
+from pdserve.engine.gpu.kernels.switches import gpu_switches
 from pdserve.engine.gpu.resample import Resampler
-from pdserve.engine.gpu.static import StaticDecode
-from pdserve.engine.gpu.switches import gpu_switches
-from pdserve.engine.linear import PlainLinear
+from pdserve.engine.load import build_engine
+from pdserve.engine.load.build_engine import open_torch_engine
+from pdserve.engine.load.gpu_engine import with_graphs
+from pdserve.engine.model.linear import PlainLinear
 from tests.gpu.compile_budget import count_compiled
 from tests.gpu.strict_capture import strict_capture
 from tests.support.slow import slow_except

@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from benchmarks.fp8_sums import errors
-from pdserve.engine import cpu_ops
-from pdserve.engine.attention import EagerAttention
-from pdserve.engine.batch import pack
-from pdserve.engine.config import read_config
-from pdserve.engine.fp8 import Fp8Linear
-from pdserve.engine.gpu import ops as gpu_ops
+from pdserve.engine.cpu import ops as cpu_ops
+from pdserve.engine.gpu.kernels import ops as gpu_ops
 from pdserve.engine.interface import Row
-from pdserve.engine.model import Decoder
-from pdserve.engine.pool import BlockShape, TorchPool
-from pdserve.engine.safetensors_file import open_checkpoint
-from pdserve.engine.weights import load_weights
+from pdserve.engine.load.safetensors_file import open_checkpoint
+from pdserve.engine.load.weights import load_weights
+from pdserve.engine.memory.pool import BlockShape, TorchPool
+from pdserve.engine.model.attention import EagerAttention
+from pdserve.engine.model.batch import pack
+from pdserve.engine.model.config import read_config
+from pdserve.engine.model.decoder import Decoder
+from pdserve.engine.model.fp8 import Fp8Linear
 from tests.gpu.case_fp8 import CASES
 from tests.gpu.cases import Case
 

@@ -20,7 +20,7 @@ from benchmarks.gpu.parts import steps_of
 from benchmarks.gpu.report import FILE, GpuBar, Report, append, read, summary, table
 from benchmarks.gpu.setting import PartChoice, rehearsal
 from pdserve.config import WorkerConfig
-from pdserve.engine.memory_plan import MemoryPlan
+from pdserve.engine.memory.plan import MemoryPlan
 
 ROOT = Path(__file__).parents[4]
 #: Packages that the GPU machine lacks (numba would select the CPU path).
@@ -81,12 +81,12 @@ def test_imports_of_the_gpu_scripts_exist(bare: dict[str, str]) -> None:
         for name in (
             *(f"benchmarks.gpu.{path.stem}" for path in sorted((ROOT / "benchmarks/gpu").glob("*.py"))),
             "benchmarks.fault_storm.__main__",
-            "kvtransfer.cuda",
-            "kvtransfer.nccl_connection",
-            "kvtransfer.cuda_driver",
+            "kvtransfer.devices.cuda",
+            "kvtransfer.devices.nccl_connection",
+            "kvtransfer.devices.cuda_driver",
             "decode_worker.program",
             "prefill_worker.program",
-            "pdserve.engine.gpu.build_engine",
+            "pdserve.engine.load.gpu_engine",
             *(f"tests.gpu.{path.stem}" for path in sorted((ROOT / "tests/gpu").glob("[a-z]*.py"))),
         )
     )

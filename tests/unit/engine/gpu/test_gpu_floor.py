@@ -19,7 +19,7 @@ from benchmarks.gpu.claims import (
 )
 from benchmarks.gpu.floor import COPY_GB_S, LLAMA_8B, decode_floor, expected_tokens_per_s, shape_of, table
 from benchmarks.gpu.setting import SHAPES
-from pdserve.engine.config import parse_config
+from pdserve.engine.model.config import parse_config
 
 DOCS = Path(__file__).parents[4] / "docs/gpu.md"
 

@@ -14,10 +14,9 @@ import torch
 
 from pdserve.core.errors import InternalError
 from pdserve.core.types import Sampling
-from pdserve.engine import build_engine
-from pdserve.engine.gpu.engine import is_graph_row
-from pdserve.engine.gpu.flights import DoneFlight, GraphFlight
+from pdserve.engine.gpu.engine import DoneFlight, GraphFlight, is_graph_row
 from pdserve.engine.interface import NEW_ROW, PENDING, ContinuedRows, Engine, Flight, Row
+from pdserve.engine.load import build_engine
 from tests.support.slow import slow_except
 from tests.unit.engine.conftest import GREEDY, Request
 from tests.unit.engine.gpu.conftest import MAX_ROWS

@@ -37,7 +37,7 @@ def test_the_interpreter_works_after_an_earlier_import(before: str) -> None:
 
 
 def test_kernels_imported_too_early_are_named() -> None:
-    code = "import pdserve.engine.gpu.casts\nfrom tests.gpu.interpreter import prepare\nprepare()"
+    code = "import pdserve.engine.gpu.kernels.casts\nfrom tests.gpu.interpreter import prepare\nprepare()"
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=env, check=False)
-    assert "pdserve.engine.gpu.casts was imported before the interpreter was chosen" in done.stderr
+    assert "pdserve.engine.gpu.kernels.casts was imported before the interpreter was chosen" in done.stderr

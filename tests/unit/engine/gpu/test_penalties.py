@@ -3,7 +3,7 @@ import torch
 
 from pdserve.core.errors import InternalError
 from pdserve.core.types import Sampling
-from pdserve.engine.gpu.penalties import Penalties
+from pdserve.engine.gpu.resample import Penalties
 from pdserve.engine.interface import PENDING, Row
 from tests.gpu.case_penalties import CASES
 from tests.gpu.cases import Case

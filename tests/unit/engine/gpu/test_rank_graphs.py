@@ -14,12 +14,11 @@ import pytest
 
 from pdserve.core.errors import ConfigError, InternalError
 from pdserve.core.types import Sampling
-from pdserve.engine.gpu.plain_rows import PlainRows
-from pdserve.engine.gpu.rank_words import LastBlocks, drafted_words, from_words, plain_words, row_words
+from pdserve.engine.gpu.plain_rows import LastBlocks, PlainRows, drafted_words, from_words, plain_words, row_words
 from pdserve.engine.gpu.tables import Update
 from pdserve.engine.interface import NEW_ROW, PENDING, ContinuedRows, Flight, Row
-from pdserve.engine.parallel import ParallelFlight, ParallelGraphEngine
-from pdserve.engine.ranks import make_store
+from pdserve.engine.model.collectives import make_store
+from pdserve.engine.ranks.leader import ParallelFlight, ParallelGraphEngine
 from tests.oracle import Oracle
 from tests.unit.engine.conftest import GREEDY
 from tests.unit.engine.gpu.graph_rank import MAX_ROWS, SIZE, TIMEOUT_S, open_graph_rank

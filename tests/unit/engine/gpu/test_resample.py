@@ -11,11 +11,10 @@ import pytest
 from pdserve.core.errors import InternalError
 from pdserve.core.grammar import Grammar, GrammarKind
 from pdserve.core.types import Sampling
-from pdserve.engine.gpu.bans import Bans
-from pdserve.engine.gpu.flights import GraphFlight
-from pdserve.engine.grammars import Cursor, Filled, Moves
+from pdserve.engine.gpu.engine import GraphFlight
+from pdserve.engine.gpu.resample import Bans
 from pdserve.engine.interface import PENDING, Engine, Flight, Row
-from pdserve.engine.matchers import RowMasks
+from pdserve.engine.sampling.grammars import Cursor, Filled, Moves, RowMasks
 
 GRAMMAR = Grammar(GrammarKind.REGEX, "any")
 STUCK = Grammar(GrammarKind.REGEX, "none")

@@ -17,13 +17,13 @@ from torch import Tensor
 from benchmarks.gpu.floor import LLAMA_8B, decode_floor
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Role, Sampling, TokenOut
-from pdserve.engine.build_engine import open_rank, open_torch_engine
-from pdserve.engine.device_defaults import with_device_defaults
-from pdserve.engine.gpu.buckets import buckets_for, verified_tokens
-from pdserve.engine.gpu.build_engine import measure_graphs, with_graphs
-from pdserve.engine.gpu.forbid import forbid
-from pdserve.engine.ranks import Ranks
-from pdserve.engine.sharding import Shard
+from pdserve.engine.gpu.kernels.fixed_shapes import buckets_for, verified_tokens
+from pdserve.engine.gpu.resample import forbid_tokens
+from pdserve.engine.load.build_engine import open_rank, open_torch_engine
+from pdserve.engine.load.gpu_engine import measure_graphs, with_graphs
+from pdserve.engine.memory.plan import with_device_defaults
+from pdserve.engine.model.collectives import Ranks
+from pdserve.engine.model.parameters import Shard
 from tests.gpu.extra_sampling import AHEAD, BOUND, MOST_QUERIES, EveryThird, Text, launch, take
 from tests.gpu.strict_capture import Captures, ForbiddenInCapture, strict_capture
 
@@ -183,7 +183,7 @@ def act_outside(x: Tensor) -> None:
 
 def compiles(x: Tensor) -> None:
     logits_SV, row_S = x.view(1, 4), torch.zeros(1, dtype=torch.int64, device=x.device)
-    forbid(logits_SV, torch.zeros((1, 1), dtype=torch.int32, device=x.device), row_S)
+    forbid_tokens(logits_SV, torch.zeros((1, 1), dtype=torch.int32, device=x.device), row_S)
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,14 @@ import torch
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Sampling
-from pdserve.engine.build_engine import open_torch_engine
-from pdserve.engine.gpu.attention_plan import choose_tiling
-from pdserve.engine.gpu.build_engine import measure_graphs, with_graphs
 from pdserve.engine.gpu.graphs import EagerReplays
+from pdserve.engine.gpu.kernels.attention_plan import choose_tiling
+from pdserve.engine.gpu.kernels.sampling import Sampler
+from pdserve.engine.gpu.kernels.switches import VARIABLE, GpuSwitches, gpu_switches
 from pdserve.engine.gpu.resample import Resampler
-from pdserve.engine.gpu.sampling import Sampler
-from pdserve.engine.gpu.switches import VARIABLE, GpuSwitches, gpu_switches
 from pdserve.engine.gpu.triton_attention import takes_flash
+from pdserve.engine.load.build_engine import open_torch_engine
+from pdserve.engine.load.gpu_engine import measure_graphs, with_graphs
 from tests.gpu.case_sampling import draws_of
 from tests.gpu.strict_capture import strict_capture
 

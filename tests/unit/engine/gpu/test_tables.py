@@ -7,7 +7,7 @@ import random
 import pytest
 
 from pdserve.core.errors import InternalError
-from pdserve.engine.gpu.buckets import SIZES, buckets_for, choose
+from pdserve.engine.gpu.kernels.fixed_shapes import SIZES, buckets_for, choose
 from pdserve.engine.gpu.tables import TableMirror
 
 

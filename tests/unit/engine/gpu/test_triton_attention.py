@@ -12,13 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.engine.attention import EagerAttention
-from pdserve.engine.batch import pack
-from pdserve.engine.gpu import prefill
-from pdserve.engine.gpu.attention_plan import MOST_QUERIES
-from pdserve.engine.gpu.prefill import FlashCall
-from pdserve.engine.gpu.triton_attention import takes_flash, triton_attention
+from pdserve.engine.gpu import triton_attention as prefill
+from pdserve.engine.gpu.kernels.attention_plan import MOST_QUERIES
+from pdserve.engine.gpu.triton_attention import FlashCall, takes_flash, triton_attention
 from pdserve.engine.interface import Row
+from pdserve.engine.model.attention import EagerAttention
+from pdserve.engine.model.batch import pack
 
 SIZE = 16
 PROMPT = [3 + (31 * at) % 380 for at in range(60)]

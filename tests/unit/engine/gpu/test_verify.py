@@ -10,8 +10,8 @@ import pytest
 
 from pdserve.core.errors import InternalError
 from pdserve.core.types import Sampling
-from pdserve.engine.gpu.buckets import buckets_for, verified_tokens
-from pdserve.engine.gpu.flights import DoneFlight, GraphFlight
+from pdserve.engine.gpu.engine import DoneFlight, GraphFlight
+from pdserve.engine.gpu.kernels.fixed_shapes import buckets_for, verified_tokens
 from pdserve.engine.interface import PENDING, Row, RowOut
 from tests.support.slow import slow_except
 from tests.unit.engine.conftest import Request

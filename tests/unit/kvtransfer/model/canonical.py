@@ -14,7 +14,7 @@ from dataclasses import fields
 from enum import Enum
 from typing import Any, Final
 
-from pdserve.core.grant import Grant, TransferKey
+from pdserve.core.kv.kv_shape import Grant, TransferKey
 
 IGNORED: Final = {
     "stats",  # Counted, but never read.

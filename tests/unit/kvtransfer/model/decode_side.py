@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvtransfer.receive_transfer import Claim
-from kvtransfer.receive_transfers import Action, ReceiveTransfers, ReplyToSender, ReportReceived
-from kvtransfer.send_transfers import Announce, Retract
-from kvtransfer.transport import Received, ReceiveOutcome
-from pdserve.core.blocks import BlockAllocator
-from pdserve.core.grant import TransferKey
+from kvtransfer.protocol.receive_transfer import Claim
+from kvtransfer.protocol.receive_transfers import Action, ReceiveTransfers, ReplyToSender, ReportReceived
+from kvtransfer.protocol.send_transfers import Announce, Retract
+from kvtransfer.protocol.transport import Received, ReceiveOutcome
+from pdserve.core.kv.blocks import BlockAllocator
+from pdserve.core.kv.kv_shape import TransferKey
 from tests.unit.kvtransfer.model.checker import Event, Output, Violated
 from tests.unit.kvtransfer.model.wire import JUNK, TORN, Chunk, Content, Scenario, content_hash_of, grant_of
 

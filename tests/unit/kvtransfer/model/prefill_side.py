@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvtransfer.receive_transfers import ReplyToSender
-from kvtransfer.send_transfer import Job
-from kvtransfer.send_transfers import Action, Announce, ReportSent, SendTransfers, StaleSource
-from kvtransfer.transport import Sent
-from pdserve.core.blocks import BlockAllocator
-from pdserve.core.grant import TransferKey
+from kvtransfer.protocol.receive_transfers import ReplyToSender
+from kvtransfer.protocol.send_transfer import Job
+from kvtransfer.protocol.send_transfers import Action, Announce, ReportSent, SendTransfers, StaleSource
+from kvtransfer.protocol.transport import Sent
+from pdserve.core.kv.blocks import BlockAllocator
+from pdserve.core.kv.kv_shape import TransferKey
 from tests.unit.kvtransfer.model.checker import Event, Output, Violated
 from tests.unit.kvtransfer.model.wire import BLOCK_BYTES, JUNK, Chunk, Content, Scenario, content_hash_of, grant_of
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvtransfer.receive_transfers import ReplyToSender
-from kvtransfer.send_transfers import Announce, Retract
+from kvtransfer.protocol.receive_transfers import ReplyToSender
+from kvtransfer.protocol.send_transfers import Announce, Retract
 from tests.unit.kvtransfer.model.checker import Event, Explored, Violated, explore
 from tests.unit.kvtransfer.model.liveness import settle
 from tests.unit.kvtransfer.model.wire import Chunk, Scenario

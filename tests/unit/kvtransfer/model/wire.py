@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from kvtransfer.frames import Tag
-from pdserve.core.grant import Grant, TransferKey
+from kvtransfer.protocol.frames import Tag
+from pdserve.core.kv.kv_shape import Grant, TransferKey
 from tests.unit.kvtransfer.harness import fingerprint
 
 BLOCK_BYTES: Final = 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
-from kvtransfer.transport import SendOutcome
+from kvtransfer.protocol.transport import SendOutcome
 from tests.unit.kvtransfer.model.checker import Event, Machine, Output, Reaction, Violated
 from tests.unit.kvtransfer.model.decode_side import DecodeSide
 from tests.unit.kvtransfer.model.prefill_side import PrefillSide

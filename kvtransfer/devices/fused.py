@@ -1,0 +1,119 @@
+"""Copies blocks and computes their XXH3-64 in one pass, with stores that bypass the caches.
+
+A large copy is limited by memory bandwidth, so the hash costs no extra time. An ordinary store first reads the cache
+line; a store that bypasses the caches does not (docs/decisions/0005-the-pool-is-shared.md). Each byte is loaded only
+once, so the digest is that of the stored bytes.
+
+XXH3 (github.com/Cyan4973/xxHash, doc/xxhash_spec.md) reads 64-byte stripes into eight 64-bit lanes and scrambles the
+lanes after each KiB. Here runs are whole KiBs, so the end of the input is the only special case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Final, final
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+KIB: Final = 1024
+ALIGNMENT: Final = 64  # of every store
+_NUM_LANES: Final = 8
+# Four 64-bit and three 32-bit primes of the specification, in its order.
+_START: Final = (
+    0xC2B2AE3D,
+    0x9E3779B185EBCA87,
+    0xC2B2AE3D27D4EB4F,
+    0x165667B19E3779F9,
+    0x85EBCA77C2B2AE63,
+    0x85EBCA77,
+    0x27D4EB2F165667C5,
+    0x9E3779B1,
+)
+
+
+@final
+class Copier:
+    """Copies blocks of one pool into another. The GIL is released meanwhile."""
+
+    @staticmethod
+    def between(to: memoryview, source: memoryview, block_bytes: int) -> Copier | None:
+        """None if blocks of this size or at these addresses cannot be copied this way, or if numba is missing."""
+        if not _suits(block_bytes):
+            return None
+        import numpy as np
+
+        one = Copier(np.frombuffer(to, np.uint8), np.frombuffer(source, np.uint8), block_bytes)
+        return None if one.is_unaligned else one
+
+    def __init__(self, to: NDArray[np.uint8], source: NDArray[np.uint8], block_bytes: int) -> None:
+        import numpy as np
+
+        self.block_bytes = block_bytes
+        self._memory = (to, source)  # kept alive
+        self._to, self._source = to.ctypes.data, source.ctypes.data
+        self._limits = (len(to) // block_bytes, len(source) // block_bytes)
+        self._lanes = np.empty(_NUM_LANES, np.uint64)
+        self._lanes_at = self._lanes.ctypes.data
+        self._run = _kernel()
+
+    @property
+    def is_unaligned(self) -> bool:
+        return self._to % ALIGNMENT != 0
+
+    def addresses(self, to: Sequence[int], source: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The addresses of the blocks. Raises IndexError on a block outside its pool, which nothing else checks."""
+        import numpy as np
+
+        if len(to) != len(source) or not len(to):
+            raise IndexError(f"{len(source)} blocks to be copied to {len(to)}")
+        for name, blocks, limit in (("target", to, self._limits[0]), ("source", source, self._limits[1])):
+            if min(blocks) < 0 or max(blocks) >= limit:
+                raise IndexError(f"{name} blocks {min(blocks)}..{max(blocks)} of a pool of {limit}")
+        size = self.block_bytes
+        return np.array(to, np.int64) * size + self._to, np.array(source, np.int64) * size + self._source
+
+    def copy(self, to: Sequence[int], source: Sequence[int]) -> bytes:
+        """Copies each block of `source` to the block at the same place in `to`. One thread at a time.
+
+        Returns XXH3-64 of all of it, in order, as the xxhash package's `digest` does. Raises IndexError.
+        """
+        to_at, source_at = self.addresses(to, source)
+        self._lanes[:] = _start()
+        return int(self._run(to_at, source_at, self.block_bytes, self._lanes, self._lanes_at)).to_bytes(8, "big")
+
+
+def prepare(block_bytes: int) -> None:
+    """Compiles the kernel, or loads the one that an earlier process compiled, so that no transfer waits for it."""
+    if _suits(block_bytes):
+        _kernel()
+
+
+def _suits(block_bytes: int) -> bool:
+    return block_bytes > 0 and block_bytes % KIB == 0 and _is_installed()
+
+
+@cache
+def _is_installed() -> bool:
+    try:
+        import numba  # noqa: F401
+    except ImportError:  # a machine whose pools are on GPUs
+        return False
+    return True
+
+
+@cache
+def _start() -> NDArray[np.uint64]:
+    import numpy as np
+
+    return np.array(_START, np.uint64)
+
+
+@cache
+def _kernel() -> Callable[..., int]:
+    from kvtransfer.devices.fused_kernel import copy_runs
+
+    kernel: Callable[..., int] = copy_runs
+    return kernel

@@ -1,0 +1,200 @@
+"""Connects a prefill worker to a decode worker: Open over gRPC, then the data connection with the ticket. Blocking.
+
+On both connections, each side proves that it knows the cluster's secret before the other side sends anything else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hmac
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import grpc
+
+from kvtransfer.devices.shared import host_id
+from kvtransfer.faults.injector import FaultInjector
+from kvtransfer.link.gate import CHECKSUM_OF, CHECKSUMS
+from kvtransfer.link.tls_socket import secured
+from kvtransfer.protocol import checksum
+from kvtransfer.protocol.credentials import Parties, receiver_answer, sender_greeting
+from kvtransfer.protocol.frames import ANSWER_BYTES, MAX_TEXT_BYTES, TICKET_BYTES, decode_text
+from kvtransfer.protocol.plan import MAX_CHUNK_BYTES
+from kvtransfer.transports.interface import SendPath
+from kvtransfer.transports.registry import TRANSPORTS, name_of
+from pdserve.build import FULL_VERSION
+from pdserve.core.access.proof import NONCE_BYTES, ClusterSecret, Identity
+from pdserve.core.errors import TransferFailed, Unauthenticated
+from pdserve.core.installation import is_compatible, mismatch
+from pdserve.core.kv.kv_shape import Fingerprint
+from pdserve.engine.interface import KvPool
+from pdserve.tls.certificates import ReloadingCertificates
+from pdserve.tls.reasons import connection_failure, tls_failure
+from pdserve.v1 import transfer_pb2, transfer_pb2_grpc
+from pdserve.wire import peers
+from pdserve.wire.protocol import FINGERPRINT
+from pdserve.wire.tls_credentials import peer_channel
+
+log = logging.getLogger(__name__)
+
+DIAL_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The identity of the sender, and the pool that it sends from."""
+
+    worker_id: str
+    incarnation: str
+    secret: ClusterSecret
+    fingerprint: Fingerprint
+    transports: tuple[int, ...]  # in order of preference
+    checksums: tuple[checksum.Checksum, ...]
+    pool: KvPool
+    fault_injector: FaultInjector | None = None  # in tests of faults
+    wire_dtype: str = ""  # dtype of the blocks that it sends; empty: as they are stored
+    tls: ReloadingCertificates | None = None
+
+    @property
+    def identity(self) -> Identity:
+        return Identity.of(self.secret, "worker", self.worker_id, self.incarnation)
+
+
+@dataclass(frozen=True, slots=True)
+class DataConnection:
+    """An authenticated data connection."""
+
+    socket: socket.socket
+    path: SendPath
+    transport: str
+    reason: str  # why this transport was chosen
+    checksum: checksum.Checksum
+    chunk_bytes: int
+
+    def close(self) -> None:
+        self.socket.close()
+        self.path.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Dialled:
+    """The result of an attempt to connect."""
+
+    connection: DataConnection | None
+    error: str = ""
+
+
+def try_dial(caller: Caller, endpoint: str, incarnation: str) -> Dialled:
+    """Like `dial`, but returns every error, because transfers wait for the result."""
+    try:
+        return Dialled(dial(caller, endpoint, incarnation))
+    except TransferFailed as failed:
+        return Dialled(None, failed.message)
+    except Exception as error:
+        log.exception("dialling failed", extra={"endpoint": endpoint})
+        return Dialled(None, f"dialling failed: {error}")
+
+
+def dial(caller: Caller, endpoint: str, incarnation: str) -> DataConnection:
+    """Tries the transports in order until one connects. Raises TransferFailed with the error of each."""
+    ends_s = time.monotonic() + DIAL_S
+    errors: list[str] = []
+    transports = caller.transports
+    while transports:
+        answer = _open(caller, transports, endpoint, ends_s)
+        if answer.receiver_incarnation != incarnation:
+            raise TransferFailed(f"{endpoint} has restarted since it granted this transfer")
+        if answer.transport not in transports:
+            raise TransferFailed(f"{endpoint} chose transport {answer.transport}, which was not offered")
+        try:
+            connection = _connect(caller, answer, endpoint, ends_s)
+            connection = dataclasses.replace(connection, reason="; ".join([*errors, connection.reason]))
+            if caller.fault_injector is None:
+                return connection
+            return dataclasses.replace(
+                connection, socket=caller.fault_injector.between(connection.socket, connection.path)
+            )
+        except OSError as error:
+            errors.append(f"{name_of(answer.transport)} to {endpoint}: {tls_failure(str(error)) or error}")
+            transports = tuple(kind for kind in transports if kind != answer.transport)
+    raise TransferFailed("; ".join(errors))
+
+
+def open_request(caller: Caller, transports: Sequence[int]) -> transfer_pb2.OpenRequest:
+    return transfer_pb2.OpenRequest(
+        fingerprint=FINGERPRINT.encode(caller.fingerprint),
+        sender_id=caller.worker_id,
+        sender_incarnation=caller.incarnation,
+        host_id=host_id(),
+        transports=[transfer_pb2.TransportKind.Name(kind) for kind in transports],
+        checksums=[CHECKSUMS[kind] for kind in caller.checksums],
+        wire_dtype=caller.wire_dtype or caller.fingerprint.shape.dtype,
+        version=FULL_VERSION,
+    )
+
+
+def _open(caller: Caller, transports: Sequence[int], endpoint: str, ends_s: float) -> transfer_pb2.OpenResponse:
+    introduction = peers.introduce(caller.identity, peers.OPEN, endpoint)
+    with peer_channel(introduction.target, caller.tls) as channel:
+        try:
+            metadata = peers.prove_blocking(channel, introduction, max(0.1, ends_s - time.monotonic()))
+            answer: transfer_pb2.OpenResponse
+            answer, call = transfer_pb2_grpc.TransferServiceStub(channel).Open.with_call(
+                open_request(caller, transports), timeout=max(0.1, ends_s - time.monotonic()), metadata=metadata
+            )
+            peers.check_answer(introduction, call.initial_metadata())
+        except Unauthenticated as error:
+            raise TransferFailed(error.message) from error
+        except grpc.RpcError as error:
+            why = connection_failure(str(error.details()))
+            if error.code() is grpc.StatusCode.UNAVAILABLE and why:
+                raise TransferFailed(f"no connection to {endpoint}: {why}") from error
+            raise TransferFailed(f"{endpoint} refused: {error.code().name}: {error.details()}") from error
+    if not is_compatible(FULL_VERSION, answer.version):  # an older receiver, which did not check it itself
+        raise TransferFailed(f"{endpoint}: {mismatch(FULL_VERSION, answer.version)}")
+    return answer
+
+
+def _connect(caller: Caller, answer: transfer_pb2.OpenResponse, endpoint: str, ends_s: float) -> DataConnection:
+    """Raises OSError."""
+    kind = CHECKSUM_OF.get(answer.checksum)
+    block_bytes = caller.pool.block_bytes
+    if kind not in caller.checksums:
+        raise OSError("it chose a checksum that was not offered")
+    if not block_bytes <= answer.chunk_bytes <= MAX_CHUNK_BYTES or len(answer.ticket) != TICKET_BYTES:
+        raise OSError(f"it answered with chunks of {answer.chunk_bytes} bytes, or a malformed ticket")
+    transport = TRANSPORTS[answer.transport]
+    sock = transport.dial(answer.address, endpoint, max(0.1, ends_s - time.monotonic()))
+    try:
+        if caller.tls is not None and not transport.is_same_host:
+            sock = secured(sock, caller.tls, endpoint.rpartition(":")[0])
+        parties = Parties(caller.identity.name, answer.receiver_incarnation, answer.transport)
+        _greet(caller.secret, parties, sock, answer.ticket, ends_s)
+        reason = decode_text(answer.transport_reason.encode()[:MAX_TEXT_BYTES])
+        return DataConnection(
+            sock, transport.sender(sock, caller.pool), transport.name, reason, kind, answer.chunk_bytes
+        )
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _greet(secret: ClusterSecret, parties: Parties, sock: socket.socket, ticket: bytes, ends_s: float) -> None:
+    """Authenticates both sides. The pool is shared only after the receiver's answer. Raises OSError."""
+    greeting = sender_greeting(secret, parties, ticket, secrets.token_bytes(NONCE_BYTES))
+    sock.sendall(greeting.encode())
+    answer, timeout_s = bytearray(), sock.gettimeout()
+    while len(answer) < ANSWER_BYTES:
+        sock.settimeout(max(0.1, ends_s - time.monotonic()))
+        received = sock.recv(ANSWER_BYTES - len(answer))
+        if not received:
+            raise OSError("the receiver did not accept the ticket")
+        answer += received
+    sock.settimeout(timeout_s)
+    if not hmac.compare_digest(answer, receiver_answer(secret, parties, greeting)):
+        raise OSError("the receiver did not prove that it knows the cluster's secret")

@@ -1,0 +1,407 @@
+"""The decode side over sockets: a listening thread, a thread per prefill worker, and one transfer table with one lock.
+
+The listening thread also ends transfers at their deadline. Callbacks come from these threads, in the order of the
+table's decisions, and never from inside `expect` or `abort`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final, Generic, TypeVar, final
+
+from kvtransfer.devices.shared import host_id
+from kvtransfer.faults.injector import FaultInjector
+from kvtransfer.link.channel import Waker
+from kvtransfer.link.gate import Gate, Peer, TransferServicer
+from kvtransfer.link.inbound import Inbound
+from kvtransfer.protocol import checksum
+from kvtransfer.protocol.frames import Frame, Greeting, Kind, Tag, encode_text
+from kvtransfer.protocol.lease import DEFAULT_LEASE, Lease
+from kvtransfer.protocol.plan import DEFAULT_CHUNK_BYTES, Part, host_view
+from kvtransfer.protocol.receive_transfer import Claim
+from kvtransfer.protocol.receive_transfers import Action, ReceiveTransfers, ReplyToSender, Sever
+from kvtransfer.protocol.transport import OnOpen, Received, ReceiveOutcome, Sent, TransferStats
+from kvtransfer.transports.registry import TRANSPORTS, fence_of
+from pdserve.core.access.proof import ClusterSecret
+from pdserve.core.durations import clamped_s
+from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
+from pdserve.core.kv.kv_shape import Fingerprint, Grant, TransferKey
+from pdserve.core.kv.stamps import BlockStamps
+from pdserve.core.log_limit import LogLimit
+from pdserve.engine.interface import KvPool
+from pdserve.outage_log import OutageLog, PeerLog
+from pdserve.tls.certificates import ReloadingCertificates
+
+# --- reports --------------------------------------------------------------------------------------------------
+# Reports results to the owners of transfers, in the order of the table's decisions, without holding its lock.
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result", Received, Sent)
+
+
+@final
+class Reports(Generic[Result]):
+    """`lock` guards the transfer table and this object."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+        self._owners: dict[TransferKey, Callable[[Result], None]] = {}
+        self._results: deque[Result] = deque()
+        self._delivery = threading.Lock()  # held while ends are delivered, so that they stay in order
+
+    def __len__(self) -> int:
+        """Transfers that have an owner."""
+        return len(self._owners)
+
+    def own(self, key: TransferKey, owner: Callable[[Result], None]) -> None:
+        """With the lock held."""
+        self._owners[key] = owner
+
+    def disown(self, key: TransferKey) -> None:
+        """With the lock held."""
+        self._owners.pop(key, None)
+
+    def add(self, end: Result) -> None:
+        """With the lock held."""
+        self._results.append(end)
+
+    def deliver(self) -> None:
+        """Without the lock."""
+        if not self._results:
+            return
+        with self._delivery:
+            while True:
+                with self._lock:
+                    if not self._results:
+                        return
+                    end = self._results.popleft()
+                    keeps = end.outcome is ReceiveOutcome.QUARANTINED
+                    owner = self._owners[end.key] if keeps else self._owners.pop(end.key)
+                try:
+                    owner(end)
+                except Exception:  # an error of one owner must not end the other owners' transfers
+                    log.exception("on_end of a transfer raised", extra={"transfer_id": end.key.transfer_id})
+
+
+# --- receiver -------------------------------------------------------------------------------------------------
+
+MAX_CONNECTIONS: Final = 256  # connections of authenticated senders
+MAX_PENDING: Final = 32  # unauthenticated connections; the oldest is closed to make room
+_JOIN_S: Final = 5.0
+_ACCEPT_PAUSE_S: Final = 0.05
+
+OnReceived = Callable[[Received], None]
+
+
+class StreamReceiver:
+    """Receiver over the given transports: numbers of TransportKind."""
+
+    def __init__(
+        self,
+        pool: KvPool,
+        fingerprint: Fingerprint,
+        *,
+        secret: ClusterSecret,
+        worker_id: str,
+        incarnation: str,
+        host: str,
+        transports: Sequence[int],
+        stamps: BlockStamps | None = None,
+        lease: Lease = DEFAULT_LEASE,
+        checksums: Sequence[checksum.Checksum] | None = None,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+        fault_injector: FaultInjector | None = None,
+        tls: ReloadingCertificates | None = None,
+    ) -> None:
+        if pool.block_bytes != fingerprint.block_bytes:
+            raise ConfigError("kv_shape.block_bytes", fingerprint.block_bytes, f"{pool.block_bytes}, as in the pool")
+        self.pool, self.memory, self.block_bytes = pool, host_view(pool), pool.block_bytes
+        self.shape = fingerprint.shape
+        self.chunk_bytes = max(chunk_bytes, pool.block_bytes)
+        self.clock, self.tls = clock, tls
+        self._fault_injector = fault_injector
+        self._table = ReceiveTransfers(
+            BlockStamps(pool.num_blocks) if stamps is None else stamps,
+            grace_s=lease.grace_s,
+            quarantine_s=lease.quarantine_s,
+            stall_s=lease.stall_s,
+            unclaimed_s=lease.unclaimed_s,
+        )
+        self.lease = lease
+        self._lock = threading.Lock()  # guards the table, the connections and the reports
+        self._reports: Reports[Received] = Reports(self._lock)
+        self._connections: dict[int, Inbound] = {}
+        self._ending: list[Inbound] = []  # connections that write no more, but whose threads have not ended yet
+        self._is_closed = False
+        self._refusals = LogLimit()
+        self._lines = PeerLog(log)
+        self._senders = OutageLog(log, "kv sender disconnected", "kv connection taken", level=logging.INFO)
+        self._number = 0
+        self._kinds = tuple(transports)
+        self._listeners = {kind: _listen(kind, host) for kind in transports}
+        self._gate = Gate(
+            fingerprint,
+            secret,
+            incarnation,
+            host_id(),
+            {kind: TRANSPORTS[kind].address(listener) for kind, listener in self._listeners.items()},
+            checksums or checksum.available(),
+            self.chunk_bytes,
+            self._table.stats,
+            clock,
+        )
+        self.servicer = TransferServicer(self._gate)
+        self._waker = Waker()
+        self._thread = threading.Thread(target=self._run, name=f"kv-receiver-{worker_id}", daemon=True)
+        self._thread.start()
+
+    # Called by the decode worker.
+
+    @property
+    def rank_endpoints(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def is_healthy(self) -> bool:
+        """False after a required thread has died, and after close()."""
+        return self._thread.is_alive() and not self._is_closed
+
+    @property
+    def stats(self) -> TransferStats:
+        with self._lock:
+            return dataclasses.replace(self._table.stats)
+
+    @property
+    def peers(self) -> list[str]:
+        """Ids of the senders that are connected."""
+        with self._lock:
+            return [one.peer.sender_id for one in self._connections.values() if one.peer is not None]
+
+    @property
+    def open_keys(self) -> list[TransferKey]:
+        """Transfers that have not ended."""
+        with self._lock:
+            return self._table.keys
+
+    def expect(
+        self,
+        grant: Grant,
+        on_end: OnReceived,
+        deadline_s: float | None = None,
+        content_hashes: Sequence[int] | None = None,
+        on_open: OnOpen | None = None,
+    ) -> bool:
+        blocks = grant.blocks
+        if blocks and not (min(blocks) >= 0 and max(blocks) < self.pool.num_blocks):
+            raise InvalidRequest("grant.blocks", f"{min(blocks)}..{max(blocks)}", f"0..{self.pool.num_blocks - 1}")
+        if len(set(blocks)) != len(blocks):
+            raise InvalidRequest("grant.blocks", "a block twice", "each block once")
+        now_s = self.clock()
+        after = fence_of(self.pool, self._kinds)  # work that is queued later does not use these blocks
+        with self._lock:
+            if self._is_closed or not self._thread.is_alive():
+                raise Unavailable("the KV receiver is closed")
+            deadline_at_s = None if deadline_s is None else now_s + deadline_s
+            actions = self._table.expect(grant, now_s, deadline_at_s, content_hashes, after)
+            self._reports.own(grant.key, on_end)
+            self._do(actions)
+        self._waker.set()  # the listening thread has a new deadline, or reports to deliver
+        return True
+
+    def abort(self, key: TransferKey) -> None:
+        with self._lock:
+            self._do(self._table.abort(key, self.clock()))
+        self._waker.set()
+
+    def fail(self, key: TransferKey, error: str) -> None:
+        with self._lock:
+            self._do(self._table.fail(key, error, self.clock()))
+        self._waker.set()
+
+    def close(self) -> None:
+        """Ends every transfer that is open (FAILED) and every thread. Not from a callback."""
+        with self._lock:
+            self._is_closed = True
+            connections = [*self._connections.values(), *self._ending]
+        self._waker.set()
+        for inbound in connections:
+            inbound.stop()
+        for thread in (self._thread, *connections):
+            thread.join(_JOIN_S)
+        self._decide(lambda now_s: self._table.fail_all("the receiver is closed", now_s))
+        for listener in self._listeners.values():
+            listener.close()
+        self._waker.close()
+
+    # Called by connections.
+
+    def admit(self, greeting: Greeting, transport: int) -> tuple[Peer, bytes] | None:
+        """A sender's new connection replaces its old ones of the same kind, because a sender connects again only if
+        those have failed."""
+        admitted = self._gate.admit(greeting, transport)
+        if admitted is None:
+            return None
+        peer, _ = admitted
+        with self._lock:
+            others = [(c, c.peer) for c in self._connections.values() if c.peer is not None]
+            old = [c for c, one in others if one.kind == peer.kind]
+        for one in old:
+            one.stop("replaced by its newer connection")
+        return admitted
+
+    def connected(self, peer: Peer, transport: str) -> None:
+        facts = {"sender_id": peer.sender_id, "transport": transport, "reason": peer.transport_reason}
+        self._senders.recovered(_name_of(peer), **facts)
+
+    def announce(self, tag: Tag, writer: int, part: Part, num_shards: int) -> None:
+        with self._lock:
+            self._do(self._table.announce(tag, writer, part.shard, part.groups, self.clock(), num_shards))
+
+    def claim(self, frame: Frame, writer: int, stamps: bytes) -> Claim | None:
+        if self._fault_injector is not None:
+            self._fault_injector.before_write(frame.tag)
+        with self._lock:
+            claim = self._table.claim(frame.tag, writer, frame.first, stamps, self.clock(), frame.part)
+            if claim is None:
+                self._do(self._table.review(frame.tag, self.clock()))
+        self._reports.deliver()
+        return claim
+
+    def enter(self, claim: Claim) -> bool:
+        with self._lock:
+            if self._table.enter(claim):
+                return True
+            self._do(self._table.review(claim.transfer.tag, self.clock()))
+        self._reports.deliver()
+        return False
+
+    def leave(self, claim: Claim) -> None:
+        self._decide(lambda now_s: self._table.leave(claim, now_s))
+
+    def settle(self, claim: Claim, num_bytes: int, matches: bool, is_last: bool) -> None:
+        self._decide(lambda now_s: self._table.settle(claim, num_bytes, matches, is_last, now_s))
+
+    def retract(self, tag: Tag, writer: int, error: str, *, is_cancelled: bool) -> None:
+        self._decide(lambda now_s: self._table.retract(tag, writer, error, now_s, is_cancelled=is_cancelled))
+
+    def ended(self, inbound: Inbound, error: str, *, is_peers_fault: bool, is_silent: bool) -> None:
+        who = inbound.peer.sender_id if inbound.peer else "unknown"
+        with self._lock:
+            self._connections.pop(inbound.number, None)
+            self._ending = [inbound, *(one for one in self._ending if one.is_alive() and one is not inbound)]
+            self._table.stats.refused_connections += inbound.peer is None
+            self._table.stats.protocol_errors += is_peers_fault
+            self._table.stats.silent += is_silent
+            self._do(self._table.cut(inbound.number, f"sender {who}: {error}", self.clock()))
+            if inbound.peer is None:
+                self._log_refusal(error)
+        if inbound.peer is not None:
+            if is_peers_fault:
+                self._lines.warning("kv sender broke the protocol", who, sender_id=who, error=error)
+            self._senders.failed(_name_of(inbound.peer), sender_id=who, error=error)
+        self._reports.deliver()
+
+    # Inside.
+
+    def _decide(self, decide: Callable[[float], Sequence[Action]]) -> None:
+        with self._lock:
+            self._do(decide(self.clock()))
+        self._reports.deliver()
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        """With the lock held."""
+        for action in actions:
+            if isinstance(action, ReplyToSender):
+                inbound = self._connections.get(action.writer)
+                if inbound is not None:
+                    inbound.post(_encode(action))
+            elif isinstance(action, Sever):
+                if (writer := self._connections.get(action.writer)) is not None:
+                    writer.stop("one of its writes did not end in time after the transfer was abandoned")
+            else:
+                self._reports.add(action.received)
+
+    def _run(self) -> None:
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._waker, selectors.EVENT_READ, None)
+                for kind, listener in self._listeners.items():
+                    selector.register(listener, selectors.EVENT_READ, kind)
+                while not self._is_closed:
+                    self._tick(selector)
+        # without this thread there are no deadlines and no new connections, so the receiver must end
+        except Exception:
+            log.critical("the KV receiver's thread died", exc_info=True)
+            with self._lock:
+                self._is_closed = True
+                self._do(self._table.fail_all("the receiver's thread died", self.clock()))
+            self._reports.deliver()
+
+    def _tick(self, selector: selectors.BaseSelector) -> None:
+        with self._lock:
+            alarm_s = self._table.next_alarm_s
+        timeout_s = None if alarm_s is None else clamped_s(alarm_s - self.clock())
+        for key, _ in selector.select(timeout_s):
+            if key.data is not None:
+                self._accept(self._listeners[key.data], key.data)
+        self._waker.clear()
+        self._decide(self._table.expire)
+
+    def _accept(self, listener: socket.socket, kind: int) -> None:
+        sock: socket.socket | None = None
+        try:
+            sock, _ = listener.accept()
+            with self._lock:
+                pending = [one for one in self._connections.values() if one.peer is None]
+                if self._is_closed or len(self._connections) - len(pending) >= MAX_CONNECTIONS:
+                    raise OSError(f"{MAX_CONNECTIONS} connections are open already")
+                self._make_room(pending)
+                self._number += 1
+                inbound = Inbound(self, sock, self._number, TRANSPORTS[kind])
+                self._connections[inbound.number] = inbound.started()
+        # the peer has disconnected already, or the process has no more descriptors or threads
+        except (OSError, RuntimeError) as error:
+            with self._lock:
+                self._table.stats.refused_connections += 1
+                self._log_refusal(str(error))
+            if sock is not None:
+                sock.close()
+            else:
+                time.sleep(_ACCEPT_PAUSE_S)  # the socket stays readable, so without a pause this thread would spin
+
+    def _log_refusal(self, error: str) -> None:
+        """With the lock held. Limited, because any process that reaches the port can cause refusals."""
+        if count := self._refusals.due(self.clock()):
+            log.warning("kv connections were refused", extra={"connections": count, "error": error})
+
+    def _make_room(self, pending: Sequence[Inbound]) -> None:
+        """With the lock held. Closes the oldest unauthenticated connections, so that they do not keep senders out."""
+        for oldest in pending[: len(pending) - MAX_PENDING + 1]:
+            oldest.stop("it was not authenticated when another connection needed its place")
+            self._ending.append(self._connections.pop(oldest.number))
+
+
+def _name_of(peer: Peer) -> str:
+    return f"{peer.sender_id} {peer.transport}"
+
+
+def _encode(answer: ReplyToSender) -> bytes:
+    if answer.is_verified:
+        return Frame(Kind.DONE, answer.tag, slot=min(round(answer.busy_s * 1e6), 2**32 - 1)).encode()
+    return encode_text(Kind.REFUSE, answer.tag, answer.error, is_cancelled=answer.is_cancelled)
+
+
+def _listen(kind: int, host: str) -> socket.socket:
+    listener = TRANSPORTS[kind].listen(host)
+    listener.listen(64)
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,215 @@
+"""The prefill side over sockets: one connection and one thread for each decode worker, made when first needed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvtransfer.faults.injector import FaultInjector
+from kvtransfer.link.dial import Caller
+from kvtransfer.link.outbound import Outbound
+from kvtransfer.protocol import checksum
+from kvtransfer.protocol.commands import Abort, OnRead, OnSent, Push, Start
+from kvtransfer.protocol.grants import compare
+from kvtransfer.protocol.lease import DEFAULT_LEASE, Lease
+from kvtransfer.protocol.plan import Part, PartLayout, host_view
+from kvtransfer.protocol.transport import Link, Sent, Text, TransferStats, total
+from kvtransfer.transports.registry import fence_of
+from pdserve.core.access.proof import ClusterSecret
+from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
+from pdserve.core.kv.kv_shape import Fingerprint, Grant, KvShape, TransferKey, is_same_bytes
+from pdserve.core.kv.stamps import BlockStamps
+from pdserve.engine.interface import KvPool
+from pdserve.outage_log import OutageLog
+from pdserve.tls.certificates import ReloadingCertificates
+
+log = logging.getLogger(__name__)
+
+_JOIN_S: Final = 5.0
+Pair = tuple[str, str, str]  # endpoint, worker id, incarnation
+
+
+class StreamSender:
+    """Sender over the given transports: numbers of TransportKind, the preferred one first.
+
+    The pool's blocks have the format that receivers expect from the fingerprint's shape. `on_read` is called on the
+    connections' threads, before a transfer ends, with the source blocks that are no longer read.
+    """
+
+    def __init__(
+        self,
+        pool: KvPool,
+        fingerprint: Fingerprint,
+        *,
+        secret: ClusterSecret,
+        worker_id: str,
+        incarnation: str,
+        transports: Sequence[int],
+        stamps: BlockStamps | None = None,
+        checksums: Sequence[checksum.Checksum] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        fault_injector: FaultInjector | None = None,
+        on_read: OnRead | None = None,
+        wire_dtype: str = "",
+        lease: Lease = DEFAULT_LEASE,
+        tls: ReloadingCertificates | None = None,
+    ) -> None:
+        self._memory, self._num_blocks = host_view(pool).toreadonly(), pool.num_blocks
+        self.caller = Caller(
+            worker_id,
+            incarnation,
+            secret,
+            fingerprint,
+            tuple(transports),
+            tuple(checksums or checksum.available()),
+            pool,
+            fault_injector,
+            wire_dtype,
+            tls,
+        )
+        self._stamps = BlockStamps(pool.num_blocks) if stamps is None else stamps
+        self._clock, self._on_read, self._lease = clock, on_read, lease
+        self._lock = threading.Lock()  # guards all below
+        self._pairs: dict[Pair, Outbound] = {}
+        self._transfers: dict[TransferKey, tuple[Outbound, int]] = {}  # its connection, number of blocks
+        self._ending: list[Outbound] = []  # they accept no more transfers, but may still read the pool
+        self._past = TransferStats()  # statistics of connections that ended
+        self._is_closed = False
+        self._ends = OutageLog(log, "kv connection ended", "kv connection up", level=logging.INFO)
+
+    @property
+    def stats(self) -> TransferStats:
+        with self._lock:
+            return total([self._past, *(outbound.stats for outbound in self._all())])
+
+    @property
+    def links(self) -> list[Link]:
+        """The decode workers that are connected."""
+        with self._lock:
+            outbounds = list(self._pairs.values())
+        return [link for link in (outbound.link for outbound in outbounds) if link is not None]
+
+    @property
+    def open_keys(self) -> list[TransferKey]:
+        """Transfers that have not ended."""
+        with self._lock:
+            return list(self._transfers)
+
+    def start(
+        self,
+        grant: Grant,
+        on_end: OnSent,
+        deadline_s: float | None = None,
+        text: Text | None = None,
+        groups: int = 1,
+    ) -> None:
+        """Raises Unavailable after close(), or if descriptors or threads for a connection are exhausted.
+
+        Raises InvalidRequest if the transfer was started already. All other errors are passed to `on_end`.
+        """
+        error, layout = "", None
+        try:
+            compare(grant.fingerprint, self.caller.fingerprint)
+            layout = self._layout(grant.fingerprint.shape)
+            if self.caller.pool.block_bytes != layout.block_bytes:
+                raise ConfigError("kv_shape.block_bytes", self.caller.pool.block_bytes, f"{layout.block_bytes}")
+            if layout.extent(Part(groups=groups)) is None and not self.caller.pool.is_on_host:
+                if groups == 1:
+                    expected = "the receiver's: int8 and fp8 blocks on a GPU are not divided by heads"
+                    raise ConfigError("tensor_parallel", self.caller.fingerprint.shape.tp_degree, expected)
+                expected = "1: layer groups of these blocks are not runs of bytes, as pools on GPUs require"
+                raise ConfigError("groups", groups, expected)
+        except ConfigError as differs:
+            error = differs.message
+        deadline_at_s = None if deadline_s is None else self._clock() + deadline_s
+        command = Start(grant, self._forgetting(grant.key, on_end), deadline_at_s, groups, layout, error)
+        pair = (grant.endpoint, grant.worker_id, grant.incarnation)
+        with self._lock:
+            if self._is_closed:
+                raise Unavailable("the KV sender is closed")
+            if grant.key in self._transfers:
+                raise InvalidRequest("grant.key", grant.key, "one that has not been started already")
+            outbound = self._pairs.get(pair)
+            if outbound is None or not outbound.post(command):
+                outbound = self._connect(pair)
+                outbound.post(command)
+            self._transfers[grant.key] = (outbound, len(grant.blocks))
+
+    def push(
+        self, key: TransferKey, blocks: Sequence[tuple[int, int]], is_last: bool, groups: range | None = None
+    ) -> None:
+        """Raises InvalidRequest on indices outside the grant or blocks outside the pool."""
+        with self._lock:
+            found = self._transfers.get(key)
+        if found is None:  # it has ended; the report to its owner was made or is being made
+            return
+        outbound, size = found
+        sources = [source for _, source in blocks]
+        for name, numbers, limit in (
+            ("grant index", [index for index, _ in blocks], size),
+            ("source block", sources, self._num_blocks),
+        ):
+            for odd in (min(numbers, default=0), max(numbers, default=0)):
+                if numbers and not 0 <= odd < limit:
+                    raise InvalidRequest("blocks", f"{name} {odd}", f"0..{limit - 1}")
+        epochs = self._stamps.epochs(sources)
+        after = fence_of(self.caller.pool, self.caller.transports)
+        outbound.post(Push(key, tuple(blocks), epochs, is_last, groups, after))
+
+    def abort(self, key: TransferKey) -> None:
+        self._give_up(Abort(key))
+
+    def fail(self, key: TransferKey, error: str) -> None:
+        self._give_up(Abort(key, error))
+
+    def _give_up(self, command: Abort) -> None:
+        with self._lock:
+            found = self._transfers.get(command.key)
+        if found is not None:
+            found[0].post(command)
+
+    def close(self) -> None:
+        """Ends every transfer that is open (FAILED) and every thread. Not from a callback."""
+        with self._lock:
+            self._is_closed = True
+            outbounds = self._all()
+        for outbound in outbounds:
+            outbound.stop()
+        for outbound in outbounds:
+            outbound.join(_JOIN_S)
+
+    def _layout(self, target: KvShape) -> PartLayout:
+        """Raises ConfigError."""
+        source = self.caller.fingerprint.shape
+        if self.caller.pool.is_on_host or is_same_bytes(source, target):
+            return PartLayout.to_send(source, target, self.caller.wire_dtype)
+        return PartLayout.to_cut(source, target)
+
+    def _connect(self, pair: Pair) -> Outbound:
+        """With the lock held. Drops the connections that have ended."""
+        over = [one for one, outbound in self._pairs.items() if outbound.is_over]
+        self._ending += [self._pairs.pop(one) for one in over]
+        self._past = total([self._past, *(one.stats for one in self._ending if not one.is_alive())])
+        self._ending = [one for one in self._ending if one.is_alive()]
+        try:
+            outbound = Outbound(
+                self.caller, self._memory, self._stamps, *pair, self._clock, self._ends, self._on_read, self._lease
+            ).started()
+        except (OSError, RuntimeError) as error:
+            raise Unavailable(f"no KV connection to {pair[0]} can be made: {error}") from error
+        self._pairs[pair] = outbound
+        return outbound
+
+    def _all(self) -> list[Outbound]:
+        return [*self._pairs.values(), *self._ending]
+
+    def _forgetting(self, key: TransferKey, on_end: OnSent) -> OnSent:
+        def end(sent: Sent) -> None:
+            with self._lock:
+                self._transfers.pop(key, None)
+            on_end(sent)
+
+        return end

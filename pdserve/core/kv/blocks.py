@@ -1,0 +1,267 @@
+"""Allocates KV blocks, and keeps finished blocks for later prompts with the same prefix. Pure: no clock, no randomness.
+
+A block is in exactly one state: free; cached (no sequence uses it, but its hash finds it); or referenced (one or more
+sequences use it, with or without a hash). When there are no free blocks, the least recently used cached blocks are
+evicted.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from pdserve.core.kv.stamps import BlockStamps
+
+# --- extents --------------------------------------------------------------------------------------------------
+# Free block numbers kept as runs, so that an allocation is contiguous where memory allows.
+#
+# A transfer needs one descriptor per run, so allocation uses best fit: the smallest run that is large enough, or else
+# the largest runs first.
+
+
+@final
+class FreeRuns:
+    """A set of block numbers, stored as maximal runs of consecutive ones."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._len = 0
+        self._length_from: dict[int, int] = {}  # first block of a run -> its length
+        self._first_until: dict[int, int] = {}  # one past the last block of a run -> its first block
+        self._by_size: list[tuple[int, int]] = []  # (length, first block), ascending
+        if num_blocks:
+            self._insert(0, num_blocks)
+
+    def __len__(self) -> int:
+        return self._len
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """(first block, length) of each run, ascending."""
+        return iter(sorted(self._length_from.items()))
+
+    def take(self, count: int) -> list[int]:
+        """Removes and returns `count` blocks; the caller must ensure that there are as many."""
+        assert count <= self._len
+        taken: list[int] = []
+        while len(taken) < count:
+            wanted = count - len(taken)
+            at = min(bisect_left(self._by_size, (wanted, -1)), len(self._by_size) - 1)
+            length, first = self._by_size[at]
+            used = min(wanted, length)
+            self._remove(first, length)
+            if used < length:
+                self._insert(first + used, length - used)
+            taken.extend(range(first, first + used))
+        return taken
+
+    def add(self, block: int) -> None:
+        """Adds a block that is not in the set, and joins it with adjacent runs."""
+        first, length = block, 1
+        before = self._first_until.get(block)
+        if before is not None:
+            self._remove(before, block - before)
+            first, length = before, length + block - before
+        after = self._length_from.get(block + 1)
+        if after is not None:
+            self._remove(block + 1, after)
+            length += after
+        self._insert(first, length)
+
+    def _insert(self, first: int, length: int) -> None:
+        self._length_from[first] = length
+        self._first_until[first + length] = first
+        insort(self._by_size, (length, first))
+        self._len += length
+
+    def _remove(self, first: int, length: int) -> None:
+        del self._length_from[first]
+        del self._first_until[first + length]
+        del self._by_size[bisect_left(self._by_size, (length, first))]
+        self._len -= length
+
+
+def runs_of(blocks: Sequence[int]) -> list[tuple[int, int]]:
+    """(first block, length) of the maximal ascending runs of `blocks`, in their order."""
+    runs: list[tuple[int, int]] = []
+    for block in blocks:
+        if runs and runs[-1][0] + runs[-1][1] == block:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((block, 1))
+    return runs
+
+
+# --- blocks ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheChange:
+    """The hashes that were added to and removed from the prefix cache since change number `sequence - 1`.
+
+    A snapshot contains all hashes after change `sequence`, and replaces everything that a reader knew before. Applying
+    a hash twice changes nothing, so a snapshot may overlap the changes that follow it.
+    """
+
+    sequence: int
+    stored: tuple[bytes, ...]
+    removed: tuple[bytes, ...] = ()
+    is_snapshot: bool = False
+
+
+@final
+class BlockAllocator:
+    """Reference-counted blocks 0 .. num_blocks - 1, the prefix cache over them, and their stamps."""
+
+    def __init__(self, num_blocks: int, *, is_cache_on: bool = True, stamps: BlockStamps | None = None) -> None:
+        self.stamps = BlockStamps(num_blocks) if stamps is None else stamps
+        self._is_cache_on = is_cache_on
+        self._free = FreeRuns(num_blocks)
+        self._references = [0] * num_blocks
+        self._hash_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # cached blocks in the order of eviction
+        self._stored: dict[bytes, None] = {}  # a dict, because it keeps the order
+        self._removed: dict[bytes, None] = {}
+        self._sequence = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._references)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_evictable(self) -> int:
+        return len(self._evictable)
+
+    @property
+    def num_available(self) -> int:
+        """Number of blocks that `allocate` can use: free and evictable ones."""
+        return len(self._free) + len(self._evictable)
+
+    @property
+    def num_referenced(self) -> int:
+        return self.num_blocks - self.num_available
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` blocks with one reference each, contiguous where possible. None, without a change, if there are
+        fewer."""
+        if count > self.num_available:
+            return None
+        for _ in range(count - len(self._free)):
+            block, _ = self._evictable.popitem(last=False)
+            self._forget(block)
+            self._free.add(block)
+        blocks = self._free.take(count)
+        for block in blocks:
+            self._references[block] = 1
+        self.stamps.begin(blocks)
+        return blocks
+
+    def match(self, hashes: Sequence[bytes]) -> list[int]:
+        """The blocks of the longest cached prefix of `hashes`. Adds a reference to each."""
+        blocks: list[int] = []
+        for one in hashes:
+            block = self._block_of.get(one)
+            if block is None:
+                break
+            if self._references[block] == 0:
+                del self._evictable[block]
+            self._references[block] += 1
+            blocks.append(block)
+        return blocks
+
+    def publish(self, block: int, block_hash: bytes) -> bool:
+        """Adds a referenced block with final contents to the prefix cache.
+
+        False if it was not added: the cache is off, or another block has the same tokens. Such a duplicate is not
+        shared, and becomes free when its users release it.
+        """
+        assert self._references[block] > 0, f"block {block} is published without a reference"
+        if not self._is_cache_on or self._block_of.get(block_hash, block) != block:
+            return False
+        known = self._hash_of.get(block)
+        assert known in (None, block_hash), f"block {block} is already published for other tokens"
+        if known is None:
+            self._hash_of[block] = block_hash
+            self._block_of[block_hash] = block
+            self._note(block_hash, self._stored, self._removed)
+        return True
+
+    def invalidate(self, block: int) -> None:
+        """Removes the block from the prefix cache because its contents are wrong."""
+        if block in self._hash_of:
+            self._forget(block)
+            if block in self._evictable:
+                del self._evictable[block]
+                self._free.add(block)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Releases one reference of each block; `blocks` in prompt order."""
+        # Reversed, so that a shared prefix is evicted last: without it, the blocks after it cannot be found.
+        for block in reversed(blocks):
+            assert self._references[block] > 0, f"block {block} is released more often than taken"
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if block in self._hash_of:
+                    self._evictable[block] = None
+                else:
+                    self._free.add(block)
+
+    def take_changes(self) -> CacheChange | None:
+        """The changes since the last call, with a sequence number; None if there are none. Changes that cancel each
+        other are omitted."""
+        if not self._stored and not self._removed:
+            return None
+        self._sequence += 1
+        change = CacheChange(sequence=self._sequence, stored=tuple(self._stored), removed=tuple(self._removed))
+        self._stored.clear()
+        self._removed.clear()
+        return change
+
+    def snapshot(self) -> CacheChange:
+        return CacheChange(sequence=self._sequence, stored=tuple(self._block_of), is_snapshot=True)
+
+    def check(self, holders: Iterable[Sequence[int]] | None = None) -> None:
+        """Raises AssertionError unless the tables are consistent and, if `holders` is given, unless the references are
+        exactly those of the holders."""
+        for block, count in enumerate(self._references):
+            assert count >= 0, f"block {block} has {count} references"
+        free = {block for first, length in self._free.runs() for block in range(first, first + length)}
+        cached = set(self._evictable)
+        referenced = {block for block, count in enumerate(self._references) if count}
+        assert len(free) == len(self._free), "a block is free twice"
+        assert not free & cached, f"both free and cached: {sorted(free & cached)}"
+        assert not free & referenced, f"both free and referenced: {sorted(free & referenced)}"
+        assert not cached & referenced, f"both cached and referenced: {sorted(cached & referenced)}"
+        lost = set(range(self.num_blocks)) - free - cached - referenced
+        assert not lost, f"neither free nor cached nor referenced: {sorted(lost)}"
+        assert not free & set(self._hash_of), "a free block has a hash"
+        assert cached <= set(self._hash_of), "a cached block has no hash"
+        assert {h: b for b, h in self._hash_of.items()} == self._block_of, "hashes and blocks are not one to one"
+        assert self.num_referenced == len(referenced), "counts do not add up"
+        assert not set(self._stored) & set(self._removed), "a hash is reported as both stored and removed"
+        assert all(one in self._block_of for one in self._stored), "a hash is reported as stored but cannot be found"
+        assert not any(one in self._block_of for one in self._removed), "a hash is reported as removed but can be found"
+        if holders is not None:
+            held = Counter(block for blocks in holders for block in blocks)
+            wrong = {
+                b: (self._references[b], held[b]) for b in referenced | set(held) if self._references[b] != held[b]
+            }
+            assert not wrong, f"block: (references, holders) differ: {wrong}"
+
+    def _forget(self, block: int) -> None:
+        block_hash = self._hash_of.pop(block)
+        del self._block_of[block_hash]
+        self._note(block_hash, self._removed, self._stored)
+
+    @staticmethod
+    def _note(block_hash: bytes, into: dict[bytes, None], undoes: dict[bytes, None]) -> None:
+        if block_hash in undoes:
+            del undoes[block_hash]
+        else:
+            into[block_hash] = None

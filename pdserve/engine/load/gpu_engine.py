@@ -1,0 +1,123 @@
+"""Turns an eager engine on a CUDA device into one that replays graphs, or reports why it cannot."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from pdserve.config import WorkerConfig
+from pdserve.core.types import Role
+from pdserve.engine.gpu.engine import GraphEngine
+from pdserve.engine.gpu.graphs import GraphReplays, StaticDecode, make_replays
+from pdserve.engine.gpu.kernels.fixed_shapes import buckets_for, verified_tokens
+from pdserve.engine.gpu.kernels.switches import gpu_switches
+from pdserve.engine.gpu.resample import penalty_bytes
+from pdserve.engine.load.device import MeasureGraphs, Meter, use_device
+from pdserve.engine.memory.plan import graph_bytes
+from pdserve.engine.model.config import ModelConfig, read_config
+from pdserve.engine.model.decoder import Decoder
+from pdserve.engine.torch_engine import TorchEngine
+from pdserve.progress import PhaseReport
+
+_MEASURED: Final = 2  # captures from which the memory of all is estimated
+
+log = logging.getLogger(__name__)
+
+
+def takes_graphs(config: WorkerConfig, role: Role) -> bool:
+    """Whether a worker on a GPU runs its decode steps as graphs; a logged warning gives the reason if it cannot."""
+    if role is not Role.DECODE or not config.cuda_graphs:
+        return False
+    reason = why_no_graphs(read_config(Path(config.model)), config.block_size)
+    if reason:
+        log.warning("decode steps run without CUDA graphs", extra={"reason": reason})
+    return not reason
+
+
+def graphs_meter(config: WorkerConfig) -> MeasureGraphs:
+    """Measures the memory that `open_graphs` will use."""
+    return partial(measure_graphs, most_rows=config.max_batch, most_drafts=_most_drafts(config))
+
+
+def open_graphs(eager: TorchEngine, config: WorkerConfig) -> GraphEngine:
+    """Tensor-parallel ranks call it together, because their graphs contain all-reduces."""
+    return with_graphs(eager, eager.model, config.max_batch, config.worker_id, _most_drafts(config))
+
+
+def _most_drafts(config: WorkerConfig) -> int:
+    return config.max_drafts if config.speculation == "ngram" else 0
+
+
+def why_no_graphs(config: ModelConfig, block_size: int) -> str:
+    """Empty if decode steps of the model can be captured."""
+    if config.experts is not None:
+        return "experts: how many tokens each one gets is decided on the host"
+    if block_size < 8 or block_size & (block_size - 1):
+        return f"block_size {block_size}: the kernels take powers of two from 8 on"
+    return ""
+
+
+def with_graphs(
+    eager: TorchEngine, model: Decoder, most_rows: int, worker_id: str, most_drafts: int = 0
+) -> GraphEngine:
+    """Captures the decode step for every bucket up to `most_rows`, with a progress line; and for every bucket of
+    tokens, if rows may have up to `most_drafts` drafts."""
+    decode, most_tokens = _static(eager, model, most_rows, most_drafts)
+    replays = make_replays(decode, buckets_for(most_rows), PhaseReport(worker_id, "decode graphs", "graphs"))
+    verify = None
+    if decode.most_queries > 1:
+        line = PhaseReport(worker_id, "draft graphs", "graphs")
+        verify = make_replays(decode, buckets_for(most_tokens), line, decode.most_queries)
+    return GraphEngine(eager, decode, replays, verify)
+
+
+def measure_graphs(eager: TorchEngine, meter: Meter, *, most_rows: int, most_drafts: int = 0) -> int:
+    """Bytes that `with_graphs` will take, from the two largest captures of each set over the engine's own pool.
+
+    Includes the token counts for rows with penalties, which are allocated when such rows come.
+    """
+    meter.settle()
+    before = meter.reserved()
+    decode, most_tokens = _static(eager, eager.model, most_rows, most_drafts)
+    if gpu_switches().steps == "eager":
+        return penalty_bytes(most_tokens, eager.spec.vocab_size)
+    after: list[int] = []
+
+    def note(_done: int, _count: int) -> None:
+        meter.settle()
+        after.append(meter.reserved())
+
+    buckets = buckets_for(most_rows)
+    replays = GraphReplays(decode, buckets[-_MEASURED:], note)
+    taken = graph_bytes(before, after, len(buckets))
+    if decode.most_queries > 1:
+        before, after = after[-1], []
+        drafted = buckets_for(most_tokens)
+        verify = GraphReplays(decode, drafted[-_MEASURED:], note, decode.most_queries)
+        taken += graph_bytes(before, after, len(drafted))
+        del verify
+    del replays
+    return taken + penalty_bytes(most_tokens, eager.spec.vocab_size)
+
+
+def _static(eager: TorchEngine, model: Decoder, most_rows: int, most_drafts: int) -> tuple[StaticDecode, int]:
+    """The static buffers, and the most tokens of a step with drafts."""
+    most_queries = 1 << most_drafts.bit_length()  # each number of queries needs its own kernel
+    most_tokens = verified_tokens(most_rows, most_queries)
+    device = eager.pool.tensor.device
+    use_device(device)
+    decode = StaticDecode(
+        model,
+        eager.pool,
+        most_rows=most_rows,
+        max_context_tokens=eager.spec.max_context_tokens,
+        vocab_size=eager.spec.vocab_size,
+        num_processors=torch.cuda.get_device_properties(device).multi_processor_count,
+        most_tokens=most_tokens,
+        most_queries=most_queries,
+    )
+    return decode, most_tokens

@@ -1,0 +1,138 @@
+"""Memory of a pool on the host, which other processes of this machine may map but never write.
+
+It is an anonymous memory file (memfd): it needs no unlinking, leaves nothing behind after a SIGKILL, and is not limited
+by /dev/shm. Its owners map it (a process, or the tensor-parallel ranks of one worker) and then seal it: the kernel
+refuses every later writable mapping and every change of size.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import mmap
+import os
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, final
+
+_SEAL_FUTURE_WRITE: Final = 0x10  # defined in fcntl from Python 3.13 on
+
+
+@final
+class HostMemory:
+    """`buffer`: num_bytes zero bytes, page-aligned; pages are allocated when they are used.
+
+    `descriptor` is the memory file, which other processes can map from its first byte as long as this object exists;
+    None if the system has no sealed memory files.
+    """
+
+    def __init__(self, num_bytes: int, joined: int | None = None, *, is_sealed: bool = True) -> None:
+        """`joined`: the memory file of another owner that has not sealed it yet; its descriptor is taken over. Raises
+        ValueError if the file is shorter. `is_sealed` False: others will join, and then `seal` is called."""
+        self.descriptor = _memory_file(max(num_bytes, 1)) if joined is None else joined
+        if self.descriptor is None:
+            memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            weakref.finalize(self, os.close, self.descriptor)
+            memory = mmap.mmap(self.descriptor, max(num_bytes, 1))
+            if is_sealed and joined is None:
+                self.seal()
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self.buffer = memoryview(memory)[:num_bytes]
+
+    def seal(self) -> None:
+        if self.descriptor is not None and not _seal(self.descriptor):
+            self.descriptor = None
+
+
+def is_sealed(descriptor: int) -> bool:
+    """Whether the file can no longer shrink. Raises OSError if it is no memory file."""
+    return bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+
+
+def _memory_file(num_bytes: int) -> int | None:
+    if sys.platform != "linux" or not hasattr(os, "memfd_create"):
+        return None
+    descriptor = os.memfd_create("pdserve-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, num_bytes)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _seal(descriptor: int) -> bool:
+    """False if the kernel has no seal against later writable mappings (before Linux 5.1)."""
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | _SEAL_FUTURE_WRITE
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    except OSError:
+        return False
+    return True
+
+
+# --- host limits ----------------------------------------------------------------------------------------------
+# Memory and cores that this host and the process's control groups leave to it. Imports no torch.
+
+PROC: Final = Path("/proc")
+CGROUP: Final = Path("/sys/fs/cgroup")
+
+
+def free_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int | None:
+    """Memory that is available without swapping, page cache included. None if unknown."""
+    limits = [host_bytes(proc / "meminfo"), *(cgroup_bytes(folder) for folder in cgroups(proc, cgroup))]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def usable_cores(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
+    """Cores that this process may run on, at most as many as the quota of its control groups; 1 at least."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = [quota for folder in cgroups(proc, cgroup) if (quota := cgroup_cores(folder)) is not None]
+    return max(1, min([cores, *(math.ceil(quota) for quota in quotas)]))
+
+
+def cgroups(proc: Path, root: Path) -> Iterator[Path]:
+    """The folders of this process's control group and its parents. A container sees its own group as the root."""
+    yield root
+    [path] = [line[3:] for line in _lines(proc / "self/cgroup") if line.startswith("0::")] or [""]
+    folder = root
+    for part in Path(path).parts[1:]:
+        folder = folder / part
+        yield folder
+
+
+def host_bytes(meminfo: Path) -> int | None:
+    """MemAvailable: memory that is available without swapping, page cache included."""
+    for line in _lines(meminfo):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def cgroup_bytes(folder: Path) -> int | None:
+    """Memory that a container may still allocate, including its cached file pages, which can be freed."""
+    limit = "".join(_lines(folder / "memory.max"))
+    used = "".join(_lines(folder / "memory.current"))
+    if not limit.isdigit() or not used.isdigit():
+        return None  # "max", or no such container
+    cached = sum(int(line.split()[1]) for line in _lines(folder / "memory.stat") if line.startswith("inactive_file "))
+    return max(0, int(limit) - int(used) + cached)
+
+
+def cgroup_cores(folder: Path) -> float | None:
+    """The quota of cpu.max, which contains the CPU microseconds of each period, or `max`."""
+    words = "".join(_lines(folder / "cpu.max")).split()
+    if len(words) != 2 or not all(word.isdigit() for word in words) or int(words[1]) == 0:
+        return None
+    return int(words[0]) / int(words[1])
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []

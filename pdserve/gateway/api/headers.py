@@ -1,0 +1,101 @@
+"""The headers of a request that set options of the SDK's call, the bearer token and the host. Pure."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+from collections.abc import Mapping
+from typing import Any, Final, cast
+
+from pdserve.client.options import Options
+from pdserve.core.access.hosts import is_token
+from pdserve.core.errors import InvalidRequest, Unauthenticated, shortened
+from pdserve.telemetry import propagate
+
+REQUEST_ID: Final = "x-request-id"
+SESSION_ID: Final = "x-session-id"
+IGNORED: Final = "x-pdserve-ignored"  # of an answer: parts of its request that had no effect
+TARGETS: Final[Mapping[str, str]] = {"x-slo-ttft-ms": "ttft_s", "x-slo-tpot-ms": "tpot_s"}
+_SCHEME: Final = "bearer "
+
+
+def bearer_token(authorization: str | None) -> str | None:
+    """The token; None without the header, or if it is empty, as clients without a key send it (lm-evaluation-harness).
+    Raises Unauthenticated if the header has no bearer token."""
+    if authorization is None or authorization.strip().lower() == "bearer":
+        return None
+    token = authorization[len(_SCHEME) :].strip()
+    is_bearer = authorization[: len(_SCHEME)].lower() == _SCHEME
+    if not is_bearer or not is_token(token):
+        raise Unauthenticated("no bearer token in the authorization header")
+    return token
+
+
+def foreign(headers: Mapping[str, str], scheme: str = "http") -> str:
+    """Why the call may come from a page of another site in a browser on this host; empty if there is no such sign."""
+    host = headers.get("host", "")
+    if not is_own_host(host):
+        return f"the call is for the name {shortened(repr(host))}"
+    # Browsers also send both headers to loopback addresses. A page of the same site may have another port or scheme.
+    origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none").lower()
+    if site not in ("none", "same-origin"):
+        return "the call comes from a page of another origin"
+    if origin is None:
+        return ""
+    given = _origin(*origin.lower().partition("://")[::2])
+    # The browser knows the address of its page. This process does not know it behind a proxy that ends TLS or changes
+    # the host. No page can set `sec-fetch-site`; an origin without a host (null) is never that of a page of ours.
+    is_own = bool(given[1]) if site == "same-origin" else given == _origin(scheme, host.lower())
+    return "" if is_own else f"the call comes from a page of another origin, {shortened(repr(origin))}"
+
+
+def _origin(scheme: str, host: str) -> tuple[str, str]:
+    """Without the port that the scheme implies."""
+    return scheme, host.removesuffix({"http": ":80", "https": ":443"}.get(scheme, " "))
+
+
+def is_own_host(host: str) -> bool:
+    """Whether the Host header is an address, or a name that nobody can register.
+
+    The owner of any other name can let it resolve to 127.0.0.1. A browser then lets the pages of that name read what
+    this port answers (DNS rebinding).
+    """
+    name = (host if host.endswith("]") else host.rpartition(":")[0] or host).strip("[]").rstrip(".").lower()
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return "." not in name or name.endswith(".localhost")
+    return True
+
+
+def options(headers: Mapping[str, str]) -> Options:
+    """Raises InvalidRequest. A malformed traceparent is ignored, as W3C's rules ask."""
+    found: dict[str, Any] = {}
+    for header, name in ((REQUEST_ID, "request_id"), (SESSION_ID, "session_id")):
+        if header in headers:
+            found[name] = _text(header, headers[header])
+    targets = {name: _seconds(header, headers[header]) for header, name in TARGETS.items() if header in headers}
+    if targets:
+        found["slo"] = targets
+    traceparent = headers.get(propagate.HEADER)
+    if propagate.parse(traceparent) is not None:
+        found["traceparent"] = traceparent
+    return cast(Options, found)
+
+
+def _text(header: str, value: str) -> str:
+    """ASGI's headers are bytes, which Starlette reads as Latin-1. Ids are UTF-8, as the answer's header is."""
+    try:
+        return value.encode("latin-1").decode()
+    except UnicodeDecodeError:
+        raise InvalidRequest(header, shortened(repr(value)), "text in UTF-8") from None
+
+
+def _seconds(header: str, value: str) -> float:
+    try:
+        milliseconds = float(value[:32])
+    except ValueError:
+        milliseconds = math.nan
+    if not math.isfinite(milliseconds) or len(value) > 32:
+        raise InvalidRequest(header, shortened(repr(value)), "a number of milliseconds")
+    return milliseconds / 1000.0

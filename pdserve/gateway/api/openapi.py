@@ -1,0 +1,246 @@
+"""The OpenAPI document, made from the models of requests and answers. Pure."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from pdserve.gateway.api.errors import ROWS
+from pdserve.gateway.api.field_support import IGNORED, MODELS
+from pdserve.gateway.api.headers import REQUEST_ID, SESSION_ID, TARGETS
+from pdserve.gateway.api.operations import EVENTS, JSON, OPERATIONS, Operation
+from pdserve.gateway.api.request_models import TokenizeRequest
+from pdserve.gateway.api.response_models import ErrorAnswer
+
+API_VERSION: Final = "1"  # of the API: the version of pdserve is behind the token
+_REFERENCE: Final = "#/components/schemas/{model}"
+_PARAMETER: Final = re.compile(r"\{(\w+)(?::path)?\}")
+_IGNORED: Final = {MODELS[endpoint]: fields for endpoint, fields in IGNORED.items()}
+#: Of any operation: a method that it lacks, a flood of callers, an error of the gateway, and a router that is away.
+_ALWAYS: Final = frozenset((405, 429, 500, 503))
+_OF_CALLERS: Final = frozenset((401, 403))
+_MILLISECONDS: Final = {"type": "number", "minimum": 0.001, "maximum": 86_400_000}
+_HEADERS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
+    REQUEST_ID: (
+        "a name of the request, which the answer repeats",
+        {"type": "string", "pattern": "^[!-~]{1,128}$"},
+    ),
+    SESSION_ID: ("groups requests; printable", {"type": "string", "maxLength": 128}),
+    **dict.fromkeys(TARGETS, ("the request's target in milliseconds", _MILLISECONDS)),
+}
+
+
+def _within(minimum: float | None, maximum: float | None) -> dict[str, Any]:
+    found = {"minimum": minimum, "maximum": maximum}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+#: Limits of fields, in whichever request they are. The SDK checks them, after the models.
+BOUNDS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "temperature": _within(0, 100),
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "n": _within(1, 16),
+    "seed": _within(-(2**63), 2**64 - 1),
+    "presence_penalty": _within(-2, 2),
+    "frequency_penalty": _within(-2, 2),
+    "top_k": _within(-1, 2**32 - 1),
+    "min_p": _within(0, 1),
+    "top_n_sigma": _within(0, 100),
+    "repetition_penalty": _within(0.01, 100),
+    "prompt_logprobs": _within(0, 20),
+    "logprobs": _within(0, 64),
+    "top_logprobs": _within(0, 64),
+    "min_tokens": _within(0, None),
+    "truncate_prompt_tokens": _within(1, None),
+    "priority": _within(1 - 2**31, 2**31),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), _within(0, None)),
+    "messages": {"minItems": 1},
+    "cache_salt": {"minLength": 1, "maxLength": 256},
+    "request_id": {"minLength": 1, "maxLength": 128},
+}
+_FORMS: Final[Mapping[type[BaseModel], Mapping[str, Any]]] = {
+    TokenizeRequest: {
+        "oneOf": [
+            {"required": ["prompt"], "properties": {"prompt": {"type": "string"}}},
+            {"required": ["messages"], "properties": {"messages": {"type": "array"}}},
+        ]
+    }
+}
+
+
+@cache
+def document() -> dict[str, Any]:
+    """Of version 3.1, whose schemas are JSON Schema 2020-12."""
+    paths: dict[str, dict[str, Any]] = {}
+    for (method, path), operation in OPERATIONS.items():
+        paths.setdefault(_PARAMETER.sub(r"{\1}", path), {})[method.lower()] = _operation(method, path, operation)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "pdserve",
+            "version": API_VERSION,
+            "description": "OpenAI's API for text, and the gateway's own endpoints. docs/http.md describes them.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": _schemas(),
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"token": []}, {}],  # a cluster may need no token
+    }
+
+
+@cache
+def body() -> bytes:
+    return json.dumps(document(), ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _operation(method: str, path: str, operation: Operation) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "operationId": _PARAMETER.sub(r"\1", f"{method.lower()}{path}").replace("/", "_").strip("_"),
+        "summary": operation.summary,
+        "tags": [operation.tag],
+        "responses": {str(status): _answer(operation, status) for status in operation.answers}
+        | {
+            str(status): _error(status)
+            for status in sorted(_errors(operation, path))
+            if status not in operation.answers
+        },
+    }
+    if operation.is_open:
+        found["security"] = []
+    if parameters := list(_parameters(path, operation)):
+        found["parameters"] = parameters
+    if operation.request is not None:
+        found["requestBody"] = {"required": True, "content": {JSON: {"schema": _reference(operation.request)}}}
+    return found
+
+
+def _parameters(path: str, operation: Operation) -> Iterator[dict[str, Any]]:
+    for name in _PARAMETER.findall(path):
+        yield {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+    for name in operation.headers:
+        yield {"name": name, "in": "header", "required": True, "schema": {"type": "string"}}
+    if operation.request in _IGNORED:
+        for name, (about, schema) in _HEADERS.items():
+            yield {"name": name, "in": "header", "description": about, "schema": dict(schema)}
+
+
+def _answer(operation: Operation, status: int) -> dict[str, Any]:
+    given = operation.answers[status]
+    found: dict[str, Any] = {"description": "an error" if status >= 400 else "the answer"}
+    if isinstance(given, str):
+        found["content"] = {given: {"schema": {} if given in (JSON, EVENTS) else {"type": "string"}}}
+    elif given is not None:
+        found["content"] = {JSON: {"schema": _reference(given)}}
+    if operation.is_streamed:
+        # Version 3.1 describes no events, and validators disagree about what a schema here applies to.
+        found["content"][EVENTS] = {"schema": {"description": "with `stream`: server-sent events"}}
+    return found
+
+
+def _error(status: int) -> dict[str, Any]:
+    return {"description": "an error", "content": {JSON: {"schema": _reference(ErrorAnswer)}}}
+
+
+def _errors(operation: Operation, path: str) -> frozenset[int]:
+    if operation.is_open:
+        return _ALWAYS
+    if operation.request is not None:
+        return _ALWAYS | _OF_CALLERS | {row.status for row in ROWS.values()}
+    return _ALWAYS | _OF_CALLERS | ({400, 404, 408, 499, 501} if "{" in path else {501})
+
+
+def _reference(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": _REFERENCE.format(model=model.__name__)}
+
+
+def _schemas() -> dict[str, Any]:
+    requests = [one.request for one in OPERATIONS.values() if one.request is not None]
+    replies = [one for operation in OPERATIONS.values() for one in operation.answers.values() if isinstance(one, type)]
+    found = _definitions(requests, "validation")
+    written = _definitions([*replies, ErrorAnswer], "serialization")
+    assert not found.keys() & written.keys(), "two models of one name"
+    for model, ignored in _IGNORED.items():
+        found[model.__name__]["properties"] |= {
+            name: {"description": f"ignored: {why}"} for name, why in ignored.items()
+        }
+    for model in requests:
+        found[model.__name__] |= _FORMS.get(model, {})
+        properties = found[model.__name__]["properties"]
+        for name in BOUNDS.keys() & properties.keys():
+            properties[name] |= BOUNDS[name]
+    return found | written
+
+
+def _definitions(models: list[type[BaseModel]], mode: Literal["validation", "serialization"]) -> dict[str, Any]:
+    pairs = [(one, mode) for one in dict.fromkeys(models)]
+    found: dict[str, Any] = models_json_schema(pairs, ref_template=_REFERENCE)[1]["$defs"]
+    return found
+
+
+# --- docs page ------------------------------------------------------------------------------------------------
+# The OpenAPI document as a page without scripts: nothing outside of it is loaded.
+
+_STYLE: Final = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
+    "code{font-family:ui-monospace,monospace}table{border-collapse:collapse;width:100%}"
+    "td,th{text-align:left;vertical-align:top;border-top:1px solid #8884;padding:.25rem .75rem .25rem 0}"
+    "summary{cursor:pointer;padding:.25rem 0}details{border-top:1px solid #8884}:root{color-scheme:light dark}"
+)
+
+
+@cache
+def docs_page() -> tuple[bytes, Mapping[str, str]]:
+    """The page and the headers of its response."""
+    body = "".join(_lines(document())).encode()
+    digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
+    return body, {
+        "content-type": "text/html; charset=utf-8",
+        "content-security-policy": f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'",
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-store",
+    }
+
+
+def _lines(found: Mapping[str, Any]) -> Iterator[str]:
+    info = found["info"]
+    yield f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(info["title"])}</title>'
+    yield f"<style>{_STYLE}</style></head><body><h1>{html.escape(info['title'])}</h1>"
+    yield f'<p>{html.escape(info["description"])} The same for programs: <a href="/openapi.json">openapi.json</a>.</p>'
+    operations = [(path, method, one) for path, item in found["paths"].items() for method, one in item.items()]
+    for tag in dict.fromkeys(one["tags"][0] for _, _, one in operations):
+        yield f"<h2>{html.escape(tag)}</h2>"
+        for path, method, one in operations:
+            if one["tags"][0] == tag:
+                yield from _operation_html(f"{method.upper()} {path}", one, found["components"]["schemas"])
+    yield "</body></html>"
+
+
+def _operation_html(title: str, one: Mapping[str, Any], schemas: Mapping[str, Any]) -> Iterator[str]:
+    yield f"<details><summary><code>{html.escape(title)}</code> {html.escape(one['summary'])}</summary>"
+    if one.get("security") == []:
+        yield "<p>Needs no token.</p>"
+    content = one.get("requestBody", {}).get("content", {})
+    fields = [
+        (f"header <code>{html.escape(p['name'])}</code>", p) for p in one.get("parameters", ()) if p["in"] != "path"
+    ]
+    for media in content.values():
+        model = schemas[media["schema"]["$ref"].rpartition("/")[2]]
+        fields += [(f"<code>{html.escape(name)}</code>", value) for name, value in model["properties"].items()]
+    if fields:
+        yield "<table><tr><th>field<th>meaning</tr>"
+        yield from (f"<tr><td>{name}<td>{html.escape(value.get('description', ''))}</tr>" for name, value in fields)
+        yield "</table>"
+    yield f"<p>Answers: {', '.join(html.escape(status) for status in one['responses'])}</p></details>"

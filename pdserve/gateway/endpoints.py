@@ -1,0 +1,166 @@
+"""The endpoints /tokenize and /detokenize, as in vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Final
+
+from pdserve.client.aio import AsyncClient
+from pdserve.client.results import Model
+from pdserve.core.errors import Cancelled, InvalidRequest, PermissionDenied
+from pdserve.core.live import PERIOD_S, LiveFrame, frame_to_json
+from pdserve.gateway.answers import TokenTable
+from pdserve.gateway.api import sse
+from pdserve.gateway.api.request_models import DetokenizeRequest, TokenizeRequest
+from pdserve.gateway.api.sdk_call import check_model, sdk_messages, validated
+from pdserve.gateway.door import Caller
+from pdserve.gateway.respond import EVENT_STREAM, Sender, disconnected
+from pdserve.gateway.tools.plan import check_tools_bytes
+
+ID_BYTES: Final = 8
+NAME_BYTES: Final = 64
+
+
+def tokenize_bytes(request: TokenizeRequest, body_bytes: int) -> int:
+    """The most that the answer takes in memory: a text has at most one token for each byte, and no fewer bytes in its
+    body."""
+    return body_bytes * (ID_BYTES + (NAME_BYTES if request.return_token_strs else 0))
+
+
+def detokenize_bytes(request: DetokenizeRequest, body_bytes: int) -> int:
+    return NAME_BYTES * len(request.tokens)
+
+
+def tokenize_request(given: Mapping[str, Any], model: Model) -> TokenizeRequest:
+    """Raises InvalidRequest and UnknownModel."""
+    check_model(given.get("model"), model)
+    request = validated(TokenizeRequest, given)
+    if (request.prompt is None) == (request.messages is None):
+        raise InvalidRequest("prompt", "neither" if request.prompt is None else "both", "prompt or messages")
+    if request.messages is None:
+        for name in ("tools", "add_generation_prompt", "chat_template_kwargs"):
+            if getattr(request, name):
+                raise InvalidRequest(name, "a value", "messages beside it")
+    check_tools_bytes(request.tools or ())
+    return request
+
+
+async def tokenize(request: TokenizeRequest, caller: Caller) -> dict[str, Any]:
+    """Raises InvalidRequest."""
+    if request.messages is None:
+        ids = await caller.client.tokenize(request.prompt or "", add_special_tokens=request.add_special_tokens)
+    else:
+        tools = None if request.tools is None else [one.model_dump(exclude_none=True) for one in request.tools]
+        ids = await caller.client.tokenize(
+            sdk_messages(request.messages),
+            tools=tools,
+            add_special_tokens=request.add_special_tokens,
+            add_generation_prompt=request.add_generation_prompt,
+            chat_template_kwargs=request.chat_template_kwargs,
+        )
+    names = None
+    if request.return_token_strs:
+        table = TokenTable()
+        await table.learn(caller.client, set(ids))
+        names = [table(one).decode("utf-8", "replace") for one in ids]
+    return {
+        "count": len(ids),
+        "max_model_len": caller.model.max_context_tokens,
+        "tokens": ids,
+        "token_strs": names,
+    }
+
+
+def detokenize_request(given: Mapping[str, Any], model: Model) -> DetokenizeRequest:
+    """Raises InvalidRequest and UnknownModel."""
+    check_model(given.get("model"), model)
+    request = validated(DetokenizeRequest, given)
+    if len(request.tokens) > model.max_context_tokens:
+        expected = f"at most {model.max_context_tokens} tokens, the context window"
+        raise InvalidRequest("tokens", f"{len(request.tokens)} tokens", expected)
+    return request
+
+
+async def detokenize(request: DetokenizeRequest, caller: Caller) -> dict[str, Any]:
+    """Raises InvalidRequest. Special tokens have no text."""
+    try:
+        return {"prompt": await caller.client.detokenize(request.tokens)}
+    except InvalidRequest as error:
+        raise error.renamed(error.field.replace("token_ids", "tokens")) from None
+
+
+# --- live view ------------------------------------------------------------------------------------------------
+# The live view's endpoints: the event stream of frames, explanations, and the operator's commands.
+#
+# Frames come from the router's Watch with the viewer's own token, so the router decides who may see them.
+
+#: A page of another site cannot set this header without the gateway's permission (CORS), which it never gives.
+OWN_HEADER: Final = "x-pdserve-ui"
+
+
+async def stream_frames(caller: Caller, receive: Any, send: Sender) -> int:
+    """Sends frames until the viewer leaves or the router ends the stream. Raises PdserveError."""
+    gone = asyncio.create_task(disconnected(receive))
+    frames = caller.client.watch(PERIOD_S)
+    try:
+        first = await _next(frames, gone)
+        topology = await caller.client.topology()
+        await send.begin_stream(lambda reply: [sse.frame(reply.body)])
+        hello = {"model": caller.model.name, "router_id": topology.router_id, "period_s": PERIOD_S, "is_operator": True}
+        data = sse.frame({"hello": hello})
+        frame: LiveFrame | None = first
+        while frame is not None:
+            data += sse.frame(frame_to_json(frame))
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+            data = b""
+            frame = await _next(frames, gone)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return 200
+    except Cancelled:
+        return 499
+    finally:
+        gone.cancel()
+        await frames.aclose()
+
+
+async def send_head(caller: Caller, send: Any) -> int:
+    """Answers HEAD without becoming a viewer, whose number is limited. Raises PermissionDenied."""
+    await caller.client.topology()
+    await send({"type": "http.response.start", "status": 200, "headers": list(EVENT_STREAM)})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+    return 200
+
+
+async def explanation(client: AsyncClient, request_id: str) -> dict[str, Any]:
+    """Raises NotFound after the router has forgotten the request."""
+    return asdict(await client.explain(request_id))
+
+
+async def worker_log(client: AsyncClient, worker_id: str) -> dict[str, Any]:
+    """Raises NotFound, and Unavailable if the worker does not answer."""
+    return {"lines": [asdict(one) for one in await client.worker_log(worker_id)]}
+
+
+def check_own(given: Mapping[str, str]) -> None:
+    """Raises PermissionDenied if the request may come from a page of another site."""
+    if OWN_HEADER not in given:
+        raise PermissionDenied(f"no header {OWN_HEADER}, which pages of other sites cannot send")
+
+
+async def _next(frames: Any, gone: asyncio.Task[None]) -> LiveFrame | None:
+    """None at the end. Raises Cancelled if the viewer has left."""
+    waiting = asyncio.ensure_future(anext(frames, None))
+    try:
+        await asyncio.wait((waiting, gone), return_when=asyncio.FIRST_COMPLETED)
+        if gone.done():
+            raise Cancelled("the viewer has left")
+        found: LiveFrame | None = waiting.result()
+        return found
+    finally:
+        if not waiting.done():
+            waiting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await waiting

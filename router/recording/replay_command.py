@@ -1,0 +1,94 @@
+"""`pdserve replay FILE`: checks that this version decides like the recorded router.
+
+It feeds a recording (`pdserve up --record FILE`) to a new router, event by event, and compares the commands. The exit
+status is 1 if any differ. To run the recorded requests on another cluster or policy, use pdserve simulate --trace FILE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, final
+
+from pdserve.bounded_file import opened
+from pdserve.core.errors import ConfigError
+from pdserve.core.json_text import to_json
+from pdserve.progress import ProgressLine
+
+HELP = "replay a recording and check that the router decides the same"
+SHOWN: Final = 5  # differences that are printed
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="recording of `pdserve up --record`")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    from router.recording import replay
+
+    lines = RecordedLines(Path(args.file))
+    differing = 0
+    shown: list[replay.Difference] = []
+    with lines.with_progress("replaying") as rows:
+        for difference in replay.replay(rows):
+            differing += 1
+            if len(shown) < SHOWN:
+                shown.append(difference)
+    events = max(lines.count - 1, 0)
+    if args.json:
+        steps = [one.number for one in shown]
+        print(to_json({"events": events, "differing": differing, "first_differing": steps}))
+        return 1 if differing else 0
+    for one in shown:
+        print(f"event {one.number} at {one.step.now_s:.6f} s: {one.step.event}")
+        print(f"  recorded {list(one.step.commands)}")
+        print(f"  replayed {list(one.replayed)}")
+    print(f"{events} events, {differing} with other commands")
+    return 1 if differing else 0
+
+
+# --- recorded lines -------------------------------------------------------------------------------------------
+# Reads the lines of a recording.
+
+MAX_LINE_CHARS: Final = 64 * 2**20  # so that a file without line ends does not fill the memory
+
+
+@final
+class RecordedLines:
+    """The lines of a file, counted while they are read. Invalid UTF-8 is reported as invalid JSON, with its line
+    number."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.count = 0
+
+    def __iter__(self) -> Iterator[str]:
+        with (
+            opened(self._path, "file") as raw,
+            io.TextIOWrapper(raw, encoding="utf-8", errors="replace") as file,
+        ):
+            for line in iter(lambda: file.readline(MAX_LINE_CHARS), ""):
+                if len(line) == MAX_LINE_CHARS:
+                    raise ConfigError(
+                        "file", f"line {self.count + 1} of {self._path}", f"at most {MAX_LINE_CHARS} characters"
+                    )
+                self.count += 1
+                yield line
+
+    @contextmanager
+    def with_progress(self, verb: str) -> Iterator[Iterator[str]]:
+        """The lines, with a bar of the bytes read."""
+        size = self._path.stat().st_size if self._path.is_file() else None
+        with ProgressLine(f"{verb} {self._path.name}", size) as progress:
+            yield self._counted(progress)
+
+    def _counted(self, progress: ProgressLine) -> Iterator[str]:
+        done = 0
+        for line in self:
+            yield line
+            done += len(line)
+            progress.update_bytes(done)

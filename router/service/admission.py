@@ -1,0 +1,286 @@
+"""Turns a Generate call into a request that can be placed: checks, tokenizes and hashes it.
+
+Long work runs in threads beside the event loop (router/service/tokenizing.py). Every limit is checked here or in
+router/service/prompts.py, with the field's name, before a worker is involved.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Final, final
+
+from pdserve.core.access.key_file import DEFAULT_TENANT, Tenant
+from pdserve.core.access.proof import ClusterSecret
+from pdserve.core.errors import InvalidRequest
+from pdserve.core.kv.hashing import block_hashes, chain_key
+from pdserve.core.types import (
+    NO_DEFAULTS,
+    RequestAttributes,
+    Sampling,
+    SamplingDefaults,
+    Slo,
+    check_bad_words,
+    check_token_ids,
+)
+from pdserve.isolated.process import ChildProcess
+from pdserve.text.bad_words import bad_word_ids
+from pdserve.text.chat import TemplateSources
+from pdserve.text.stops import MISTRAL_MARKS, THINK_MARKS, ReasoningSplit, ReasoningState
+from pdserve.text.tokenizer import Tokenizer
+from pdserve.v1 import inference_pb2
+from pdserve.wire import convert
+from router.service import answer
+from router.service.child_pool import GrammarCheck
+from router.service.fair_queue import ANONYMOUS, ClientKey
+from router.service.model import ModelFacts
+from router.service.prompts import PromptReader
+from router.service.tenants import RESERVED_TOKENS, cache_salt
+from router.service.tokenizing import TextChildren, TokenizerThreads
+
+MAX_REQUEST_ID_CHARS: Final = 128
+DEFAULT_MAX_TOKENS: Final = 256
+QUICK_TOKENS: Final = 4096  # a shorter prompt is hashed on the event loop, a longer one in a thread
+MAX_PROMPT_LOGPROBS: Final = 2**19  # over all positions of a prompt: 6 MB on the wire
+QUICK_WORDS: Final = 16  # fewer bad words are tokenized on the event loop
+MAX_TOKENS_PER_CALL: Final = 8192  # in one GetTokenBytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    max_new_tokens: int
+    default_slo: Slo
+    request_timeout_s: float
+    sampling: SamplingDefaults = NO_DEFAULTS  # for requests that give no value
+
+    @property
+    def default_max_tokens(self) -> int:
+        asked = self.sampling.max_tokens
+        return min(DEFAULT_MAX_TOKENS if asked is None else asked, self.max_new_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared(RequestAttributes):
+    """A request that can be placed."""
+
+    request_id: str  # the client's, or a generated one
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    num_answers: int  # answers for the client
+    samplings: tuple[Sampling, ...]  # one for each sampled answer; with best_of, more than num_answers
+    slo: Slo
+    deadline_s: float
+    tenant: str
+    cache_salt: bytes  # salt of the prompt's block hashes
+    block_hashes: tuple[bytes, ...]
+    is_chat: bool
+    reasoning: ReasoningState | None  # of a chat with a model that marks its reasoning
+    reasoning_marks: tuple[str, str] | None  # if the answer may have reasoning, to which stop strings do not apply
+
+    def reasoning_split(self) -> ReasoningSplit | None:
+        """For one answer."""
+        if self.reasoning_marks is None:
+            return None
+        return ReasoningSplit(self.reasoning_marks, is_open=self.reasoning is ReasoningState.OPEN)
+
+
+@final
+class Admission:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        templates: TemplateSources | None,
+        limits: Limits,
+        grammars: GrammarCheck | None = None,
+        secret: ClusterSecret | None = None,
+        folder: str = "",
+        quick: ChildProcess | None = None,
+    ) -> None:
+        """The caller closes `grammars`. Without `grammars`, requests with a grammar are rejected. The salts of block
+        hashes are derived from `secret`; without it, hashes have no salt. `folder` is the model's. `quick` is the
+        child process that reads `templates`, if it has been launched."""
+        self._secret = secret
+        self._grammars = GrammarCheck(None) if grammars is None else grammars
+        self.tokenizer = tokenizer
+        self.has_chat_template = templates is not None
+        self._hides_think_marks = _is_hidden(THINK_MARKS[1], tokenizer)
+        self.limits = limits
+        self._threads = TokenizerThreads()
+        self.children = TextChildren(tokenizer, templates, folder, quick)
+        self._prompts = PromptReader(tokenizer, templates, self._threads, self.children)
+
+    async def prepare(
+        self,
+        request: inference_pb2.GenerateRequest,
+        model: ModelFacts,
+        time_remaining_s: float | None,
+        client: ClientKey = ANONYMOUS,
+        tenant: Tenant = DEFAULT_TENANT,
+    ) -> Prepared:
+        """Raises InvalidRequest with the field and its limit, and Overloaded if too many requests wait for a thread."""
+        limits = self.limits
+        request_id = _request_id(request)
+        attributes = convert.attributes_from_proto(request)
+        _check_priority(attributes.priority, tenant)
+        salt = cache_salt(self._secret, tenant.name, request.cache_salt if request.HasField("cache_salt") else None)
+        sampling = await self._sampling(request.sampling, model, client)
+        n, best_of = answer.counts(request, sampling)
+        slo = convert.slo_from_proto(request.slo, tenant.slo or limits.default_slo)
+        prompt = await self._prompts.read(request, model, client)
+        _check_scores(sampling, len(prompt.token_ids))
+        if sampling.grammar is not None:
+            await self._grammars.check(sampling.grammar, model, client)
+        timeout_s = limits.request_timeout_s
+        return Prepared(
+            request_id=request_id,
+            prompt_ids=prompt.token_ids,
+            sampling=sampling,
+            num_answers=n,
+            samplings=tuple(answer.samplings(sampling, n, best_of)),
+            slo=slo,
+            deadline_s=timeout_s if time_remaining_s is None else min(timeout_s, max(time_remaining_s, 0.0)),
+            tenant=tenant.name,
+            cache_salt=salt,
+            block_hashes=await self._hashes(prompt.token_ids, model, salt),
+            is_chat=request.HasField("chat"),
+            reasoning=prompt.reasoning if request.HasField("chat") and self.reasoning_format else None,
+            reasoning_marks=self._marks(request, sampling, prompt.reasoning),
+            **attributes.attributes(),
+        )
+
+    def _marks(
+        self, request: inference_pb2.GenerateRequest, sampling: Sampling, reasoning: ReasoningState
+    ) -> tuple[str, str] | None:
+        is_whole = sampling.stop_in_reasoning or sampling.grammar is not None or reasoning is ReasoningState.CLOSED
+        form = self.reasoning_format
+        is_whole |= form in ("mistral", "special") and sampling.skip_special_tokens  # the marks have no text
+        if is_whole or not request.HasField("chat") or not form:
+            return None
+        return MISTRAL_MARKS if form == "mistral" else THINK_MARKS
+
+    async def tokenize(
+        self, request: inference_pb2.TokenizeRequest, model: ModelFacts | None, client: ClientKey = ANONYMOUS
+    ) -> list[int]:
+        return await self._prompts.tokenize(request, model, client)
+
+    async def detokenize(
+        self, request: inference_pb2.DetokenizeRequest, model: ModelFacts, client: ClientKey = ANONYMOUS
+    ) -> str:
+        most = model.max_context_tokens
+        for field, given in (
+            ("token_ids", request.token_ids),
+            ("prompt_token_ids", request.prompt_token_ids),
+        ):
+            if len(given) > most:
+                raise InvalidRequest(field, f"{len(given)} tokens", f"at most {most} tokens, the context window")
+            if given and max(given) >= model.vocab_size:
+                raise InvalidRequest(field, max(given), f"ids below {model.vocab_size}")
+        prompt, ids = list(request.prompt_token_ids), list(request.token_ids)
+
+        def text() -> str:
+            detokenizer = self.tokenizer.detokenizer(prompt)
+            return detokenizer.push(ids) + detokenizer.finish()
+
+        num_tokens = len(prompt) + len(ids)
+        if num_tokens <= QUICK_TOKENS:
+            return text()
+        return await self._threads.run(num_tokens, request.ByteSize(), text, client)
+
+    def token_bytes(self, request: inference_pb2.GetTokenBytesRequest) -> inference_pb2.GetTokenBytesResponse:
+        ids = request.token_ids
+        if len(ids) > MAX_TOKENS_PER_CALL:
+            raise InvalidRequest("token_ids", f"{len(ids)} tokens", f"at most {MAX_TOKENS_PER_CALL} tokens")
+        return inference_pb2.GetTokenBytesResponse(
+            token_bytes=map(self.tokenizer.token_bytes, ids), special_ids=filter(self.tokenizer.is_special, ids)
+        )
+
+    @property
+    def tool_format(self) -> str:
+        """Like `reasoning_format`, known after load(), and after the first chat."""
+        return self.children.facts.tool_format
+
+    @property
+    def reasoning_format(self) -> str:
+        found = self.children.facts.reasoning_format
+        return "special" if found not in ("", "mistral") and self._hides_think_marks else found
+
+    async def load(self) -> None:
+        """Raises ModelError if a template does not compile."""
+        await self.children.load()
+
+    @property
+    def can_work(self) -> bool:
+        """Whether chats can be read."""
+        return self.children.can_work and self._threads.can_work
+
+    async def close(self) -> None:
+        self._threads.close()
+        await self.children.close()
+
+    async def _sampling(self, message: inference_pb2.SamplingParams, model: ModelFacts, client: ClientKey) -> Sampling:
+        most = self.limits.max_new_tokens
+        check_bad_words(message.bad_words)
+        words = list(message.bad_words)
+        if words and not self.tokenizer.is_linear:
+            bad = await self.children.bad_words(words, client)
+        elif len(words) <= QUICK_WORDS:
+            bad = bad_word_ids(words, self.tokenizer)
+        else:
+            bad = await self._threads.run(0, 0, lambda: bad_word_ids(words, self.tokenizer), client)
+        sampling = convert.sampling_from_proto(
+            message,
+            draw_seed=lambda: secrets.randbits(64),
+            default_max_tokens=self.limits.default_max_tokens,
+            defaults=self.limits.sampling,
+            bad_words=bad,
+        )
+        if sampling.max_tokens > most:
+            raise InvalidRequest("max_tokens", sampling.max_tokens, f"at most {most} (router.max_new_tokens)")
+        check_token_ids(sampling, model.vocab_size)
+        return sampling
+
+    async def _hashes(self, prompt: tuple[int, ...], model: ModelFacts, salt: bytes) -> tuple[bytes, ...]:
+        key = chain_key(salt, model.hash_seed)
+        if len(prompt) <= QUICK_TOKENS:
+            return tuple(block_hashes(prompt, model.block_size, key))
+        return tuple(await self._threads.run(0, 0, lambda: block_hashes(prompt, model.block_size, key)))
+
+
+def least_tokens(request: inference_pb2.GenerateRequest) -> int:
+    """The least number of tokens that the request will use of its tenant's quota, before its prompt is tokenized."""
+    sampling = request.sampling
+    output = min(sampling.max_tokens if sampling.HasField("max_tokens") else DEFAULT_MAX_TOKENS, RESERVED_TOKENS)
+    return max(len(request.token_ids.ids), 1) + output
+
+
+def _is_hidden(mark: str, tokenizer: Tokenizer) -> bool:
+    """Whether it is a special token, which has no text unless the request asks for special tokens."""
+    token_id = tokenizer.control_tokens(mark).get(mark)
+    return token_id is not None and not tokenizer.decode([token_id])
+
+
+def _check_scores(sampling: Sampling, num_tokens: int) -> None:
+    """All logprobs of a prompt are stored and sent together, so their number is limited."""
+    if sampling.prompt_logprobs is not None and num_tokens * (1 + sampling.prompt_logprobs) > MAX_PROMPT_LOGPROBS:
+        most = MAX_PROMPT_LOGPROBS // (1 + sampling.prompt_logprobs)
+        raise InvalidRequest(
+            "prompt_logprobs",
+            f"{sampling.prompt_logprobs} for a prompt of {num_tokens} tokens",
+            f"at most {most} tokens, or fewer logprobs of each",
+        )
+
+
+def _check_priority(priority: int, tenant: Tenant) -> None:
+    if tenant.max_priority is not None and priority > tenant.max_priority:
+        raise InvalidRequest("priority", priority, f"at most {tenant.max_priority} for tenant {tenant.name}")
+
+
+def _request_id(request: inference_pb2.GenerateRequest) -> str:
+    if not request.HasField("request_id"):
+        return secrets.token_hex(8)
+    name = request.request_id
+    if not 1 <= len(name) <= MAX_REQUEST_ID_CHARS or not name.isprintable():
+        raise InvalidRequest(
+            "request_id", f"{len(name)} characters", f"1 to {MAX_REQUEST_ID_CHARS} printable characters"
+        )
+    return name

@@ -1,0 +1,305 @@
+"""The answer to one request: converts token ids to text, checks stop strings, and merges pieces for slow readers.
+
+No I/O: the task that writes to the client waits for `changed` and takes the pending messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Final, final
+
+from pdserve.core.errors import Cancelled, InternalError, InvalidRequest, PdserveError
+from pdserve.core.results import Usage
+from pdserve.core.types import MAX_DELTA_TOKENS, FinishReason, Sampling, TokenOut
+from pdserve.text.detokenize import Detokenizer
+from pdserve.text.stops import ReasoningSplit, StopMatcher
+from pdserve.v1 import inference_pb2
+from pdserve.wire import convert
+from pdserve.wire.protocol import TIMINGS, USAGE
+from router.state.commands import FinishRequest
+
+MAX_PENDING_TOKENS: Final = 8192  # a client that is further behind is treated as disconnected
+
+
+@final
+class Answer:
+    """The runtime adds tokens, and the call's handler drains messages. Both run on the event loop."""
+
+    def __init__(
+        self,
+        request_id: str,
+        num_prompt_tokens: int,
+        sampling: Sampling,
+        detokenizer: Detokenizer,
+        eos_token_ids: Iterable[int] = (),
+        *,
+        max_pending_tokens: int = MAX_PENDING_TOKENS,
+        changed: asyncio.Event | None = None,
+        shows_logprobs: bool = True,
+        model: str = "",
+        reasoning: str | None = None,
+        split: ReasoningSplit | None = None,
+    ) -> None:
+        """The answers of one call share `changed`. Without `shows_logprobs`, logprobs are used for ranking only, and
+        not sent. Stop strings apply to the text after the reasoning that `split` finds."""
+        self.changed = asyncio.Event() if changed is None else changed
+        self.error: PdserveError | None = None
+        self.is_over = False  # the last message is pending or was taken, or `error` is set
+        self.usage: Usage | None = None  # set with the last message
+        self.num_tokens = 0
+        self.model = model
+        self.ended_s: float | None = None  # when the answer ended, by the runtime's clock
+        self._started: inference_pb2.Started | None = inference_pb2.Started(
+            request_id=request_id, prompt_tokens=num_prompt_tokens, model=model, reasoning=reasoning
+        )
+        self._sampling = sampling
+        self._detokenizer = detokenizer
+        self._split = split if sampling.stop else None
+        self._stops = StopMatcher(sampling.stop, is_stop_included=sampling.include_stop_in_output)
+        ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_token_ids))
+        self._end_ids = ends
+        # The end of a structured document ends the answer even with ignore_eos or before min_tokens
+        # (pdserve/core/attempt.py).
+        self._document_end_ids = frozenset() if sampling.grammar is None else frozenset(eos_token_ids)
+        self._max_pending_tokens = max_pending_tokens
+        self._logprob_sum = 0.0
+        self._has_logprobs = sampling.logprobs is not None
+        self._shows_logprobs = shows_logprobs
+        self._num_to_score = 0 if sampling.prompt_logprobs is None else num_prompt_tokens - 1
+        self._scores: list[inference_pb2.PromptLogprobs] = []
+        self._last_id: int | None = None
+        self._stop: str | None = None
+        self._deltas: list[inference_pb2.Delta] = []  # pending, oldest first
+        self._num_pending = 0  # tokens in them
+        self._finished: inference_pb2.Finished | None = None
+
+    def score(self, scores: inference_pb2.PromptLogprobs) -> None:
+        """Adds logprobs of the prompt. A new attempt sends equal logprobs again, from the first position."""
+        if scores.first_position == 1:
+            self._scores.clear()
+        if self._started is not None and scores.first_position == 1 + self._num_scored():
+            self._scores.append(scores)
+
+    def take(self, tokens: Iterable[TokenOut]) -> int | None:
+        """Adds tokens. If one of them completes a stop string, returns the number of output tokens up to there."""
+        if self.is_over or self._stop is not None:
+            return None
+        if self.num_tokens == 0 and self._num_scored() < self._num_to_score:
+            self.fail(InternalError(f"{self._num_scored()} of {self._num_to_score} prompt tokens were scored"))
+            return None
+        for token in tokens:
+            self._add(token)
+            if self._stop is not None:
+                break
+        if self._num_pending > self._max_pending_tokens:
+            self.fail(Cancelled(f"the reader is more than {self._max_pending_tokens} tokens behind"))
+        self.changed.set()
+        return None if self._stop is None else self.num_tokens
+
+    def finish(self, end: FinishRequest) -> None:
+        """Ends the answer: releases the text that was held back for stop strings, then the last message."""
+        if self.is_over:
+            return
+        if self._stop is None:
+            self._write(self._match(self._detokenizer.finish()))
+        if self._stop is None and self._split is not None:
+            self._write(self._match_content(self._split.finish()))
+        if self._stop is None:
+            self._write(self._stops.finish())
+        is_stopped = self._stop is not None
+        reason = FinishReason.STOP if is_stopped else end.reason
+        usage = dataclasses.replace(end.usage, completion_tokens=self.num_tokens) if is_stopped else end.usage
+        self._finished = inference_pb2.Finished(
+            reason=convert.finish_to_proto(reason),
+            usage=USAGE.encode(usage),
+            timings=TIMINGS.encode(end.timings),
+            stop=self._stop,
+            stop_token_id=self._last_id if reason is FinishReason.STOP and not is_stopped else None,
+            cumulative_logprob=self._logprob_sum if self._has_logprobs else None,
+        )
+        self.usage, self.is_over = usage, True
+        self.changed.set()
+
+    def fail(self, error: PdserveError) -> None:
+        if not self.is_over:
+            self.error, self.is_over = error, True
+            self.changed.set()
+
+    @property
+    def is_prompt_scored(self) -> bool:
+        """Whether `opening` has all logprobs of the prompt that were asked for: they come before the first token."""
+        return self._num_to_score == 0 or self.num_tokens > 0 or self.is_over
+
+    @property
+    def mean_logprob(self) -> float:
+        return self._logprob_sum / max(self.num_tokens, 1)
+
+    def opening(self) -> list[inference_pb2.GenerateResponse]:
+        """Data that is sent once, before everything else."""
+        if self._started is None:
+            return []
+        messages = [inference_pb2.GenerateResponse(started=self._started)]
+        messages += [inference_pb2.GenerateResponse(prompt_logprobs=scores) for scores in self._scores]
+        self._started, self._scores = None, []
+        return messages
+
+    def drain(self) -> list[inference_pb2.GenerateResponse]:
+        """Takes everything that may be sent now, in as few messages as possible. Empty before the first token."""
+        self.changed.clear()
+        messages = self.opening() if self._deltas or self._finished is not None else []
+        messages += [inference_pb2.GenerateResponse(delta=delta) for delta in self._deltas]
+        self._deltas, self._num_pending = [], 0
+        if self._finished is not None:
+            messages.append(inference_pb2.GenerateResponse(finished=self._finished))
+            self._finished = None
+        return messages
+
+    def _num_scored(self) -> int:
+        return sum(len(scores.tokens) for scores in self._scores)
+
+    def _add(self, token: TokenOut) -> None:
+        self.num_tokens += 1
+        self._last_id = token.token_id
+        if not self._deltas or len(self._deltas[-1].token_ids) == MAX_DELTA_TOKENS:
+            self._deltas.append(inference_pb2.Delta())
+        self._num_pending += 1
+        delta = self._deltas[-1]
+        delta.token_ids.append(token.token_id)
+        if token.logprob is not None:
+            self._logprob_sum += token.logprob
+        if token.logprob is not None and self._shows_logprobs:
+            delta.logprobs.append(convert.logprobs_to_proto(token))
+        is_end = token.token_id in self._document_end_ids or (
+            token.token_id in self._end_ids and self.num_tokens > self._sampling.min_tokens
+        )
+        if not is_end or self._sampling.include_stop_in_output:
+            self._write(self._match(self._detokenizer.push((token.token_id,))))
+
+    def _write(self, text: str) -> None:
+        if text:
+            if not self._deltas:
+                self._deltas.append(inference_pb2.Delta())
+            self._deltas[-1].text += text
+
+    def _match(self, text: str) -> str:
+        """The text that may be sent after `text` was added."""
+        if self._split is None:
+            return self._match_content(text)
+        reasoning, content = self._split.push(text)
+        return reasoning + (self._match_content(content) if content else "")
+
+    def _match_content(self, text: str) -> str:
+        """Stop strings are ignored before min_tokens."""
+        if self.num_tokens <= self._sampling.min_tokens:
+            return self._stops.push_unmatched(text).text
+        piece = self._stops.push(text)
+        self._stop = piece.stop
+        return piece.text
+
+
+# --- group ----------------------------------------------------------------------------------------------------
+# Several answers to one prompt (n, best_of) as one stream: creates their requests and merges their outputs. No I/O.
+#
+# Inside the router each answer is a request of its own: placed, preempted, recovered and ended independently. The first
+# uses the request's own seed, so it equals the answer for n = 1; the others use seeds derived from it.
+
+MAX_ANSWERS: Final = 16
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+_MASK: Final = 2**64 - 1
+
+
+def counts(request: inference_pb2.GenerateRequest, sampling: Sampling) -> tuple[int, int]:
+    """The number of returned answers, and the number of sampled ones."""
+    n = request.n if request.HasField("n") else 1
+    best_of = request.best_of if request.HasField("best_of") else n
+    if not 1 <= n <= MAX_ANSWERS:
+        raise InvalidRequest("n", n, f"between 1 and {MAX_ANSWERS}")
+    if not n <= best_of <= MAX_ANSWERS:
+        raise InvalidRequest("best_of", best_of, f"between n ({n}) and {MAX_ANSWERS}")
+    if best_of > 1 and sampling.is_greedy:
+        field = "n" if n > 1 else "best_of"
+        raise InvalidRequest(field, max(n, best_of), "1 with temperature 0, where every answer would be the same")
+    return n, best_of
+
+
+def samplings(sampling: Sampling, n: int, best_of: int) -> list[Sampling]:
+    """One Sampling for each sampled answer. Only the first one scores the prompt. Ranking needs the logprobs of the
+    sampled tokens."""
+    if best_of > n and sampling.logprobs is None:
+        sampling = dataclasses.replace(sampling, logprobs=0)
+    others = [
+        dataclasses.replace(sampling, seed=_sibling_seed(sampling.seed, index), prompt_logprobs=None)
+        for index in range(1, best_of)
+    ]
+    return [sampling, *others]
+
+
+@final
+class Group:
+    """Several answers with the interface of one Answer. They share `changed`."""
+
+    def __init__(self, answers: Sequence[Answer], changed: asyncio.Event, *, num_kept: int) -> None:
+        """If fewer answers are kept than sampled, those with the largest mean logprob are sent, best first, after all
+        have ended."""
+        self.changed = changed
+        self.answers = tuple(answers)
+        self._num_kept = num_kept
+        self._is_total_sent = False
+
+    @property
+    def error(self) -> PdserveError | None:
+        """The error of any answer fails the whole call."""
+        return next((one.error for one in self.answers if one.error is not None), None)
+
+    @property
+    def is_over(self) -> bool:
+        return all(one.is_over for one in self.answers)
+
+    def drain(self) -> list[inference_pb2.GenerateResponse]:
+        self.changed.clear()
+        kept: Sequence[Answer] = self.answers
+        if self._num_kept < len(kept):
+            if not self.is_over:
+                return []
+            kept = sorted(kept, key=lambda one: one.mean_logprob, reverse=True)[: self._num_kept]
+        if not self.answers[0].is_prompt_scored:
+            return []
+        messages = self.answers[0].opening()
+        for sibling in self.answers[1:]:
+            sibling.opening()  # dropped: the first answer has sent it
+        for index, answer in enumerate(kept):
+            for message in answer.drain():
+                if message.HasField("delta"):
+                    message.delta.index = index
+                elif message.HasField("finished"):
+                    message.finished.index = index
+                messages.append(message)
+        if self.is_over and not self._is_total_sent and self.error is None:
+            self._is_total_sent = True
+            messages[-1].finished.total_usage.CopyFrom(USAGE.encode(self._total()))
+        return messages
+
+    def _total(self) -> Usage:
+        used = [one.usage for one in self.answers if one.usage is not None]
+        return dataclasses.replace(used[0], completion_tokens=sum(one.completion_tokens for one in used))
+
+
+def _sibling_seed(seed: int, index: int) -> int:
+    """The seed of answer `index`: splitmix64 (Steele, Lea, Flood 2014), `index` steps from `seed`."""
+    value = (seed + index * _GOLDEN) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+async def is_shared(first: Answer) -> None:
+    """Waits until the other answers can find the prompt's KV: the decode worker has sampled from it, or the request has
+    ended.
+
+    The first token may come from a prefill worker before the KV has arrived.
+    """
+    while first.num_tokens < 2 and not first.is_over:
+        first.changed.clear()
+        await first.changed.wait()

@@ -1,0 +1,192 @@
+"""ClusterService: the router's methods for operators."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from typing import Any, Final, final
+
+from pdserve.build import FULL_VERSION
+from pdserve.core.durations import check_duration
+from pdserve.core.errors import NotFound, Overloaded, PdserveError, ShuttingDown
+from pdserve.core.live import PERIOD_S
+from pdserve.core.types import request_id_of
+from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
+from pdserve.wire import status
+from pdserve.wire.codec import Codec, Special
+from pdserve.wire.protocol import FRAME, LOAD
+from router.policy.interface import Candidate, Decision
+from router.service.runtime import Runtime
+from router.service.workers import KvLinks, WorkerLogs
+from router.state.commands import Outcome
+from router.state.events import DrainRequested, UndrainRequested
+from router.state.history import DecisionRecord, is_chosen
+from router.state.snapshot import WorkerFacts
+from router.state.state import RouterState
+
+# --- watching -------------------------------------------------------------------------------------------------
+# Sends frames of the live view. A slow viewer gets fewer frames, each with all requests that ended meanwhile.
+
+SHORTEST_S: Final = 0.1
+LONGEST_S: Final = 60.0
+MAX_VIEWERS: Final = 8  # for each router, because a viewer costs it some milliseconds per second
+
+
+@final
+class Watching:
+    def __init__(self, state: RouterState, clock: Callable[[], float] = time.monotonic) -> None:
+        self._state, self._clock = state, clock
+        self._num_viewers = 0
+        self._closing = asyncio.Event()
+
+    async def frames(self, period_s: float) -> AsyncGenerator[cluster_pb2.WatchResponse, None]:
+        """The first one contains recently ended requests. Raises InvalidRequest, Overloaded, and ShuttingDown after
+        `close`."""
+        period_s = period_s or PERIOD_S
+        check_duration("period_s", period_s, SHORTEST_S, LONGEST_S)
+        if self._num_viewers >= MAX_VIEWERS:
+            raise Overloaded(f"the router already has {MAX_VIEWERS} viewers", LONGEST_S)
+        self._num_viewers += 1
+        try:
+            num_seen = 0
+            while not self._closing.is_set():
+                frame = self._state.live_frame(self._clock(), num_seen)
+                num_seen = self._state.num_ended
+                response = cluster_pb2.WatchResponse(frame=FRAME.encode(frame))
+                response.frame.version = FULL_VERSION
+                yield response
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._closing.wait(), period_s)
+            raise ShuttingDown
+        finally:
+            self._num_viewers -= 1
+
+    def close(self) -> None:
+        self._closing.set()
+
+
+# --- cluster --------------------------------------------------------------------------------------------------
+
+# `given`: dataclass fields that are not sent, or are sent in another form. `ignored`: message fields filled by hand.
+_WORKER: Final = Codec(
+    WorkerFacts,
+    cluster_pb2.WorkerView,
+    renamed={"report": "load"},
+    nested=(LOAD,),
+    given=(
+        "is_usable",
+        "silent_s",
+        "booked_requests",
+        "booked_blocks",
+        "cost",
+        "prefill_error",
+        "decode_error",
+    ),
+    ignored=("kv_links",),
+)
+_EXPLANATION: Final = Codec(
+    DecisionRecord,
+    cluster_pb2.ExplainResponse,
+    special={"outcome": Special(lambda outcome: outcome.value, Outcome)},
+    given=("decision", "decided_s", "slo"),
+    ignored=("decision", "reason", "candidates", "slo_ttft_s", "slo_tpot_s", "router_id"),
+)
+
+
+@final
+class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
+    def __init__(
+        self,
+        runtime: Runtime,
+        watching: Watching,
+        links: KvLinks,
+        logs: WorkerLogs,
+        router_id: str,
+    ) -> None:
+        self._runtime, self._watching, self._links, self._logs = runtime, watching, links, logs
+        self._router_id = router_id
+        self._started_s = time.monotonic()
+
+    async def GetTopology(
+        self, request: cluster_pb2.GetTopologyRequest, context: Any
+    ) -> cluster_pb2.GetTopologyResponse:
+        topology = self._runtime.state.snapshot()
+        return cluster_pb2.GetTopologyResponse(
+            router_id=self._router_id,
+            workers=[_worker(one, self._links.of(one.worker_id)) for one in topology.workers],
+            queued_requests=topology.queued,
+            running_requests=topology.running,
+            uptime_s=time.monotonic() - self._started_s,
+            version=FULL_VERSION,
+        )
+
+    async def Explain(self, request: cluster_pb2.ExplainRequest, context: Any) -> cluster_pb2.ExplainResponse:
+        asked = request.request_id
+        found = self._runtime.state.explain(asked) or self._runtime.state.explain(request_id_of(asked))
+        if found is None:
+            return await status.abort(context, NotFound("recent request", request.request_id))
+        return explain_response(found, self._router_id)
+
+    async def Drain(self, request: cluster_pb2.DrainRequest, context: Any) -> cluster_pb2.DrainResponse:
+        await self._require(request.worker_id, context)
+        self._runtime.submit(DrainRequested(worker_id=request.worker_id))
+        return cluster_pb2.DrainResponse()
+
+    async def Undrain(self, request: cluster_pb2.UndrainRequest, context: Any) -> cluster_pb2.UndrainResponse:
+        await self._require(request.worker_id, context)
+        self._runtime.submit(UndrainRequested(worker_id=request.worker_id))
+        return cluster_pb2.UndrainResponse()
+
+    async def Watch(self, request: cluster_pb2.WatchRequest, context: Any) -> AsyncIterator[cluster_pb2.WatchResponse]:
+        try:
+            async with contextlib.aclosing(self._watching.frames(request.period_s)) as frames:
+                async for frame in frames:
+                    yield frame
+        except PdserveError as error:
+            await status.abort(context, error)
+
+    async def GetWorkerLog(
+        self, request: cluster_pb2.GetWorkerLogRequest, context: Any
+    ) -> cluster_pb2.GetWorkerLogResponse:
+        await self._require(request.worker_id, context)
+        try:
+            return cluster_pb2.GetWorkerLogResponse(lines=await self._logs.read(request.worker_id))
+        except PdserveError as error:
+            return await status.abort(context, error)
+
+    async def _require(self, worker_id: str, context: Any) -> None:
+        workers = self._runtime.state.snapshot().workers
+        if not any(one.worker_id == worker_id and one.is_connected for one in workers):
+            await status.abort(context, NotFound("worker", worker_id))
+
+
+def explain_response(record: DecisionRecord, router_id: str) -> cluster_pb2.ExplainResponse:
+    response = _EXPLANATION.encode(record)
+    response.router_id = router_id
+    response.slo_ttft_s, response.slo_tpot_s = record.slo.ttft_s, record.slo.tpot_s
+    response.decision, response.reason = record.decision.choice.value, record.decision.reason
+    response.candidates.extend(_candidate(one, record.decision) for one in record.decision.candidates)
+    return response
+
+
+def _worker(facts: WorkerFacts, links: Sequence[worker_pb2.KvLink]) -> cluster_pb2.WorkerView:
+    view = _WORKER.encode(facts)
+    view.kv_links.extend(links)
+    return view
+
+
+def _candidate(candidate: Candidate, decision: Decision) -> cluster_pb2.Candidate:
+    return cluster_pb2.Candidate(
+        prefill_worker=candidate.prefill_worker,
+        decode_worker=candidate.decode_worker,
+        predicted_ttft_s=candidate.ttft_s,
+        predicted_tpot_s=candidate.tpot_s,
+        slack=candidate.slack if math.isfinite(candidate.slack) else None,
+        is_feasible=candidate.is_feasible,
+        is_chosen=is_chosen(candidate, decision),
+        cost=candidate.cost if candidate.cost is not None and math.isfinite(candidate.cost) else None,
+        preference=candidate.preference,
+    )

@@ -1,0 +1,356 @@
+"""InferenceService, the public API. Streams answers, and detects at every stage that a client has disconnected.
+
+No header is sent before the first token or the error, so that a rejected call stays retryable (gRPC A6).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, final
+
+import grpc.aio
+from google.protobuf.message import Message
+
+from pdserve.build import FULL_VERSION
+from pdserve.core.access.key_file import Tenant
+from pdserve.core.access.shares import Shares, caller_of
+from pdserve.core.attempt import Attempt, AttemptKey
+from pdserve.core.errors import NONE_YET, Cancelled, IdInUse, InternalError, NoWorkers, PdserveError, QuotaExceeded
+from pdserve.prefix.redis_index import PrefixLookup
+from pdserve.telemetry import names, propagate
+from pdserve.telemetry.tracing import OpenSpan
+from pdserve.v1 import inference_pb2, inference_pb2_grpc
+from pdserve.wire import status
+from pdserve.wire.protocol import SAMPLING_DEFAULTS, SEQUENCE
+from router.service.admission import Admission, Prepared, least_tokens
+from router.service.answer import MAX_PENDING_TOKENS, Answer, Group, is_shared
+from router.service.auth import current_tenant
+from router.service.fair_queue import client_of
+from router.service.measure import Measure, RequestFacts
+from router.service.model import ModelFacts
+from router.service.runtime import Runtime
+from router.service.tenants import CallClaim, Quotas
+from router.state.events import RequestArrived
+
+log = logging.getLogger(__name__)
+
+WRITE_S: Final = 30.0  # a client that reads nothing for this long is treated as disconnected
+MAX_SAME_ID: Final = 16  # concurrent requests with the same id
+
+
+@final
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    def __init__(
+        self,
+        runtime: Runtime,
+        admission: Admission,
+        model: Callable[[], ModelFacts | None],
+        lookup: PrefixLookup,
+        measure: Measure,
+        quotas: Quotas,
+        *,
+        prefix_lookup_s: float,
+        held: Shares,
+        write_s: float = WRITE_S,
+    ) -> None:
+        self._runtime = runtime
+        self._admission = admission
+        self._model = model
+        self._lookup = lookup
+        self._measure = measure
+        self._quotas = quotas
+        self._prefix_lookup_s = prefix_lookup_s
+        self._held = held
+        self._write_s = write_s
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
+        model = self._model()
+        traceparent = propagate.extract(context.invocation_metadata())
+        with self._measure.call_span(request, "" if model is None else model.name, traceparent) as span:
+            try:
+                tenant = current_tenant()
+                with self._claim(tenant, least_tokens(request)) as claim, self._hold(tenant, request):
+                    await self._generate(request, context, span, claim, tenant)
+                self._measure.answered(span)
+            except PdserveError as error:
+                self._measure.failed_call(span, error)
+                status.end(context, error)
+            except (asyncio.CancelledError, grpc.aio.InternalError):
+                # The client has disconnected: gRPC cancels the handler or fails its write. Nobody reads the status.
+                self._measure.disconnected(span)
+                raise asyncio.CancelledError from None
+            except Exception:  # on any error, the caller receives a status, and the log has the traceback
+                log.exception("a request crashed", extra={"trace_id": span.trace_id})
+                failure = InternalError("the router failed; see its log")
+                self._measure.failed_call(span, failure)
+                status.end(context, failure)
+
+    async def GetModel(self, request: inference_pb2.GetModelRequest, context: Any) -> inference_pb2.GetModelResponse:
+        model = self._model()
+        try:
+            tenant = current_tenant().name
+            if model is None:
+                raise NoWorkers("decode", states=NONE_YET)
+        except PdserveError as error:
+            return await status.abort(context, error)
+        return inference_pb2.GetModelResponse(
+            model=model.name,
+            aliases=model.aliases,
+            max_context_tokens=model.max_context_tokens,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            has_chat_template=self._admission.has_chat_template,
+            tool_format=self._admission.tool_format,
+            reasoning_format=self._admission.reasoning_format,
+            sampling_defaults=SAMPLING_DEFAULTS.encode(self._admission.limits.sampling),
+            version=FULL_VERSION,
+            # The prompt takes at least one token of the context.
+            max_new_tokens=min(self._admission.limits.max_new_tokens, model.max_context_tokens - 1),
+            tenant=tenant,
+        )
+
+    async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Any) -> inference_pb2.TokenizeResponse:
+        try:
+            tenant = current_tenant()
+            client = client_of(context.peer(), tenant.name)
+            with self._claim(tenant), self._hold(tenant, request):
+                ids = await self._admission.tokenize(request, self._model(), client)
+        except PdserveError as error:
+            self._measure.rejected(error)
+            return await status.abort(context, error)
+        return inference_pb2.TokenizeResponse(token_ids=ids)
+
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: Any
+    ) -> inference_pb2.DetokenizeResponse:
+        try:
+            model = self._model()
+            if model is None:
+                raise NoWorkers("decode", states=NONE_YET)
+            tenant = current_tenant()
+            client = client_of(context.peer(), tenant.name)
+            with self._claim(tenant), self._hold(tenant, request):
+                text = await self._admission.detokenize(request, model, client)
+        except PdserveError as error:
+            self._measure.rejected(error)
+            return await status.abort(context, error)
+        return inference_pb2.DetokenizeResponse(text=text)
+
+    async def GetTokenBytes(
+        self, request: inference_pb2.GetTokenBytesRequest, context: Any
+    ) -> inference_pb2.GetTokenBytesResponse:
+        # No quota: it is a lookup, and the gateway needs it within answers that have their slot already.
+        try:
+            return self._admission.token_bytes(request)
+        except PdserveError as error:
+            self._measure.rejected(error)
+            return await status.abort(context, error)
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _claim(self, tenant: Tenant, least_tokens: int = 0) -> Iterator[CallClaim]:
+        """Claims the tenant's quotas for this call, before any work for it. Raises QuotaExceeded."""
+        try:
+            claim = self._quotas.open(tenant, time.monotonic(), least_tokens=least_tokens)
+            try:
+                yield claim
+            finally:
+                claim.close(time.monotonic())
+        except QuotaExceeded as error:
+            self._measure.over_quota(tenant.name, error.quota)
+            raise
+
+    def _hold(self, tenant: Tenant, request: Message) -> contextlib.AbstractContextManager[object]:
+        """Counts the bytes of the request for its caller. Raises Overloaded."""
+        return self._held.body(caller_of(tenant.name), request.ByteSize())
+
+    async def _generate(
+        self, request: inference_pb2.GenerateRequest, context: Any, span: OpenSpan, claim: CallClaim, tenant: Tenant
+    ) -> None:
+        model = self._model()
+        if model is None:
+            raise NoWorkers("decode", states=NONE_YET)
+        prepared = await self._admission.prepare(
+            request, model, context.time_remaining(), client_of(context.peer(), tenant.name), tenant
+        )
+        prepared_s = time.monotonic()
+        max_tokens = [one.max_tokens for one in prepared.samplings]
+        claim.admit(len(prepared.prompt_ids), max_tokens, prepared_s)
+        # A prompt with prompt_logprobs is computed completely, so prefix caches are not used.
+        is_scored = prepared.sampling.prompt_logprobs is not None
+        cached = await self._cached_blocks(() if is_scored else prepared.block_hashes, span)
+        lookup_s = time.monotonic() - prepared_s
+        if len(prepared.samplings) == 1:
+            answer = self._answer(prepared, 0, model)
+            request_id = self._begin(prepared, 0, cached, answer, span, claim, lookup_s)
+            try:
+                await self._stream(answer, context)
+            finally:
+                self._runtime.leave(request_id, answer)
+                self._delivered(span, [answer])
+        else:
+            await self._generate_many(prepared, model, cached, context, span, claim, lookup_s)
+
+    async def _generate_many(
+        self,
+        prepared: Prepared,
+        model: ModelFacts,
+        cached: Mapping[str, int],
+        context: Any,
+        span: OpenSpan,
+        claim: CallClaim,
+        lookup_s: float,
+    ) -> None:
+        """Sends nothing before every answer was admitted. The first error ends all of them."""
+        changed = asyncio.Event()
+        answers = [self._answer(prepared, index, model, changed) for index in range(len(prepared.samplings))]
+        group = Group(answers, changed, num_kept=prepared.num_answers)
+        begun: list[str] = []
+        try:
+            for index, answer in enumerate(answers):
+                request_id = self._begin(prepared, index, cached, answer, span, claim, lookup_s)
+                begun.append(request_id)
+                if index == 0 and prepared.block_hashes:
+                    await is_shared(answer)
+                    cached = self._shared_blocks(begun[0], len(prepared.block_hashes)) or cached
+                if group.error is not None:
+                    raise group.error
+            changed.set()
+            await self._stream(group, context)
+        finally:
+            for request_id, answer in zip(begun, answers, strict=False):  # `begun` is shorter if an answer was rejected
+                self._runtime.leave(request_id, answer)
+            self._delivered(span, answers)
+
+    def _delivered(self, span: OpenSpan, answers: Sequence[Answer]) -> None:
+        ended = [answer.ended_s for answer in answers if answer.ended_s is not None]
+        if ended:
+            self._measure.delivered(span, max(ended))
+
+    def _answer(
+        self, prepared: Prepared, index: int, model: ModelFacts, changed: asyncio.Event | None = None
+    ) -> Answer:
+        sampling = prepared.samplings[index]
+        is_ranked = len(prepared.samplings) > prepared.num_answers
+        return Answer(
+            prepared.request_id,
+            len(prepared.prompt_ids),
+            sampling,
+            self._admission.tokenizer.detokenizer(
+                prepared.prompt_ids, has_special_tokens=not sampling.skip_special_tokens
+            ),
+            model.eos_token_ids,
+            # Ranked answers are sent after the last one has ended, so there is no slow reader to wait for.
+            max_pending_tokens=sampling.max_tokens if is_ranked else MAX_PENDING_TOKENS,
+            changed=changed,
+            shows_logprobs=prepared.sampling.logprobs is not None,
+            model=model.name,
+            reasoning=prepared.reasoning,
+            split=prepared.reasoning_split(),
+        )
+
+    def _shared_blocks(self, request_id: str, num_blocks: int) -> Mapping[str, int]:
+        """The workers that hold the prompt after the first answer has computed it."""
+        held = self._runtime.state.cached_blocks(request_id)
+        return {worker_id: min(blocks, num_blocks) for worker_id, blocks in held.items()}
+
+    def _begin(
+        self,
+        prepared: Prepared,
+        index: int,
+        cached: Mapping[str, int],
+        answer: Answer,
+        span: OpenSpan,
+        claim: CallClaim,
+        lookup_s: float,
+    ) -> str:
+        """Passes answer number `index` to the state, and returns the id of its request. `lookup_s`: that the prefix
+        lookup just before has taken."""
+        # A tenant can neither learn nor occupy the ids of another tenant.
+        name = f"{prepared.tenant}/{prepared.request_id}" if prepared.tenant else prepared.request_id
+        name = name if index == 0 else f"{name}#{index}"
+        request_id, sampling = self._unused(name, prepared.tenant), prepared.samplings[index]
+        # The runtime adds the number, output and deadline of each attempt.
+        attempt = Attempt(
+            key=AttemptKey("", request_id, 0),
+            prompt_ids=prepared.prompt_ids,
+            sampling=sampling,
+            ttft_s=prepared.slo.ttft_s,
+            tpot_s=prepared.slo.tpot_s,
+            itl_s=prepared.slo.itl_s,
+            **prepared.attributes(),
+        )
+        sequence = SEQUENCE.encode(attempt)
+        sequence.traceparent, sequence.cache_salt = span.traceparent, prepared.cache_salt
+        now_s = time.monotonic()
+        spent_s = now_s - span.started_s
+        # The time in which a further answer waited for the first answer's KV does not count against its TTFT target.
+        arrival = RequestArrived(
+            request_id=request_id,
+            num_prompt_tokens=len(prepared.prompt_ids),
+            sampling=sampling,
+            slo=prepared.slo,
+            spent_s=0.0 if index else spent_s,
+            lookup_s=0.0 if index else lookup_s,
+            deadline_s=max(prepared.deadline_s - spent_s, 0.0),
+            tenant=prepared.tenant,
+            block_hashes=prepared.block_hashes,
+            cached_blocks=cached,
+            **prepared.attributes(),
+        )
+        facts = RequestFacts(
+            span=span,
+            arrived_s=now_s if index else span.started_s,
+            slo=prepared.slo,
+            operation=names.CHAT if prepared.is_chat else names.TEXT_COMPLETION,
+            model=answer.model,
+            tenant=prepared.tenant,
+            is_sibling=index > 0,
+        )
+        self._measure.arrived(facts, arrival)
+        self._runtime.begin(arrival, answer, sequence, facts, claim.take(), now_s)
+        return request_id
+
+    def _unused(self, name: str, tenant: str) -> str:
+        """`name`, or an id derived from it if a worker still holds memory for an earlier call with that id."""
+        if not self._runtime.knows(name):
+            return name
+        for number in range(2, MAX_SAME_ID + 1):
+            if not self._runtime.knows(f"{name}~{number}"):
+                return f"{name}~{number}"
+        raise IdInUse(name.removeprefix(f"{tenant}/"))
+
+    async def _cached_blocks(self, hashes: Sequence[bytes], span: OpenSpan) -> Mapping[str, int]:
+        if not hashes:
+            return {}
+        began_s = time.monotonic()
+        cached: Mapping[str, int] | None = None
+        try:
+            async with asyncio.timeout(self._prefix_lookup_s):
+                cached = await self._lookup.lookup(hashes)
+        except TimeoutError:
+            pass  # without an answer, the request is placed as if no prefix were cached
+        is_told = cached is not None and (bool(cached) or self._lookup.is_available)
+        most = max(cached.values(), default=0) if cached is not None and is_told else None
+        self._measure.looked_up(span, time.monotonic() - began_s, most)
+        return cached or {}
+
+    async def _stream(self, answer: Answer | Group, context: Any) -> None:
+        while True:
+            await answer.changed.wait()
+            messages_out = answer.drain()
+            if answer.error is not None:
+                raise answer.error
+            try:
+                async with asyncio.timeout(self._write_s):
+                    for message in messages_out:
+                        await context.write(message)
+            except TimeoutError:
+                raise Cancelled(f"the reader took nothing for {self._write_s:g} s") from None
+            if answer.is_over and not answer.changed.is_set():
+                return

@@ -1,0 +1,331 @@
+"""The router's metrics and spans of requests. Their names are in metric_names.py and names.py of pdserve/telemetry."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import stat
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+from pdserve.core.errors import Cancelled, PdserveError
+from pdserve.core.results import Phase, Slice, Timings
+from pdserve.core.types import Role, Slo
+from pdserve.telemetry import metric_names, names
+from pdserve.telemetry.metrics import Metrics
+from pdserve.telemetry.request_attributes import is_notable, operation_of, request_attributes
+from pdserve.telemetry.tracing import OpenSpan, Service, Tracing
+from pdserve.v1 import worker_pb2
+from pdserve.wire import status
+from router.service.tenants import Quotas, TenantLabels
+from router.service.workers import Workers
+from router.state.commands import EndCancelled, FailRequest, FinishRequest, Outcome
+from router.state.events import RequestArrived
+from router.state.state import RouterState
+
+LinkOf = Callable[[str, str], worker_pb2.KvLink | None]  # prefill worker, decode worker
+RoleOf = Callable[[str], Role | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFacts:
+    """Facts of a request besides its end."""
+
+    span: OpenSpan
+    arrived_s: float  # by the monotonic clock
+    slo: Slo
+    operation: str  # names.CHAT or names.TEXT_COMPLETION
+    model: str
+    tenant: str = ""
+    is_sibling: bool = False  # a further answer to a prompt that is already counted
+
+
+@final
+class Measure:
+    def __init__(
+        self,
+        metrics: Metrics,
+        tracing: Tracing,
+        link_of: LinkOf = lambda prefill, decode: None,
+        role_of: RoleOf = lambda worker_id: None,
+        tenant_labels: int = 0,
+    ) -> None:
+        """`link_of` returns the KV connection of two workers. At most `tenant_labels` tenants have their own labels."""
+        self.metrics, self.tracing, self._link_of, self._role_of = metrics, tracing, link_of, role_of
+        self._labels = TenantLabels(tenant_labels)
+        self._server: Mapping[str, str | int] = {}
+        self._running_labels: set[str] = set()
+
+    def listens_at(self, host: str, port: int) -> None:
+        self._server = {names.SERVER_ADDRESS: host, names.SERVER_PORT: port}
+
+    @contextmanager
+    def call_span(self, request: Any, model: str, traceparent: str) -> Iterator[OpenSpan]:
+        """The span of a Generate call; `model` is empty while there is none."""
+        name = names.call_name(operation_of(request), model)
+        with self.tracing.span(names.SPAN_REQUEST, name, traceparent) as span:
+            if span.is_recording:
+                span.set({**request_attributes(request), **self._server})
+            yield span
+
+    def arrived(self, facts: RequestFacts, arrival: RequestArrived) -> None:
+        """The request has been validated and is about to enter the state."""
+        if facts.is_sibling:
+            return
+        facts.span.set(
+            {
+                names.REQUEST_ID: arrival.request_id,
+                names.RESPONSE_ID: arrival.request_id,
+                names.REQUEST_MODEL: facts.model,
+                names.RESPONSE_MODEL: facts.model,
+                names.INPUT_TOKENS: arrival.num_prompt_tokens,
+                names.REQUEST_MAX_TOKENS: arrival.sampling.max_tokens,
+                names.SLO_TTFT_S: facts.slo.ttft_s,
+                names.SLO_TPOT_S: facts.slo.tpot_s,
+                **{names.REQUEST_ATTRIBUTES[name]: value for name, value in arrival.attributes().items() if value},
+                **({names.TENANT: facts.tenant} if facts.tenant else {}),
+            }
+        )
+
+    def answered(self, span: OpenSpan) -> None:
+        """The call has ended, and its client has everything."""
+        span.set({names.RPC_STATUS: "OK"})
+
+    def failed_call(self, span: OpenSpan, error: PdserveError) -> None:
+        self.error(error.reason)
+        span.set({names.RPC_STATUS: status.code_of(error).name})
+        span.fail(error.reason)
+        if not span.parts:  # it was not admitted to the state, which divides the time of requests
+            span.add(names.PHASE_SPANS[Phase.PREPARE], span.started_s, time.monotonic())
+
+    def disconnected(self, span: OpenSpan) -> None:
+        self.metrics.add(metric_names.CLIENT_DISCONNECTS)
+        span.set({names.RPC_STATUS: "CANCELLED"})
+
+    def delivered(self, span: OpenSpan, answered_s: float) -> None:
+        """The last message was written. `answered_s`: when the answer ended in the state."""
+        span.ended_s = time.monotonic()
+        span.add(names.SPAN_DELIVER, answered_s, span.ended_s)
+
+    def looked_up(self, span: OpenSpan, seconds: float, most_blocks: int | None) -> None:
+        """`most_blocks` is the length of the longest cached prefix; None if the index did not answer."""
+        if most_blocks is not None:
+            span.set({names.PREFIX_BLOCKS: most_blocks})
+        outcome = "unavailable" if most_blocks is None else "hit" if most_blocks else "miss"
+        self.metrics.add(metric_names.PREFIX_LOOKUPS, outcome=outcome)
+        self.metrics.observe(metric_names.PREFIX_LOOKUP_TIME, seconds)
+
+    def placed(self, path: str, attempt: int) -> None:
+        self.metrics.add(metric_names.PLACEMENTS, path=path)
+        if attempt > 1:
+            self.metrics.add(metric_names.REPLACEMENTS)
+
+    def emitted(self, facts: RequestFacts, num_tokens: int) -> None:
+        self.metrics.add(metric_names.GENERATED_TOKENS, num_tokens)
+        self.metrics.add(metric_names.TENANT_TOKENS, num_tokens, tenant=self._labels.of(facts.tenant), kind="output")
+
+    def finished(self, facts: RequestFacts, end: FinishRequest) -> None:
+        timings, metrics, span = end.timings, self.metrics, facts.span
+        self._ended(facts, end.outcome, timings, end.slices)
+        if span.is_recording:
+            reasons, tokens = span.attributes.get(names.RESPONSE_FINISH_REASONS, []), end.usage.completion_tokens
+            span.set(
+                {
+                    names.RESPONSE_FINISH_REASONS: [*reasons, end.reason.value],
+                    names.OUTPUT_TOKENS: span.attributes.get(names.OUTPUT_TOKENS, 0) + tokens,
+                }
+            )
+            if not facts.is_sibling:
+                span.set({names.CACHED_TOKENS: end.usage.cached_prompt_tokens})
+        if not metrics.is_on:
+            return
+        path, trace_id = timings.path.value if timings.path is not None else "", span.exemplar
+        metrics.observe(metric_names.TTFT, timings.ttft_s, trace_id=trace_id, path=path)
+        tenant = self._labels.of(facts.tenant)
+        metrics.observe(metric_names.TENANT_TTFT, timings.ttft_s, trace_id=trace_id, tenant=tenant)
+        labels = _labels(facts)
+        metrics.observe(metric_names.GEN_AI_TTFT, timings.ttft_s, trace_id=trace_id, **labels)
+        metrics.observe(metric_names.GEN_AI_DURATION, timings.total_s, trace_id=trace_id, error_type="", **labels)
+        if end.usage.completion_tokens > 1:
+            metrics.observe(metric_names.TPOT, timings.tpot_s, trace_id=trace_id, path=path)
+            metrics.observe(metric_names.GEN_AI_TPOT, timings.tpot_s, trace_id=trace_id, **labels)
+        metrics.add(metric_names.SLO_KEPT, kept=_kept(timings, facts.slo))
+        if facts.is_sibling:
+            return
+        metrics.add(metric_names.PROMPT_TOKENS, end.usage.prompt_tokens)
+        metrics.add(metric_names.TENANT_TOKENS, end.usage.prompt_tokens, tenant=tenant, kind="prompt")
+        metrics.add(metric_names.CACHED_PROMPT_TOKENS, end.usage.cached_prompt_tokens)
+
+    def failed(self, facts: RequestFacts, end: FailRequest) -> None:
+        facts.span.fail(end.to_error().reason)
+        self._ended(facts, end.outcome, end.timings, end.slices)
+        self._failed_after(facts, end.timings, end.to_error().reason)
+
+    def cancelled(self, facts: RequestFacts, end: EndCancelled) -> None:
+        self._ended(facts, Outcome.CANCELLED, end.timings, end.slices)
+        self._failed_after(facts, end.timings, Cancelled.reason)
+        if not facts.is_sibling:
+            facts.span.set({names.OUTPUT_TOKENS: end.num_output_tokens})
+
+    def error(self, reason: str) -> None:
+        self.metrics.add(metric_names.REQUEST_ERRORS, reason=reason)
+
+    def rejected(self, error: PdserveError) -> None:
+        """Counts a call that was rejected before its handler ran."""
+        self.error(error.reason)
+
+    def over_quota(self, tenant: str, quota: str) -> None:
+        self.metrics.add(metric_names.TENANT_QUOTA_REJECTIONS, tenant=self._labels.of(tenant), quota=quota)
+
+    def population(self, queued: int, running: int) -> None:
+        self.metrics.set(metric_names.QUEUED, queued)
+        self.metrics.set(metric_names.RUNNING, running)
+
+    def answers_running(self, running: Mapping[str, int]) -> None:
+        """`running` maps tenants to their answers in progress."""
+        totals = Counter(dict.fromkeys(self._running_labels, 0))
+        for tenant, count in running.items():
+            totals[self._labels.of(tenant)] += count
+        for label, total in totals.items():
+            self.metrics.set(metric_names.TENANT_RUNNING, total, tenant=label)
+        self._running_labels |= totals.keys()
+
+    def _ended(self, facts: RequestFacts, outcome: Outcome, timings: Timings | None, slices: Sequence[Slice]) -> None:
+        self.metrics.add(metric_names.REQUESTS, outcome=outcome.value)
+        self.metrics.add(metric_names.TENANT_REQUESTS, tenant=self._labels.of(facts.tenant), outcome=outcome.value)
+        if timings is None:
+            return
+        if facts.span.is_recording:
+            self._trace(facts, timings, slices)
+        if timings.attempts:
+            trace_id = facts.span.exemplar
+            self.metrics.observe(metric_names.QUEUE_TIME, timings.phases.queue_s, trace_id=trace_id)
+
+    def _failed_after(self, facts: RequestFacts, timings: Timings | None, reason: str) -> None:
+        if timings is not None and self.metrics.is_on:
+            trace_id = facts.span.exemplar
+            self.metrics.observe(
+                metric_names.GEN_AI_DURATION, timings.total_s, trace_id=trace_id, error_type=reason, **_labels(facts)
+            )
+
+    def _trace(self, facts: RequestFacts, timings: Timings, slices: Sequence[Slice]) -> None:
+        """The request's own attributes, and a span for each slice of its time."""
+        span, transport = facts.span, self._transport(timings)
+        if is_notable(timings, facts.slo):
+            span.keep()
+        if not facts.is_sibling:
+            span.set(
+                {
+                    names.TTFT_S: timings.ttft_s,
+                    names.TPOT_S: timings.tpot_s,
+                    names.QUEUE_S: timings.phases.queue_s,
+                    names.ATTEMPT: timings.attempts,
+                    names.TRANSFER_BYTES: timings.transfer_bytes,
+                    names.PREFILL_WORKER: timings.prefill_worker,
+                    names.DECODE_WORKER: timings.decode_worker,
+                    **({} if timings.path is None else {names.PATH: timings.path.value}),
+                    **transport,
+                }
+            )
+        for one in slices:
+            attributes: dict[str, int | float | str] = {names.ATTEMPT: one.attempt} if one.attempt else {}
+            if one.phase is Phase.TRANSFER_WAIT:
+                attributes |= {names.TRANSFER_S: timings.transfer_s, names.TRANSFER_BUSY_S: timings.transfer_busy_s}
+                attributes |= transport
+            if one.worker_id:
+                attributes[names.WORKER_ID] = one.worker_id
+            begin_s = facts.arrived_s + one.begin_s
+            span.add(
+                names.PHASE_SPANS[one.phase], begin_s, begin_s + one.seconds, attributes, self._service(one.worker_id)
+            )
+
+    def _transport(self, timings: Timings) -> dict[str, str]:
+        """The transport of the KV; empty if there was no transfer, or the prefill worker has not reported it yet."""
+        link = self._link_of(timings.prefill_worker, timings.decode_worker) if timings.transfer_bytes else None
+        return {} if link is None else {names.TRANSFER_KIND: link.transport, names.TRANSFER_REASON: link.reason}
+
+    def _service(self, worker_id: str) -> Service | None:
+        """The worker, as backends show it; None for the router."""
+        if not worker_id:
+            return None
+        role = self._role_of(worker_id)
+        return Service("pdserve-worker" if role is None else f"pdserve-{role.value}", worker_id)
+
+
+def _labels(facts: RequestFacts) -> dict[str, str]:
+    """metric_names.GEN_AI_LABELS."""
+    return {
+        "gen_ai_operation_name": facts.operation,
+        "gen_ai_provider_name": names.PROVIDER_NAME,
+        "gen_ai_request_model": facts.model,
+        "gen_ai_response_model": facts.model,
+    }
+
+
+def _kept(timings: Timings, slo: Slo) -> str:
+    ttft, tpot = timings.ttft_s <= slo.ttft_s, timings.tpot_s <= slo.tpot_s
+    return "both" if ttft and tpot else "ttft" if ttft else "tpot" if tpot else "none"
+
+
+# --- connections ----------------------------------------------------------------------------------------------
+# Counts the open connections of a port of this process. gRPC does not report them.
+
+
+def num_connections(port: int) -> int:
+    """Number of open connections with local port `port`; 0 if the system lists no descriptors."""
+    try:
+        numbers = [int(name) for name in os.listdir("/proc/self/fd")]
+    except FileNotFoundError:
+        return 0
+    return sum(_is_connected(number, port) for number in numbers)
+
+
+def _is_connected(number: int, port: int) -> bool:
+    try:
+        if not stat.S_ISSOCK(os.fstat(number).st_mode):
+            return False
+        with socket.socket(fileno=os.dup(number)) as one:
+            is_inet = one.family in (socket.AF_INET, socket.AF_INET6)
+            return is_inet and one.getsockname()[1] == port and bool(one.getpeername())
+    except OSError:  # the descriptor was closed in the meantime, or is a listening socket
+        return False
+
+
+# --- gauges ---------------------------------------------------------------------------------------------------
+# Sets the router's gauges once a second, and the counters whose totals other modules keep.
+
+EVERY_S: Final = 1.0
+DROPPED: Final = ("late", "illegal")  # of RouterState.counters
+
+
+@final
+class Gauges:
+    def __init__(
+        self, measure: Measure, state: RouterState, workers: Workers, quotas: Quotas, port: Callable[[], int]
+    ) -> None:
+        self._measure, self._state, self._workers, self._quotas, self._port = measure, state, workers, quotas, port
+        self._counted: Counter[str] = Counter()
+
+    async def run(self) -> None:
+        while self._measure.metrics.is_on:
+            await self._set()
+            await asyncio.sleep(EVERY_S)
+
+    async def _set(self) -> None:
+        metrics, state = self._measure.metrics, self._state
+        self._measure.population(state.num_queued, state.num_running)
+        self._measure.answers_running(self._quotas.all_running())
+        for role in Role:
+            attached = sum(one is role for one in self._workers.roles.values())
+            metrics.set(metric_names.WORKERS, attached, role=role.value)
+        metrics.set(metric_names.UNREGISTERED_WORKERS, self._workers.num_unregistered)
+        metrics.set(metric_names.CONNECTIONS, await asyncio.to_thread(num_connections, self._port()))
+        totals = {kind: state.counters[kind] for kind in DROPPED} | {"invalid": self._workers.num_invalid}
+        for kind, total in totals.items():
+            metrics.add(metric_names.DROPPED_MESSAGES, total - self._counted[kind], kind=kind)
+            self._counted[kind] = total

@@ -1,0 +1,122 @@
+"""A router in this process with its own thread and event loop, for scripts, tests and Ray actors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final, final
+
+from pdserve.config import RouterConfig
+from pdserve.core.durations import clamped_s
+from pdserve.listening import ignore_poller_races
+from router.service.server import STOP_GRACE_S, RouterServer
+
+log = logging.getLogger(__name__)
+
+FATAL_EXIT_CODE: Final = 71
+FAREWELL_S: Final = 0.5
+
+
+def end_process() -> None:
+    time.sleep(FAREWELL_S)
+    os._exit(FATAL_EXIT_CODE)
+
+
+@final
+class RouterHost:
+    """start() once; then drain() or stop(); wait() returns when it has ended."""
+
+    def __init__(self, config: RouterConfig, *, on_fatal: Callable[[], None] = end_process) -> None:
+        """Raises ConfigError, as RouterServer does. A fatal error calls `on_fatal`."""
+        self._server = RouterServer(config, on_crash=self._crashed)
+        self._drain_s = config.drain_s
+        self._on_fatal = on_fatal
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(ignore_poller_races)
+        self._thread = threading.Thread(target=self._run, name="router", daemon=True)
+        self._has_ended = threading.Event()
+        self._stop_lock = threading.Lock()
+
+    @property
+    def address(self) -> str:
+        return self._server.address
+
+    @property
+    def memory(self) -> str:
+        return ""
+
+    def start(self) -> str:
+        """Returns HOST:PORT once it listens. Raises ConfigError and ModelError, as RouterServer does."""
+        self._thread.start()
+        try:
+            return str(self._on_loop(self._server.start()))
+        except BaseException:
+            self.stop()
+            raise
+
+    def is_healthy(self) -> bool:
+        return self._thread.is_alive() and self._server.is_healthy
+
+    def drain(self) -> None:
+        """Lets running requests finish, for at most drain_s, then stops. Returns immediately. Idempotent."""
+        threading.Thread(target=self._drain, name="drain", daemon=True).start()
+
+    def stop(self) -> None:
+        """Ends every call and stream now. Idempotent."""
+        with self._stop_lock:
+            if self._has_ended.is_set():
+                return
+            self._finish(self._server.stop(), STOP_GRACE_S + 5.0)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """True once the router has ended."""
+        return self._has_ended.wait(None if timeout_s is None else clamped_s(timeout_s))
+
+    def reload(self, changes: Mapping[str, Any]) -> None:
+        self._drain_s = changes.get("drain_s", self._drain_s)
+        with contextlib.suppress(RuntimeError):  # the router has just ended
+            self._loop.call_soon_threadsafe(self._server.reload, changes)
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _drain(self) -> None:
+        if self._thread.is_alive() and not self._has_ended.is_set():
+            try:
+                self._on_loop(self._server.drain(), self._drain_s + STOP_GRACE_S + 5.0)
+            except Exception:  # any error ends the router
+                log.exception("the router did not drain cleanly")
+        self.stop()
+
+    def _finish(self, closing: Any, timeout_s: float) -> None:
+        if self._thread.is_alive():
+            try:
+                self._on_loop(closing, timeout_s)
+            except Exception:  # the process or actor still ends
+                log.exception("the router did not stop cleanly")
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(5.0)
+        else:
+            closing.close()
+        self._has_ended.set()
+
+    def _crashed(self, error: BaseException) -> None:
+        threading.Thread(target=self._on_fatal, name="fatal", daemon=True).start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+
+    def _on_loop(self, work: Any, timeout_s: float | None = None) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+
+
+def make_router(config: RouterConfig) -> RouterHost:
+    return RouterHost(config)

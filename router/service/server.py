@@ -1,0 +1,421 @@
+"""One router on one event loop: its gRPC server, its streams to workers, and the state between them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, final
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from pdserve.build import FULL_VERSION
+from pdserve.config import RouterConfig
+from pdserve.core.access.hosts import join
+from pdserve.core.access.proof import ClusterSecret, Identity
+from pdserve.core.access.shares import BYTES_WEIGHT, Shares
+from pdserve.core.errors import ConfigError
+from pdserve.core.types import NO_DEFAULTS, Role, SamplingDefaults, Slo
+from pdserve.listening import PortInUse, bind_error, is_held
+from pdserve.model_source import TOY_MODELS, model_name
+from pdserve.prefix.index import PrefixIndex
+from pdserve.prefix.redis_index import MemoryLookup, PrefixLookup
+from pdserve.telemetry import metric_names
+from pdserve.telemetry.metrics import Metrics, make_metrics
+from pdserve.telemetry.tracing import Service, make_tracing
+from pdserve.text.chat import TemplateSources, read_templates
+from pdserve.text.sampling_defaults import read_sampling_defaults
+from pdserve.text.tokenizer import load_tokenizer
+from pdserve.tls.certificates import certificates_of
+from pdserve.v1 import cluster_pb2_grpc, inference_pb2_grpc, worker_pb2
+from pdserve.wire import status
+from pdserve.wire.peer_server import age_options, make_health_servicer, port_options
+from pdserve.wire.requests import RequestCheck
+from pdserve.wire.tls_credentials import caller_port
+from router.recording.recording import RecordFile
+from router.service.admission import Admission, Limits
+from router.service.auth import AuthInterceptor, Tenants
+from router.service.child_pool import GrammarCheck
+from router.service.cluster import ClusterServicer, Watching
+from router.service.inference import InferenceServicer
+from router.service.measure import Gauges, Measure
+from router.service.runtime import Runtime
+from router.service.tokenizing import launching_child
+from router.service.workers import Workers
+from router.state.events import DrainEnded, RouterClosing
+from router.state.settings import RouterSettings
+from router.state.state import RouterState
+
+if TYPE_CHECKING:
+    from pdserve.prefix.redis_index import RedisIndex
+    from pdserve.prefix.registry import Registration
+
+log = logging.getLogger(__name__)
+
+INFERENCE: Final = "pdserve.v1.InferenceService"
+CLUSTER: Final = "pdserve.v1.ClusterService"
+STOP_GRACE_S: Final = 1.0
+LATE_CALLS_S: Final = 0.5  # for a gateway, after the last answer of a drain
+READ_CHECK_S: Final = 0.5  # between two checks whether prompts can be read
+GRACE_MARGIN_S: Final = 30.0  # for the last messages of a request that has used all of its time
+HANG_UP: Final = 4.0  # multiple of the silence limit; after twice the limit, a worker's requests have moved
+_SERVING, _NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@final
+class RouterServer:
+    """start() once, on its event loop; drain() or stop() at the end."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        metrics: Metrics | None = None,
+        on_crash: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        """`metrics` replaces the metrics of config.metrics_port.
+
+        Raises ConfigError on an invalid setting.
+        """
+        self._config = config
+        self._secret = secret = ClusterSecret(config.cluster_secret)
+        self._tls = certificates_of(config, is_mutual=True)
+        self._on_crash = on_crash
+        self._settings = RouterSettings(
+            policy=config.policy,
+            local_max_uncached_tokens=config.local_max_uncached_tokens,
+            max_queue=config.max_queue,
+            max_attempts=config.max_attempts,
+            worker_silence_s=config.worker_silence_s,
+        )
+        state = RouterState(self._settings)
+        self._limits = _limits(config, _sampling_defaults(config))
+        self._held = Shares(config.max_held_bytes, BYTES_WEIGHT)
+        self._tenants = Tenants(config.key_file)
+        self._grammars = GrammarCheck(_folder(config.model))
+        self._admission: Admission | None = None
+        self._tracing = make_tracing(Service("pdserve-router", config.router_id), config.otlp, share=config.trace_share)
+        self._metrics = metrics or make_metrics(
+            "router", config.metrics_port, config.metrics_host or config.host, self._tls
+        )
+        self._measure = Measure(self._metrics, self._tracing, self._link_of, state.role_of, config.tenant_labels)
+        self._record = RecordFile(config.record, self._settings, config.record_mib * 2**20) if config.record else None
+        self._index = None if config.redis else PrefixIndex()
+        self._incarnation = secrets.token_hex(8)
+        self._runtime = Runtime(
+            state,
+            self._measure,
+            send=self._send,
+            on_step=None if self._record is None else self._record.step,
+            on_crash=self._crashed,
+        )
+        self._workers = Workers(
+            self._hello,
+            self._runtime.submit,
+            identity=Identity.of(secret, "router", config.router_id, self._incarnation),
+            model_name=model_name(config.model),
+            served_names=config.served_model_name,
+            index=self._index,
+            silence_s=max(HANG_UP * config.worker_silence_s, 1.0),
+            on_change=self._workers_changed,
+            on_scored=self._runtime.scored,
+            on_unproven=partial(self._metrics.add, metric_names.UNPROVEN_WORKERS),
+            on_crash=self._crashed,
+            tls=self._tls,
+        )
+        self._watching = Watching(self._runtime.state)
+        self._health = make_health_servicer()
+        self._server: Any = None
+        self._redis_index: RedisIndex | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._readiness = asyncio.Event()
+        self._is_closing = False
+        self._has_crashed = False
+        self._farewell: asyncio.Task[None] | None = None  # a reference, because the loop does not keep tasks alive
+        self.address = ""
+        self._port = 0
+
+    @property
+    def runtime(self) -> Runtime:
+        return self._runtime
+
+    @property
+    def is_healthy(self) -> bool:
+        return bool(self.address) and not self._has_crashed and not self._is_closing
+
+    async def start(self) -> str:
+        """Returns HOST:PORT once it listens. Raises ConfigError if the port is in use, and ModelError if the model's
+        tokenizer or a chat template cannot be read."""
+        config = self._config
+        self._server = grpc.aio.server(
+            interceptors=(
+                RequestCheck(status.abort, self._measure.rejected),
+                AuthInterceptor(config.token, lambda: self._tenants.file, self._measure.rejected),
+            ),
+            options=_server_options(config),
+        )
+        port = self._bind()
+        admission = await self._load_texts()
+        self._add_services(admission)
+        await self._health.set(INFERENCE, _NOT_SERVING)
+        await self._health.set(CLUSTER, _SERVING)
+        await self._server.start()
+        self.address, self._port = join(config.host, port), port
+        self._measure.listens_at(config.host, port)
+        if config.redis:
+            await self._follow_redis()
+        self._spawn(self._tenants.watch(), "tenants")
+        self._workers.dial(config.workers)
+        self._spawn(self._follow_readiness(admission), "readiness")
+        self._spawn(admission.children.keep_warm(), "warm")
+        gauges = Gauges(self._measure, self._runtime.state, self._workers, self._tenants.quotas, lambda: self._port)
+        self._spawn(gauges.run(), "gauges")
+        log.info("router is up", extra={"router_id": config.router_id, "address": self.address})
+        return self.address
+
+    async def drain(self) -> None:
+        """Reports itself as not serving, lets running requests finish for at most drain_s, then stops."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        await self._health.enter_graceful_shutdown()
+        self._runtime.submit(RouterClosing())
+        try:
+            async with asyncio.timeout(self._config.drain_s):
+                await self._runtime.wait_until_idle()
+        except TimeoutError:
+            log.warning("stopping with unfinished requests", extra={"requests": self._runtime.num_calls})
+        if self._config.unix_socket:  # a gateway on this host may still ask for the texts of an answer's tokens
+            await asyncio.sleep(LATE_CALLS_S)
+        await self.stop()
+
+    def reload(self, changes: Mapping[str, Any]) -> None:
+        """Of settings with `is_live`; for new requests. On its event loop."""
+        self._config = config = replace(self._config, **changes)
+        self._limits = _limits(config, self._limits.sampling)
+        if self._admission is not None:
+            self._admission.limits = self._limits
+        self._held.limit = config.max_held_bytes
+        self._tracing.share = config.trace_share
+
+    async def stop(self) -> None:
+        """Ends every call and stream now, with an error that says why."""
+        self._is_closing = True
+        if not self._has_crashed:
+            self._runtime.submit(DrainEnded())
+        if self._server is not None:
+            await self._health.enter_graceful_shutdown()
+            self._watching.close()
+            await self._server.stop(STOP_GRACE_S)
+        self._runtime.close()
+        for task in self._tasks:
+            task.cancel()
+        await self._workers.close()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        if self._redis_index is not None:
+            await self._redis_index.close()
+        if self._admission is not None:
+            await self._admission.close()
+        await self._grammars.close()
+        if self._record is not None:
+            self._record.close()
+        self._metrics.close()
+        await asyncio.to_thread(self._tracing.close)
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    async def _load_texts(self) -> Admission:
+        """The child that reads the templates starts beside the tokenizer. It is started by this thread, because it
+        ends with the thread that has started it."""
+        model = self._config.model
+        templates = _templates(model)
+        with launching_child(templates) as quick:
+            tokenizer = await asyncio.to_thread(load_tokenizer, model)
+            self._admission = admission = Admission(
+                tokenizer, templates, self._limits, self._grammars, self._secret, model, quick
+            )
+            await admission.load()
+        return admission
+
+    def _bind(self) -> int:
+        where = join(self._config.host, self._config.port)
+        try:
+            port = caller_port(self._server, where, self._tls)
+        except RuntimeError:
+            port = 0
+        if port == 0:
+            host = self._config.host
+            raise bind_error("port", host, self._config.port) or PortInUse("port", host, self._config.port)
+        if self._config.unix_socket:
+            self._bind_unix(Path(self._config.unix_socket))
+        return port
+
+    def _bind_unix(self, path: Path) -> None:
+        """gRPC first removes the socket file of an ended router. Callers need the token here too, but no certificate,
+        because only this user can reach the file."""
+        try:
+            facts = path.parent.stat()
+        except OSError as error:
+            raise ConfigError("unix_socket", path, f"a path in a folder that exists ({error.strerror})") from None
+        if facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
+            raise ConfigError("unix_socket", path, "a path in a folder of this user with mode 0700")
+        try:
+            bound = self._server.add_insecure_port(f"unix:{path}")
+        except RuntimeError:
+            bound = 0
+        if not bound:
+            raise ConfigError("unix_socket", path, "a path of at most 107 bytes that is free or a socket")
+
+    def _add_services(self, admission: Admission) -> None:
+        servicer = InferenceServicer(
+            self._runtime,
+            admission,
+            lambda: self._workers.model,
+            self._lookup(),
+            self._measure,
+            self._tenants.quotas,
+            prefix_lookup_s=self._config.prefix_lookup_s,
+            held=self._held,
+        )
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, self._server)
+        cluster_pb2_grpc.add_ClusterServiceServicer_to_server(
+            ClusterServicer(
+                self._runtime,
+                self._watching,
+                self._workers.links,
+                self._workers.logs,
+                self._config.router_id,
+            ),
+            self._server,
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        services = (INFERENCE, CLUSTER, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(services, self._server)
+
+    def _link_of(self, prefill_worker: str, decode_worker: str) -> worker_pb2.KvLink | None:
+        return self._workers.links.between(prefill_worker, decode_worker)
+
+    def _lookup(self) -> PrefixLookup:
+        config = self._config
+        if self._index is not None:
+            return MemoryLookup(self._index)
+        from pdserve.prefix.redis_index import RedisIndex
+
+        self._redis_index = RedisIndex(config.redis, config.cluster, timeout_s=config.prefix_lookup_s)
+        return self._redis_index
+
+    async def _follow_redis(self) -> None:
+        from pdserve.prefix.registry import Registry
+
+        def on_change(workers: Iterable[Registration]) -> None:
+            self._workers.register({one.worker_id: one.endpoint for one in workers})
+
+        assert self._redis_index is not None
+        await self._redis_index.start()
+        self._spawn(Registry(self._config.redis, self._config.cluster).watch(on_change), "registry")
+
+    def _send(self, worker_id: str, message: worker_pb2.AttachRequest) -> bool:
+        return self._workers.send(worker_id, message)
+
+    def _hello(self) -> worker_pb2.RouterHello:
+        return worker_pb2.RouterHello(
+            router_id=self._config.router_id,
+            router_incarnation=self._incarnation,
+            wants_kv_events=self._index is not None,
+            reads_batches=True,
+            version=FULL_VERSION,
+        )
+
+    def _workers_changed(self) -> None:
+        model = self._workers.model
+        if model is not None and self._redis_index is not None:
+            self._redis_index.bind(model.hash_seed)
+        self._readiness.set()
+
+    async def _follow_readiness(self, admission: Admission) -> None:
+        """Reports the inference service as serving while a decode worker is attached that is not drained, and prompts
+        can be read."""
+        was_ready = was_drained = False
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(READ_CHECK_S):
+                    await self._readiness.wait()
+            self._readiness.clear()
+            has_decode = Role.DECODE in self._workers.roles.values()
+            is_drained = has_decode and not self._runtime.state.has_undrained_decode
+            if is_drained and not was_drained:
+                log.warning("all decode workers are drained; `pdserve undrain WORKER` lets one serve again")
+            was_drained = is_drained
+            is_ready = has_decode and not is_drained and admission.can_work
+            if is_ready != was_ready:
+                await self._health.set(INFERENCE, _SERVING if is_ready else _NOT_SERVING)
+                was_ready = is_ready
+
+    def _spawn(self, work: Any, name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(self._task_ended)
+        self._tasks.append(task)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            log.critical("a part of the router crashed", exc_info=task.exception(), extra={"part": task.get_name()})
+            self._crashed(task.exception() or RuntimeError(task.get_name()))
+
+    def _crashed(self, error: BaseException) -> None:
+        if not self._has_crashed:
+            self._has_crashed = True
+            self._farewell = asyncio.create_task(self._health.enter_graceful_shutdown())
+            self._on_crash(error)
+
+
+def _limits(config: RouterConfig, sampling: SamplingDefaults) -> Limits:
+    return Limits(
+        max_new_tokens=config.max_new_tokens,
+        default_slo=Slo(ttft_s=config.slo_ttft_s, tpot_s=config.slo_tpot_s),
+        request_timeout_s=config.request_timeout_s,
+        sampling=sampling,
+    )
+
+
+def _folder(model: str) -> Path | None:
+    return None if model in TOY_MODELS else Path(model)
+
+
+def _templates(model: str) -> TemplateSources | None:
+    return None if model in TOY_MODELS else read_templates(Path(model))
+
+
+def _sampling_defaults(config: RouterConfig) -> SamplingDefaults:
+    if config.generation_config == "none" or config.model in TOY_MODELS:
+        return NO_DEFAULTS
+    return read_sampling_defaults(Path(config.model))
+
+
+def _server_options(config: RouterConfig) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        *port_options(
+            max_connections=config.max_connections,
+            idle_s=config.connection_idle_s,
+            shares_port=is_held(config.port),
+        ),
+        *age_options(age_s=config.connection_age_s, grace_s=config.request_timeout_s + GRACE_MARGIN_S),
+        # Clients may ping while a long prompt is computed; otherwise gRPC would disconnect them.
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # Detects clients whose host vanished, and cancels their requests.
+        ("grpc.keepalive_time_ms", 20_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+    ]

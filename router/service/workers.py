@@ -1,0 +1,416 @@
+"""The router's streams to all workers: one session per endpoint, from a list and from the registry.
+
+It decides which workers belong to the cluster: a worker must serve the same model, in the same form, as the attached
+ones. It converts their messages to events for the runtime.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Final, final
+
+from pdserve.build import FULL_VERSION
+from pdserve.core.access.proof import Identity
+from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable, shortened
+from pdserve.core.installation import MAX_CHARS, is_compatible, mismatch
+from pdserve.core.kv.blocks import CacheChange
+from pdserve.core.kv.hashing import HASH_BYTES
+from pdserve.core.live import MAX_LINES
+from pdserve.core.types import Role
+from pdserve.outage_log import OutageLog, PeerLog
+from pdserve.prefix.index import PrefixIndex
+from pdserve.tls.certificates import ReloadingCertificates
+from pdserve.v1 import worker_pb2
+from pdserve.wire.codec import Codec
+from pdserve.wire.protocol import COST, FINGERPRINT, decode_response
+from router.service.model import ModelFacts, difference, facts_of
+from router.service.session import SILENCE_S, WorkerSession
+from router.state.events import Event, WorkerConnected, WorkerForgotten, WorkerLost
+
+# --- worker logs ----------------------------------------------------------------------------------------------
+# Asks workers for the last lines of their logs, on their Attach streams.
+
+ANSWER_S: Final = 2.0  # enough, because a worker answers on its gRPC thread, even during a step
+Lines = Sequence[worker_pb2.LogLine]
+
+
+@final
+class WorkerLogs:
+    """Lives on one event loop."""
+
+    def __init__(self, send: Callable[[str, worker_pb2.AttachRequest], bool]) -> None:
+        self._send = send
+        self._asked: dict[str, asyncio.Future[Lines]] = {}  # by worker id
+
+    async def read(self, worker_id: str) -> Lines:
+        """The last lines of the worker's log. Concurrent callers share an answer. Raises Unavailable."""
+        asked = self._asked.get(worker_id)
+        if asked is None:
+            if not self._send(worker_id, worker_pb2.AttachRequest(read_log=worker_pb2.ReadLog())):
+                raise Unavailable(f"worker {worker_id} is not connected")
+            asked = self._asked[worker_id] = asyncio.get_running_loop().create_future()
+        try:
+            return await asyncio.wait_for(asyncio.shield(asked), ANSWER_S)
+        except TimeoutError:
+            if self._asked.get(worker_id) is asked:  # the next caller must send a new question
+                del self._asked[worker_id]
+            raise Unavailable(f"worker {worker_id} did not answer within {ANSWER_S:g} s") from None
+
+    def reported(self, worker_id: str, lines: Lines) -> None:
+        asked = self._asked.pop(worker_id, None)
+        if asked is not None and not asked.done():
+            asked.set_result(lines[-MAX_LINES:])
+
+
+# --- links ----------------------------------------------------------------------------------------------------
+# The KV connections between workers, as prefill workers report them. For operators and traces; no decision uses them.
+
+MAX_LINKS: Final = 4096
+MAX_ID_CHARS: Final = 1024  # in each text field
+
+
+@final
+class KvLinks:
+    def __init__(self) -> None:
+        self._of: dict[str, dict[str, worker_pb2.KvLink]] = {}  # prefill worker -> decode worker -> link
+
+    def reported(self, prefill_worker: str, links: Iterable[worker_pb2.KvLink]) -> None:
+        """Replaces the worker's links. Raises InvalidRequest."""
+        kept = list(links)
+        if len(kept) > MAX_LINKS:
+            raise InvalidRequest("kv_links", f"{len(kept)} links", f"at most {MAX_LINKS}")
+        for one in kept:
+            if max(len(one.decode_worker), len(one.transport), len(one.reason)) > MAX_ID_CHARS:
+                raise InvalidRequest("kv_links", "a longer text", f"at most {MAX_ID_CHARS} characters")
+        self._of[prefill_worker] = {one.decode_worker: one for one in kept}
+
+    def forget(self, worker_id: str) -> None:
+        """Removes the connections of a lost worker."""
+        self._of.pop(worker_id, None)
+        for links in self._of.values():
+            links.pop(worker_id, None)
+
+    def of(self, prefill_worker: str) -> Sequence[worker_pb2.KvLink]:
+        return list(self._of.get(prefill_worker, {}).values())
+
+    def between(self, prefill_worker: str, decode_worker: str) -> worker_pb2.KvLink | None:
+        return self._of.get(prefill_worker, {}).get(decode_worker)
+
+
+# --- workers --------------------------------------------------------------------------------------------------
+
+log = logging.getLogger(__name__)
+
+MAX_WORKERS: Final = 4096
+REDIAL_S: Final = 10.0  # how long an unregistered worker is dialled after its stream has ended
+_HELLO: Final = Codec(
+    WorkerConnected,
+    worker_pb2.WorkerHello,
+    nested=(COST,),
+    given=("endpoint", "block_bytes", "version"),
+    ignored=("model", "fingerprint", "vocab_size", "eos_token_ids", "hash_seed", "reads_batches", "version"),
+)
+
+
+@final
+class Workers:
+    """Used on one event loop. `on_event` is called in the order of each stream."""
+
+    def __init__(
+        self,
+        hello: Callable[[], worker_pb2.RouterHello],
+        on_event: Callable[[Event], None],
+        *,
+        identity: Identity,
+        model_name: str,
+        served_names: Sequence[str] = (),
+        index: PrefixIndex | None = None,
+        silence_s: float = SILENCE_S,
+        redial_s: float = REDIAL_S,
+        on_scored: Callable[[worker_pb2.PromptScored], None] = lambda message: None,
+        on_change: Callable[[], None] = lambda: None,
+        on_unproven: Callable[[], None] = lambda: None,
+        on_crash: Callable[[BaseException], None] = lambda error: None,
+        tls: ReloadingCertificates | None = None,
+    ) -> None:
+        """`model_name` is the name of the router's own model folder, which has the tokenizer. `served_names`
+        replace it for callers. `index` receives KV
+        events if routers share no index. A stream that is silent for `silence_s` is ended. An unregistered worker is
+        dialled for `redial_s` after its stream has ended. `on_scored` receives prompt logprobs before the event of the
+        first token. `on_change` is called when a worker connects or disconnects.
+        `on_unproven` is called when a worker has not proven that it knows the secret of `identity`; such a worker
+        receives no messages. Without `tls`, connections are in plain text."""
+        self._identity = identity
+        self._model_name = model_name
+        self._served_names = served_names
+        self._hello = hello
+        self._on_event = on_event
+        self._index = index
+        self._silence_s = silence_s
+        self._redial_s = redial_s
+        self._on_scored = on_scored
+        self._on_change = on_change
+        self._on_unproven = on_unproven
+        self._on_crash = on_crash
+        self._tls = tls
+        self._tasks: dict[str, tuple[WorkerSession, asyncio.Task[None]]] = {}  # by endpoint
+        self._attached: dict[str, WorkerSession] = {}  # by worker id
+        self._roles: dict[str, Role] = {}
+        self._outages = OutageLog(log, "a worker is lost", "a worker is attached")
+        self._lines = PeerLog(log)
+        self._complaints: dict[str, str] = {}  # endpoint -> why its worker is rejected, to log it once
+        self._static: tuple[str, ...] = ()
+        self._registered: dict[str, str] = {}  # worker id -> endpoint
+        # worker id -> endpoint, of workers that left the registry while attached
+        self._unregistered: dict[str, str] = {}
+        self._forgetting: dict[str, asyncio.TimerHandle] = {}  # of unregistered workers without a stream
+        self._is_closing = False
+        self._contexts: dict[str, int] = {}  # maximum sequence length of each attached decode worker
+        self.model: ModelFacts | None = None
+        self.links = KvLinks()
+        self.logs = WorkerLogs(self.send)
+        self.num_invalid = 0  # messages with a value out of bounds
+
+    @property
+    def roles(self) -> Mapping[str, Role]:
+        """Facts of the attached workers, by id."""
+        return self._roles
+
+    @property
+    def num_unregistered(self) -> int:
+        """Number of attached workers that have left the registry."""
+        return len(self._unregistered.keys() & self._attached.keys())
+
+    def dial(self, endpoints: Iterable[str]) -> None:
+        """Sets the endpoints of workers that are known without a registry."""
+        self._static = tuple(dict.fromkeys([*self._static, *endpoints]))
+        self._reconcile()
+
+    def register(self, endpoints: Mapping[str, str]) -> None:
+        """Replaces the registry's content: worker id -> endpoint.
+
+        A worker that leaves the registry stays while its stream is open, because a stream proves more than a
+        registration: a Redis that is full, read-only or evicts keys loses the registrations of healthy workers.
+        """
+        former, self._registered = self._registered, dict(list(endpoints.items())[:MAX_WORKERS])
+        for worker_id in self._registered:
+            self._unregistered.pop(worker_id, None)
+        gone = sorted(former.keys() - self._registered.keys())
+        for worker_id in gone:
+            if worker_id in self._attached:
+                self._unregistered[worker_id] = former[worker_id]
+                self._lines.warning("an attached worker left the registry; it stays", worker_id, worker_id=worker_id)
+        self._reconcile()
+        for worker_id in gone:
+            if worker_id not in self._attached:
+                self._on_event(WorkerForgotten(worker_id=worker_id))
+
+    def send(self, worker_id: str, message: worker_pb2.AttachRequest) -> bool:
+        session = self._attached.get(worker_id)
+        return session is not None and session.send(message)
+
+    async def close(self) -> None:
+        """Ends all streams without further reports."""
+        self._is_closing = True
+        tasks = [task for _, task in self._tasks.values()]
+        self._tasks.clear()
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    # -- reports of sessions ------------------------------------------------------------------------------------
+
+    def attached(self, session: WorkerSession, hello: worker_pb2.WorkerHello) -> str | None:
+        complaint = self._complaint(session, hello)
+        if complaint is not None:
+            self._complain(session.endpoint, complaint, hello.worker_id)
+            return complaint
+        self._complaints.pop(session.endpoint, None)
+        fingerprint = FINGERPRINT.decode(hello.fingerprint)
+        block_bytes = fingerprint.block_bytes * fingerprint.shape.tp_degree
+        version = hello.version[:MAX_CHARS]
+        event = _HELLO.decode(hello, endpoint=session.endpoint, block_bytes=block_bytes, version=version)
+        former = self._attached.get(hello.worker_id)
+        if former is not None:  # the new incarnation has connected before the stream of the old one ended
+            self._lose(former, "another incarnation came")
+            former.hang_up()
+        if not self._attached:
+            self.model = facts_of(hello, self._served_names)
+        self._attached[hello.worker_id] = session
+        if hello.worker_id in self._forgetting:
+            self._forgetting.pop(hello.worker_id).cancel()
+        self._roles[hello.worker_id] = event.role
+        if event.role is Role.DECODE:
+            self._contexts[hello.worker_id] = hello.max_context_tokens
+            self._set_context()
+        extra = {"worker_id": hello.worker_id, "role": event.role.value, "endpoint": session.endpoint}
+        extra["version"] = version
+        self._outages.recovered(hello.worker_id, **extra)
+        if version != FULL_VERSION:
+            self._lines.warning(
+                "a worker has another version or build", hello.worker_id, **extra, router_version=FULL_VERSION
+            )
+        self._on_event(event)
+        self._on_change()
+        return None
+
+    def received(self, session: WorkerSession, message: worker_pb2.AttachResponse) -> None:
+        if self._attached.get(session.worker_id) is not session:
+            return
+        try:
+            if message.HasField("kv_events"):
+                self._feed_index(session, message.kv_events)
+                return
+            if message.HasField("prompt_scored"):
+                self._on_scored(message.prompt_scored)
+                return
+            if message.HasField("kv_links"):
+                self.links.reported(session.worker_id, message.kv_links.links)
+                return
+            if message.HasField("log"):
+                self.logs.reported(session.worker_id, message.log.lines)
+                return
+            event = decode_response(session.worker_id, message)
+        except InvalidRequest as error:
+            self.num_invalid += 1
+            name = session.worker_id
+            self._lines.line(logging.ERROR, "a worker sent an invalid message", name, worker_id=name, why=error.message)
+            session.hang_up()
+            return
+        if event is not None:
+            self._on_event(event)
+
+    def detached(self, session: WorkerSession, reason: str) -> None:
+        if self._attached.get(session.worker_id) is session and not self._is_closing:
+            self._outages.failed(session.worker_id, worker_id=session.worker_id, why=reason)
+            self._lose(session, reason)
+            if session.worker_id in self._unregistered:
+                later = asyncio.get_running_loop().call_later
+                self._forgetting[session.worker_id] = later(
+                    self._redial_s, self._forget_unregistered, session.worker_id
+                )
+            self._on_change()
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _unproven(self, endpoint: str, why: str) -> None:
+        self._on_unproven()
+        self._complain(endpoint, why)
+
+    def _complain(self, endpoint: str, why: str, worker_id: str = "") -> None:
+        """Logs each cause once, for any number of connection attempts, unless causes change too often."""
+        if self._complaints.get(endpoint) == why:
+            return
+        if self._lines.warning(
+            "a worker is rejected", endpoint, worker_id=worker_id, endpoint=endpoint, why=shortened(why)
+        ):
+            self._complaints[endpoint] = why
+
+    def _complaint(self, session: WorkerSession, hello: worker_pb2.WorkerHello) -> str | None:
+        if not hello.worker_id or not hello.incarnation:
+            return "it does not name itself"
+        former = self._attached.get(hello.worker_id)
+        if former is not None and former.incarnation == hello.incarnation:
+            return f"it is attached already, as {former.endpoint}"
+        is_new_home = self._registered.get(hello.worker_id) == session.endpoint
+        if former is not None and former.endpoint != session.endpoint and not is_new_home:
+            return f"its id is that of the worker at {former.endpoint}; give each worker an id of its own"
+        if not is_compatible(FULL_VERSION, hello.version):
+            return mismatch(FULL_VERSION, hello.version)
+        if hello.role not in (worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE):
+            return f"its role {hello.role} is unknown to this router"
+        if hello.max_context_tokens < 2:
+            return f"its context window is {hello.max_context_tokens} tokens, expected at least 2"
+        for name in ("block_size", "vocab_size", "num_blocks", "max_batch", "max_batch_tokens", "inbox_depth"):
+            if getattr(hello, name) < 1:
+                return f"its {name} is {getattr(hello, name)}, expected at least 1"
+        if hello.model != self._model_name:
+            return f"it serves {hello.model!r}, this router tokenizes for {self._model_name!r}"
+        try:
+            facts = facts_of(hello)
+        except ConfigError as error:
+            return f"its {error.message}"
+        return difference(self.model, facts) if self.model is not None and self._attached else None
+
+    def _set_context(self) -> None:
+        """Updates the context limit. While no decode worker is attached the last limit is kept; requests then fail for
+        another reason."""
+        if self.model is not None and self._contexts:
+            self.model = replace(self.model, max_context_tokens=max(self._contexts.values()))
+
+    def _forget_unregistered(self, worker_id: str) -> None:
+        """Forgets a worker whose stream did not come back, unless it has registered again."""
+        del self._forgetting[worker_id]
+        if self._unregistered.pop(worker_id, None) is not None and not self._is_closing:
+            self._reconcile()
+            self._on_event(WorkerForgotten(worker_id=worker_id))
+
+    def _lose(self, session: WorkerSession, reason: str) -> None:
+        del self._attached[session.worker_id]
+        self._roles.pop(session.worker_id, None)
+        self.links.forget(session.worker_id)
+        if self._contexts.pop(session.worker_id, None) is not None:
+            self._set_context()
+        if self._index is not None:
+            self._index.remove(session.worker_id, session.incarnation)
+        self._on_event(WorkerLost(worker_id=session.worker_id, reason=reason))
+
+    def _feed_index(self, session: WorkerSession, change: worker_pb2.KvEvents) -> None:
+        if self._index is None:
+            return
+        for one in (*change.stored, *change.removed):
+            if len(one) != HASH_BYTES:
+                raise InvalidRequest("kv_events", f"a hash of {len(one)} bytes", f"{HASH_BYTES} bytes")
+        self._index.apply(
+            session.worker_id,
+            session.incarnation,
+            CacheChange(
+                sequence=change.sequence,
+                stored=tuple(change.stored),
+                removed=tuple(change.removed),
+                is_snapshot=change.is_snapshot,
+            ),
+        )
+
+    def _reconcile(self) -> None:
+        """Starts and ends sessions, so that there is exactly one for each wanted endpoint."""
+        wanted = dict.fromkeys([*self._static, *self._registered.values(), *self._unregistered.values()])
+        for endpoint in [one for one in self._tasks if one not in wanted]:
+            _, task = self._tasks.pop(endpoint)
+            task.cancel()
+            self._complaints.pop(endpoint, None)
+        for endpoint in wanted:
+            if endpoint not in self._tasks:
+                session = WorkerSession(
+                    endpoint,
+                    partial(self._greeting, endpoint),
+                    self,
+                    self._identity,
+                    self._silence_s,
+                    partial(self._unproven, endpoint),
+                    self._tls,
+                )
+                task = asyncio.create_task(session.run(), name=f"worker-{endpoint}")
+                task.add_done_callback(self._session_ended)
+                self._tasks[endpoint] = (session, task)
+
+    def _greeting(self, endpoint: str) -> worker_pb2.RouterHello:
+        """The router's hello to an endpoint, with an id of its own. A worker keeps one stream per router id. With one
+        id for all endpoints, a worker that is listed under two names would end its working stream in favour of a second
+        one, which the router rejects."""
+        hello = worker_pb2.RouterHello()
+        hello.CopyFrom(self._hello())
+        hello.router_id = f"{hello.router_id}@{endpoint}"
+        return hello
+
+    def _session_ended(self, task: asyncio.Task[None]) -> None:
+        """Sessions run until they are cancelled. Any other end is an internal error."""
+        if not task.cancelled():
+            error = task.exception() or RuntimeError("a session returned")
+            log.critical("the session of a worker crashed", exc_info=error)
+            self._on_crash(error)

@@ -1,0 +1,262 @@
+"""The data of a RouterState, shared by the modules that change it. Pure.
+
+Each module takes the cluster as its first argument and handles one part of a request's lifecycle: placing.py,
+attempts.py, transitions.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+from pdserve.core.alarms import Alarms
+from pdserve.core.attempt import AttemptKey
+from pdserve.core.protocol import Cancel
+from router.policy import make_policy
+from router.policy.interface import Decision, rules_on
+from router.state.booking import Booking
+from router.state.commands import Command, Outcome
+from router.state.fleet import Fleet, OutputLengths, entry_of
+from router.state.forecast import RecentDemand, Utilization
+from router.state.history import Explanations, LiveLog
+from router.state.lifecycle import MOVES, IllegalMove, Move
+from router.state.queue import Queue
+from router.state.request import Request
+from router.state.settings import RouterSettings
+from router.state.view import WorkerView
+
+
+@dataclass(slots=True)
+class Timers:
+    """Times at which something is due for requests that still exist then."""
+
+    deadlines: Alarms[str] = field(default_factory=Alarms)  # deadlines of requests that have not ended
+    backoffs: Alarms[str] = field(default_factory=Alarms)  # ends of backoffs of parked requests
+    releases: Alarms[str] = field(default_factory=Alarms)  # time limits for Released; they need no wake-up of their own
+    retry_at_s: float | None = None  # when the head of the queue should be considered again
+    silence_at_s: float | None = None  # when to check for silent workers
+    wake_at_s: float | None = None  # the WakeAt that was requested
+
+
+class ClusterState:
+    def __init__(self, settings: RouterSettings) -> None:
+        self.settings = settings
+        self.fleet = Fleet(settings.worker_silence_s)
+        self.policy = make_policy(settings, self.fleet.link)
+        self.lengths = OutputLengths()
+        self.requests: dict[str, Request] = {}
+        self.rules = rules_on(settings.policy, settings.rules_off)
+        # QUEUED requests, except those bound to a worker or in backoff
+        self.queue = Queue(is_ageing="ageing" in self.rules)
+        self.num_bound = 0  # QUEUED requests that wait for one prefill worker
+        self.parked: set[str] = set()  # QUEUED requests in a backoff
+        self.ended: set[str] = set()  # ended requests that wait for Released
+        self.counters: Counter[str] = Counter()
+        self.utilization = Utilization()
+        self.demand = RecentDemand()
+        self.explanations = Explanations(settings.explain_capacity)
+        self.live_log = LiveLog()
+        self.timers = Timers()
+        self.now_s = 0.0
+        self.has_started = False
+        self.is_closing = False
+        self.is_placing_due = False
+        self.shrunk_s = -math.inf  # when a worker last left: requests that wait for it must be placed elsewhere
+        self.no_decode_since_s: float | None = None
+        self.placement_interval_s = 0.05  # moving mean, for retry_after_s
+        self.last_placement_s = 0.0
+        self.serial = 0
+
+    # -- the lifecycle -------------------------------------------------------------------------------------------
+
+    def move(self, request: Request, move: Move) -> bool:
+        """Applies a move of the lifecycle table. An illegal move raises if `is_strict`; otherwise it is counted, and
+        the result is False."""
+        after = MOVES.get((request.stage, move))
+        if after is None:
+            if self.settings.is_strict:
+                raise IllegalMove(request.request_id, request.stage, move, request.story_text())
+            self.counters["illegal"] += 1
+            return False
+        request.timeline.moved(request.stage, move, self.now_s, request.attempt, request.attempt_token_s)
+        request.remember(move, after)
+        request.stage = after
+        return True
+
+    # -- the queue -----------------------------------------------------------------------------------------------
+
+    def enqueue(self, request: Request) -> None:
+        request.queued_s, request.asked_s = self.now_s, -math.inf
+        if request.not_before_s > self.now_s:
+            self.park(request, request.not_before_s)
+        else:
+            self._join_queue(request)
+        self.is_placing_due = True
+
+    def _join_queue(self, request: Request) -> None:
+        self.queue.add(entry_of(request, self.fleet, self.lengths, self.rules, self.now_s))
+
+    def park(self, request: Request, until_s: float) -> None:
+        """Puts the request into a backoff: it is not considered before `until_s`."""
+        self.dequeue(request)
+        request.not_before_s = until_s
+        self.parked.add(request.request_id)
+        self.timers.backoffs.set(request.request_id, until_s)
+
+    def unpark(self, request: Request) -> None:
+        self._leave_backoff(request)
+        self._join_queue(request)
+        self.is_placing_due = True
+
+    def _leave_backoff(self, request: Request) -> None:
+        self.parked.discard(request.request_id)
+        self.timers.backoffs.clear(request.request_id)
+
+    def bind(self, request: Request, worker_id: str) -> None:
+        """From now on the request waits for this prefill worker only."""
+        self.dequeue(request)
+        view = self.fleet.workers[worker_id]
+        uncached = request.uncached_on(view)
+        rank = (0 if request.output else 1, -request.facts.priority, request.serial)
+        view.queue.join(request.request_id, uncached, view.prefill_s(uncached, request.num_tokens - uncached), rank)
+        request.bound_to = worker_id
+        self.num_bound += 1
+
+    def has_queue(self, worker_id: str) -> bool:
+        return self.num_bound > 0 and len(self.fleet.workers[worker_id].queue) > 0
+
+    def unbind_all(self, view: WorkerView) -> None:
+        """Returns the requests that waited for this worker to the common queue."""
+        for request_id in list(view.queue):
+            request = self.requests[request_id]
+            self.dequeue(request)
+            self._join_queue(request)
+            self.is_placing_due = True
+
+    def dequeue(self, request: Request) -> None:
+        self._leave_backoff(request)
+        if request.bound_to:
+            self.fleet.workers[request.bound_to].queue.leave(request.request_id)
+            request.bound_to = ""
+            self.num_bound -= 1
+            return
+        self.queue.remove(request.request_id)
+
+    @property
+    def num_queued(self) -> int:
+        return len(self.queue) + self.num_bound + len(self.parked)
+
+    def note_demand(self, request: Request) -> None:
+        """Counts a new request as demand if it could meet its target on an unloaded cluster."""
+        unloaded, slo = request.unloaded, request.facts.slo
+        if unloaded is not None and unloaded.ttft_s <= slo.ttft_s and unloaded.tpot_s <= slo.tpot_s:
+            self.demand.arrived(unloaded.ttft_s, slo.ttft_s, self.now_s)
+
+    # -- charges of tenants --------------------------------------------------------------------------------
+
+    def charge(self, request: Request) -> None:
+        """Charges the tenant of a placed request the predicted work."""
+        unloaded = request.unloaded
+        request.charged_s = unloaded.work_s if unloaded is not None else 0.0
+        if "fairness" in self.rules:
+            self.queue.fairness.charge(request.facts.tenant, request.charged_s)
+
+    def settle(self, request: Request) -> None:
+        """Corrects the tenant's charge to the actual length of an ended answer."""
+        where = self.fleet.workers.get(request.last_path.decode_worker) if request.last_path is not None else None
+        if where is None or request.unloaded is None:
+            return
+        _, per_row_s, per_context_token_s = where.cost.decode_coefficients
+        answer_s = len(request.output) * (per_row_s + per_context_token_s * request.num_tokens)
+        self._recharge(request, request.unloaded.ttft_s + answer_s)
+
+    def refund(self, request: Request) -> None:
+        """Refunds the charge of a lost attempt."""
+        self._recharge(request, 0.0)
+
+    def _recharge(self, request: Request, work_s: float) -> None:
+        if "fairness" in self.rules and request.charged_s:
+            self.queue.fairness.correct(request.facts.tenant, work_s - request.charged_s)
+        request.charged_s = 0.0
+
+    # -- bookings ------------------------------------------------------------------------------------------------
+
+    def booking(self, worker_id: str, request_id: str, attempt: int) -> Booking | None:
+        view = self.fleet.workers.get(worker_id)
+        return None if view is None else view.bookings.get((request_id, attempt))
+
+    def drop_booking(self, request: Request, worker_id: str, attempt: int) -> bool:
+        """Ends the booking: the worker holds no memory for the attempt any more. False: there was no booking."""
+        if (worker_id, attempt) not in request.bookings:
+            return False
+        request.bookings.discard((worker_id, attempt))
+        view = self.fleet.workers[worker_id]
+        booking = view.bookings.get((request.request_id, attempt))
+        if booking is not None:
+            view.unbook(booking, self.now_s)
+        self.is_placing_due = True
+        return True
+
+    def cancel_attempt(self, request: Request) -> list[Command]:
+        """Returns the commands that make every worker of the current attempt free its memory. A booking that was never
+        sent to its worker just ends."""
+        commands: list[Command] = []
+        for worker_id, attempt in sorted(request.bookings):
+            booking = self.booking(worker_id, request.request_id, attempt)
+            if attempt != request.attempt or booking is None or booking.is_cancelled:
+                continue
+            if not booking.is_sent:
+                self.drop_booking(request, worker_id, attempt)
+                continue
+            self._is_ending(booking, worker_id)
+            commands.append(Cancel(key=AttemptKey(worker_id, request.request_id, attempt)))
+        return commands
+
+    def requeue(self, request: Request, wait_s: float) -> list[Command]:
+        """Puts a request whose stage is QUEUED again back into the queue."""
+        commands = self.cancel_attempt(request)
+        self.refund(request)
+        request.placement = None
+        request.not_before_s = self.now_s + wait_s
+        self.enqueue(request)
+        return commands
+
+    def forget_if_free(self, request: Request) -> None:
+        """Forgets an ended request once no worker holds memory for it."""
+        if request.request_id in self.ended and not request.bookings and self.move(request, Move.RELEASED):
+            self.ended.discard(request.request_id)
+            self.timers.releases.clear(request.request_id)
+            del self.requests[request.request_id]
+
+    def forget_overdue(self) -> None:
+        """Forgets ended requests whose workers never send Released, to bound the router's memory."""
+        while (request_id := self.timers.releases.pop_due(self.now_s)) is not None:
+            request = self.requests[request_id]
+            for worker_id, attempt in sorted(request.bookings):
+                self.counters["never_released"] += 1
+                self.drop_booking(request, worker_id, attempt)
+            self.forget_if_free(request)
+
+    def frees_itself(self, request: Request, worker_id: str) -> None:
+        """Notes that the worker has ended the current attempt and will send Released without a command."""
+        booking = self.booking(worker_id, request.request_id, request.attempt)
+        if booking is not None and not booking.is_cancelled:
+            self._is_ending(booking, worker_id)
+
+    def _is_ending(self, booking: Booking, worker_id: str) -> None:
+        booking.is_cancelled = True
+        view = self.fleet.workers[worker_id]
+        view.computed(booking, self.now_s)
+        view.left_batch(booking)
+        view.arrived(booking)
+        view.freed_s = self.now_s
+
+    # -- explanations and the live view ----------------------------------------------------------------------------
+
+    def note_end(self, request: Request, outcome: Outcome, why: str, retry_after_s: float | None) -> None:
+        self.explanations.ended(request, outcome, self.now_s, why=why, retry_after_s=retry_after_s)
+        self.live_log.ended(request, outcome, self.explanations.last(request.request_id), self.now_s)
+
+    def explain(self, request_id: str, decision: Decision) -> None:
+        self.explanations.note(self.requests[request_id], decision, self.now_s)

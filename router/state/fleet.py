@@ -1,0 +1,272 @@
+"""The workers that the router knows, and the measured links between them. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from typing import Any, Final, final
+
+from pdserve.core.cost.latency import LinkModel
+from pdserve.core.errors import NONE_YET, NoWorkers
+from pdserve.core.types import Role
+from router.policy.availability import unloaded_estimate
+from router.policy.interface import PolicyInput
+from router.state.events import WorkerConnected
+from router.state.queue import Entry
+from router.state.request import Request
+from router.state.view import WorkerView
+
+MAX_LINKS: Final = 16_384  # number of pairs; the least recently measured is dropped first
+
+
+class Fleet:
+    def __init__(self, silence_s: float) -> None:
+        self.silence_s = silence_s
+        self.workers: dict[str, WorkerView] = {}
+        self.has_known_decode = False
+        self._usable: tuple[list[WorkerView], list[WorkerView]] | None = None  # cached until something changes
+        self.fits_all = 0  # tokens of one sequence that every usable worker holds, as of the last call of `usable`
+        self._usable_until_s = 0.0  # when the first of them would exceed the silence limit
+        self._links: OrderedDict[tuple[str, str], LinkModel] = OrderedDict()
+        self._any_link = LinkModel()  # model of an unmeasured pair
+
+    def connect(self, hello: WorkerConnected, now_s: float) -> WorkerView:
+        self.changed()
+        view = self.workers.get(hello.worker_id)
+        if view is None:
+            view = self.workers[hello.worker_id] = WorkerView(hello, now_s)
+        else:
+            view.came_back(hello, now_s)
+        self.has_known_decode = self.has_known_decode or hello.role is Role.DECODE
+        return view
+
+    def forget(self, worker_id: str) -> None:
+        self.changed()
+        self.workers.pop(worker_id, None)
+
+    def connected(self, worker_id: str) -> WorkerView | None:
+        view = self.workers.get(worker_id)
+        return view if view is not None and view.is_connected else None
+
+    def is_usable(self, view: WorkerView, now_s: float) -> bool:
+        """Whether the worker may receive new requests."""
+        return view.is_connected and view.heard_s > now_s - self.silence_s and not view.is_draining
+
+    def has_undrained_decode(self) -> bool:
+        """Whether a decode worker is connected that no operator has drained."""
+        return any(
+            view.role is Role.DECODE and view.is_connected and not view.is_drained for view in self.workers.values()
+        )
+
+    def is_decode_drained(self) -> bool:
+        """Whether operators have drained every known decode worker, so that waiting for one to reconnect is useless."""
+        decodes = self.all_decode()
+        return bool(decodes) and all(view.is_connected and view.is_drained for view in decodes)
+
+    def all_decode(self) -> list[WorkerView]:
+        """Also those that are not connected."""
+        return [view for view in self.workers.values() if view.role is Role.DECODE]
+
+    def why_none(self, views: Iterable[WorkerView], now_s: float) -> NoWorkers:
+        """The error if none of `views`, decode workers, may receive a request: how many are in which state."""
+        states = Counter(self._state(view, now_s) for view in views)
+        counted = ", ".join(f"{number} {state}" for state, number in sorted(states.items()))
+        return NoWorkers(Role.DECODE.value, states=counted or ("none is left" if self.has_known_decode else NONE_YET))
+
+    def _state(self, view: WorkerView, now_s: float) -> str:
+        """As `pdserve topology` names it."""
+        if not view.is_connected:
+            return "away"
+        if view.is_draining:
+            return "drained" if view.is_drained else "draining"
+        return "connected" if self.is_usable(view, now_s) else "without a recent load report"
+
+    def usable(self, now_s: float) -> tuple[list[WorkerView], list[WorkerView]]:
+        """The prefill workers and the decode workers that may receive new requests. The lists are cached, so callers
+        must not change them."""
+        kept = self._usable
+        if kept is None or now_s >= self._usable_until_s:
+            able = [view for view in self.workers.values() if self.is_usable(view, now_s)]
+            prefills = [view for view in able if view.role is Role.PREFILL]
+            kept = self._usable = prefills, [view for view in able if view.role is Role.DECODE]
+            self.fits_all = min([view.max_tokens for view in able], default=0)
+            self._usable_until_s = min([view.heard_s for view in able], default=now_s) + self.silence_s
+        return kept
+
+    def changed(self) -> None:
+        """Drops the cached lists: a worker connected, disconnected, drains, or is no longer silent."""
+        self._usable = None
+
+    def heard(self, view: WorkerView, now_s: float) -> None:
+        if not view.heard_s > now_s - self.silence_s:
+            self.changed()
+        view.heard_s = now_s
+
+    def check(self, now_s: float) -> None:
+        kept = self._usable
+        if kept is not None and now_s < self._usable_until_s:
+            able = {view.worker_id for view in self.workers.values() if self.is_usable(view, now_s)}
+            assert {view.worker_id for role in kept for view in role} == able, "the cached workers are out of date"
+
+    def key(self, worker_id: str) -> tuple[str, str]:
+        """Identifies a worker's current incarnation, so that a restarted worker starts without history."""
+        view = self.workers.get(worker_id)
+        return (worker_id, view.incarnation if view is not None else "")
+
+    def link(self, prefill_worker: str, decode_worker: str) -> LinkModel:
+        return self._links.get((prefill_worker, decode_worker), self._any_link)
+
+    def measured(self, prefill_worker: str, decode_worker: str, num_bytes: int, busy_s: float) -> None:
+        """Learns from a transfer of `num_bytes`. `busy_s` excludes the time in which the transfer waited for the
+        prefill."""
+        pair = (prefill_worker, decode_worker)
+        link = self._links.get(pair)
+        if link is None:
+            link = self._links[pair] = LinkModel(self._any_link.latency_s, self._any_link.bandwidth_bytes_s)
+            if len(self._links) > MAX_LINKS:
+                self._links.popitem(last=False)
+        link.observe(num_bytes, busy_s)
+        self._any_link.observe(num_bytes, busy_s)
+        self._links.move_to_end(pair)
+
+    def excuse_silence(self, gap_s: float) -> None:
+        """Does not count `gap_s`, in which the router itself was suspended, as silence of the workers."""
+        self.changed()
+        for view in self.workers.values():
+            view.heard_s += gap_s
+
+
+# --- lengths --------------------------------------------------------------------------------------------------
+# Expected lengths of answers. They are unknown at arrival, so a running mean is used.
+#
+# Requests are of one class if their `max_tokens` have the same number of binary digits, because requests with a limit
+# of 16 tokens and of 4,096 differ. A new class starts with the mean over all classes.
+
+FIRST_GUESS: Final = 256.0  # tokens; before any answer has ended
+ALL: Final = -1
+GAIN: Final = 0.02  # weight of each new answer: the mean follows about the last fifty
+
+
+@final
+class OutputLengths:
+    __slots__ = ("_means",)
+
+    def __init__(self) -> None:
+        self._means: dict[int, tuple[int, float]] = {}  # class -> (answers seen, their mean); ALL: of every class
+
+    def expected(self, max_tokens: int, answered: int = 0) -> float:
+        """Expected remaining tokens, at least 1, of a request that has received `answered` of its `max_tokens`."""
+        means = self._means
+        _, mean = means.get(max_tokens.bit_length()) or means.get(ALL) or (0, FIRST_GUESS)
+        return max(1.0, min(mean, max_tokens) - answered)
+
+    def observe(self, max_tokens: int, tokens: int) -> None:
+        """Learns from an answer that has ended after `tokens`."""
+        for key in (max_tokens.bit_length(), ALL):
+            seen, mean = self._means.get(key, (0, 0.0))
+            self._means[key] = (seen + 1, mean + max(GAIN, 1.0 / (seen + 1)) * (tokens - mean))
+
+
+# --- policy input ---------------------------------------------------------------------------------------------
+# Describes a waiting request for policies and for the order of the queue.
+
+NOTHING: Final[frozenset[Any]] = frozenset()
+NEEDS_ESTIMATE: Final = frozenset({"least-slack", "ageing", "fairness", "rejection"})
+
+
+def policy_input_of(request: Request, fleet: Fleet, lengths: OutputLengths, now_s: float) -> PolicyInput:
+    facts = request.facts
+    num_answered = len(request.output)
+    expected_tokens = lengths.expected(facts.sampling.max_tokens, num_answered)
+    return PolicyInput(
+        request_id=request.request_id,
+        num_tokens=request.num_tokens,
+        max_new_tokens=facts.sampling.max_tokens - num_answered,
+        expected_tokens=expected_tokens,
+        slo=facts.slo,
+        waited_s=now_s - (request.last_token_s if num_answered else request.arrived_s),
+        is_resumed=num_answered > 0,
+        answer_left_s=_answer_left_s(request, expected_tokens, now_s),
+        deadline_left_s=request.deadline_left_s(now_s),
+        priority=facts.priority,
+        tenant=facts.tenant,
+        bound_to=request.bound_to,
+        cached_tokens=_cached_tokens(request, fleet),
+        avoid_workers=_avoid_workers(request, fleet) if request.avoid_workers else NOTHING,
+        avoid_pairs=_avoid_pairs(request, fleet) if request.avoid_pairs else NOTHING,
+    )
+
+
+def large_enough(request: Request, views: list[WorkerView], tokens: int, fits_all: int = 0) -> list[WorkerView]:
+    """Those of `views` that hold `tokens` of the request; each of them holds `fits_all`."""
+    if tokens <= fits_all and not request.too_large_for:
+        return views
+    if request.too_large_for:
+        views = [view for view in views if (view.worker_id, view.incarnation) not in request.too_large_for]
+    return [view for view in views if tokens <= view.max_tokens]
+
+
+def entry_of(request: Request, fleet: Fleet, lengths: OutputLengths, rules: frozenset[str], now_s: float) -> Entry:
+    """Sets its place in the queue and `request.unloaded`, according to the present workers."""
+    facts = request.facts
+    is_begun = bool(request.output)
+    level = (0 if is_begun else 1, -facts.priority if "priority" in rules else 0)
+    tenant = facts.tenant if "fairness" in rules else ""
+    request.unloaded = None
+    if rules & NEEDS_ESTIMATE:
+        prefills, decodes = fleet.usable(now_s)
+        if decodes:
+            expected_tokens = lengths.expected(facts.sampling.max_tokens, len(request.output))
+            cached_tokens = _cached_tokens(request, fleet)
+            request.unloaded = unloaded_estimate(request.num_tokens, expected_tokens, cached_tokens, prefills, decodes)
+    prefill_s = request.unloaded.ttft_s if request.unloaded is not None else 0.0
+    if is_begun and "least-slack" in rules:
+        # When its next token is due at the target TPOT: an answer that is ahead of it tolerates a longer gap.
+        began_s = request.arrived_s if request.first_token_s is None else request.first_token_s
+        due_s = began_s + len(request.output) * facts.slo.tpot_s
+        return Entry(due_s, request.serial, request.request_id, level, tenant, prefill_s)
+    if is_begun or "least-slack" not in rules:
+        return Entry(request.serial, request.serial, request.request_id, level, tenant, prefill_s)
+    due_s = request.arrived_s + facts.slo.ttft_s
+    return Entry(
+        key=due_s,
+        serial=request.serial,
+        request_id=request.request_id,
+        level=level,
+        tenant=tenant,
+        prefill_s=prefill_s,
+        late_at_s=due_s - prefill_s,
+    )
+
+
+def _answer_left_s(request: Request, expected_tokens: float, now_s: float) -> float:
+    """How long the rest of the answer may take to meet the TPOT target for the whole; infinite before the first
+    token."""
+    if request.first_token_s is None:
+        return math.inf
+    return (len(request.output) + expected_tokens - 1.0) * request.facts.slo.tpot_s - (now_s - request.first_token_s)
+
+
+def _avoid_workers(request: Request, fleet: Fleet) -> frozenset[str]:
+    return frozenset([key[0] for key in request.avoid_workers if fleet.key(key[0]) == key])
+
+
+def _avoid_pairs(request: Request, fleet: Fleet) -> frozenset[tuple[str, str]]:
+    present = fleet.key
+    return frozenset(
+        [
+            (prefill[0], decode[0])
+            for prefill, decode in request.avoid_pairs
+            if present(prefill[0]) == prefill and present(decode[0]) == decode
+        ]
+    )
+
+
+def _cached_tokens(request: Request, fleet: Fleet) -> dict[str, int]:
+    views = fleet.workers
+    return {
+        worker_id: blocks * views[worker_id].hello.block_size
+        for worker_id, blocks in request.cached_blocks.items()
+        if worker_id in views
+    }

@@ -1,0 +1,211 @@
+"""The load of a decode worker in seconds: its steps, and the prompts that it prefills in them. Pure.
+
+Computed from a WorkerView when a decision needs it, and cached until the worker's state changes. A decision then needs
+only a dozen multiplications per worker.
+
+    step_s      one step with all running and all arriving requests (the tandem queue)
+    prefill     a step prefills as many prompt tokens as pdserve.core.cost.step_rule allows; such a token takes
+                `prefill_slowdown` times as long as on an idle worker, and running requests wait for the share
+                `decode_stall_share` of the prefill time
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Final, NamedTuple, final
+
+from pdserve.core.cost.latency import WIDEST_BAND, CostModel
+from pdserve.core.cost.step_rule import (
+    DUE_SHARE,
+    LONGEST_GAP,
+    TARGET_SHARE,
+    StepLimit,
+    chunk_tokens,
+    held_share,
+    step_limit,
+)
+from router.state.booking import Booking
+from router.state.events import WorkerConnected
+
+MID_PROMPT: Final = 4096  # assumed context in the cost of a prompt token, independent of prompts
+
+
+class Slack(NamedTuple):
+    """How much longer steps may take because running requests are ahead of their due times."""
+
+    total_s: float  # beyond their TPOT targets, over all steps; at least 0
+    longest_step_s: float  # the longest gap between two tokens
+
+
+NO_SLACK: Final = Slack(0.0, 0.0)
+
+
+def due_and_gap(bookings: Iterable[Booking], alone_s: float, step_s: float) -> tuple[float, float]:
+    """When the first running request needs its next token, and the longest gap between two tokens of each; infinite
+    without requests that can meet their target. A step takes `alone_s` for one request, and `step_s` for all."""
+    least_s = gap_s = math.inf
+    for one in bookings:
+        tpot_s, first_token_s, own_s = one.tpot_s, one.first_token_s, one.itl_s
+        if first_token_s is None or tpot_s is None or tpot_s <= alone_s:
+            continue
+        due_s = first_token_s + (one.tokens - one.prompt_tokens) * DUE_SHARE * tpot_s
+        if due_s < least_s:
+            least_s = due_s
+        if own_s is None:
+            own_s = LONGEST_GAP * (tpot_s if tpot_s > step_s else step_s)
+        if own_s < gap_s:
+            gap_s = own_s
+    return least_s, gap_s
+
+
+TRUSTED_SAMPLES: Final = 16  # that a cost model must have before its errors are used
+
+
+@final
+class DecodeLoad:
+    __slots__ = (
+        "_cost",
+        "_held_share",
+        "_limit",
+        "_most",
+        "alone_s",
+        "arriving",
+        "band",
+        "batch_s",
+        "block_size",
+        "blocks",
+        "context",
+        "decode_stall_share",
+        "due",
+        "free_tokens",
+        "growing",
+        "joined_s",
+        "per_token_context_s",
+        "per_token_s",
+        "prefill_slowdown",
+        "reads_s",
+        "row_s",
+        "rows",
+        "step_s",
+        "sure",
+        "tightest_s",
+        "token_s",
+    )
+
+    def __init__(
+        self,
+        cost: CostModel,
+        hello: WorkerConnected,
+        estimated_load: tuple[int, int, int, int],
+        tpot_targets_s: Iterable[float],
+        *,
+        is_empty: bool,
+    ) -> None:
+        self.rows, self.arriving, self.context, self.blocks = rows, arriving, context, blocks = estimated_load
+        base_s, row_s, token_s = cost.decode_coefficients
+        _, per_token_s, per_token_context_s = cost.prefill_coefficients
+        self.row_s, self.token_s = row_s, token_s
+        self.per_token_s, self.per_token_context_s = per_token_s, per_token_context_s
+        rows_s = row_s * rows + token_s * context
+        self.step_s = step_s = base_s + rows_s
+        self.joined_s = step_s + row_s  # with one more row, without its context
+        # A target that the worker could not meet even for a single short sequence is ignored.
+        self.alone_s = alone_s = base_s + row_s
+        tightest_s = math.inf
+        for one in tpot_targets_s:
+            if alone_s < one < tightest_s:
+                tightest_s = one
+        self.tightest_s = tightest_s
+        # With a larger band, a machine with noisy step times would stay half empty.
+        self.band = min(cost.decode_error, WIDEST_BAND) if cost.num_decode_samples >= TRUSTED_SAMPLES else 0.0
+        self.sure = 1.0 + self.band
+        self.growing = 1.0 + arriving  # with one more row
+        self.block_size = hello.block_size
+        # An empty worker counts as open whatever its report says, because the report may be old; the worker decides.
+        self.free_tokens = math.inf if is_empty else float((blocks - rows) * hello.block_size)
+        if not is_empty and (rows >= hello.max_batch or arriving >= hello.inbox_depth):
+            self.free_tokens = -math.inf
+        self._cost, self._most = cost, hello.max_batch_tokens
+        most = hello.max_batch_tokens
+        self.due: tuple[float, float] | None = None  # WorkerView.slack keeps what it depends on here
+        self._limit = StepLimit(math.inf, most)
+        token_at_mid_s = per_token_s + per_token_context_s * MID_PROMPT
+        chunk = most
+        if rows:
+            self._held_share = held_share(context, rows, hello.num_blocks, hello.block_size)
+            self._limit = self._step_limit(tightest_s if tightest_s < math.inf else None)
+            chunk = self._chunk(MID_PROMPT)
+        self.reads_s = reads_s = cost.step_s(rows, context, chunk, chunk * MID_PROMPT)
+        self.prefill_slowdown = max(1.0, reads_s / (chunk * token_at_mid_s)) if token_at_mid_s > 0.0 else 1.0
+        self.decode_stall_share = max(0.0, 1.0 - step_s / reads_s) if rows and reads_s > 0.0 else 0.0
+        self.batch_s = reads_s * max(1.0, most / chunk)  # time to prefill the maximum of one step
+
+    def prefill_time_s(self, uncached: float, cached: float, slack: Slack = NO_SLACK) -> float:
+        """Seconds from the first to the last step that prefills the prompt."""
+        if uncached <= 0.0:
+            return 0.0
+        chunk = self._chunk(cached)
+        if chunk < uncached:
+            chunk = self._chunk(cached + 0.5 * (uncached - chunk))
+        steps = -(-uncached // chunk)
+        if steps > 1.0 and slack.total_s > 0.0:
+            steps = min(steps, math.ceil(self._steps_with(uncached, cached, slack)))
+            chunk = math.ceil(uncached / steps)
+        rows_s = self.row_s * self.rows + self.token_s * self.context
+        return self._cost.prefill_s(uncached, cached, chunk) + rows_s * steps
+
+    def prefill_share_s(self, uncached: float, cached: float, slack: Slack = NO_SLACK) -> float:
+        """A prompt's share of the worker's prefill time. Its last step also contains tokens of the next prompt, so a
+        queue of prompts takes the sum of their shares."""
+        if uncached <= 0.0:
+            return 0.0
+        chunk = float(self._chunk(cached + 0.5 * uncached))
+        if slack.total_s > 0.0 and chunk < uncached:
+            chunk = max(chunk, uncached / self._steps_with(uncached, cached, slack))
+        rows_s = self.row_s * self.rows + self.token_s * self.context
+        return (self._cost.prefill_s(chunk, cached + 0.5 * (uncached - chunk)) + rows_s) * uncached / chunk
+
+    def _steps_with(self, uncached: float, cached: float, slack: Slack) -> float:
+        """The fewest steps, at least 1, that prefill the prompt beside requests with `slack`.
+
+        k steps take k * (base + rows) + W, where W is the prompt's arithmetic. They may take the slack and k due times,
+        and each of them no longer than the longest gap.
+        """
+        base_s, per_token_s, per_token_context_s = self._cost.prefill_coefficients
+        fixed_s = base_s + self.row_s * self.rows + self.token_s * self.context
+        work_s = uncached * (per_token_s + per_token_context_s * (cached + 0.5 * uncached))
+        longest = self._step_limit(slack.longest_step_s)
+        steps = max(1.0, uncached / self._most)
+        if work_s > steps * (longest.step_s - fixed_s):
+            steps = work_s / (longest.step_s - fixed_s) if longest.step_s > fixed_s else math.inf
+        due_s = TARGET_SHARE * DUE_SHARE * self.tightest_s - fixed_s
+        if work_s - slack.total_s > steps * due_s:
+            steps = (work_s - slack.total_s) / due_s if due_s > 0.0 else math.inf
+        return min(steps, uncached)
+
+    def _step_limit(self, allowed_s: float | None) -> StepLimit:
+        return step_limit(
+            self._cost,
+            decode_s=self.step_s,
+            allowed_s=allowed_s,
+            held_share=self._held_share,
+            most=self._most,
+        )
+
+    def _chunk(self, cached: float) -> int:
+        """Prompt tokens of one step after `cached` tokens of the prompt."""
+        if not self.rows:
+            return self._most
+        return chunk_tokens(
+            self._cost, self._limit, rows=self.rows, context_tokens=self.context, cached=cached, most=self._most
+        )
+
+    def grew(self, tokens: int, blocks: int) -> None:
+        """Adds `tokens` in `blocks` new blocks to the running rows. Does not update the cost of prefill."""
+        self.due = None
+        self.context += tokens
+        self.step_s += self.token_s * tokens
+        self.joined_s = self.step_s + self.row_s
+        self.blocks -= blocks
+        self.free_tokens -= blocks * self.block_size

@@ -1,0 +1,441 @@
+"""The router's view of one worker: its hello, its last report, and the placements since that report. Pure.
+
+Only the worker decides about its capacity; the view predicts it. A report may be as old as a heartbeat. The router's
+own bookings are exact, but exclude other routers. So the view combines both: estimate = reported + (booked now - booked
+when the report came).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from statistics import median
+from typing import Final, final
+
+from pdserve.core.cost.latency import CostModel
+from pdserve.core.protocol import BatchTimed, Load, TokensArrived
+from pdserve.core.types import Role
+from router.state.booking import Booking, Totals, WorkerQueue
+from router.state.events import WorkerConnected
+from router.state.load import NO_SLACK, DecodeLoad, Slack, due_and_gap
+
+# --- step clock -----------------------------------------------------------------------------------------------
+# Estimates the remaining time of a decode worker's current step from the end of the last reported one.
+#
+# A worker reads messages between steps, so a message waits for the end of the running step. Live workers report tokens
+# after each step, and the ends of later steps are extrapolated from these reports. Times are by the router's clock: a
+# step ends when its report arrives.
+
+MAX_STEPS: Final = 2.0  # extrapolated steps; beyond that errors add up, and half a step is assumed
+
+
+@final
+class StepClock:
+    __slots__ = ("_ended_s",)
+
+    def __init__(self) -> None:
+        self._ended_s = -math.inf
+
+    def ended(self, now_s: float) -> None:
+        """A step has ended, and the next one has begun."""
+        self._ended_s = now_s
+
+    def remaining_s(self, at_s: float, step_s: float) -> float:
+        """Seconds from `at_s` to the end of the step that runs then, if each takes `step_s`."""
+        since_s = at_s - self._ended_s
+        return step_s - since_s % step_s if since_s < MAX_STEPS * step_s else 0.5 * step_s
+
+
+# --- message latency ------------------------------------------------------------------------------------------
+# Typical recent latency of messages between router and workers.
+#
+# On every machine about one message in ten takes far longer than the others. Such outliers would dominate a mean.
+# Predictions are made for single requests, and most requests are not outliers, so the median is used.
+
+REMEMBERED: Final = 31
+
+
+@final
+class MessageLatency:
+    """The median of the last messages; `typical_s` is cached, because it is read more often than it changes."""
+
+    __slots__ = ("_seen", "typical_s")
+
+    def __init__(self) -> None:
+        self._seen: deque[float] = deque(maxlen=REMEMBERED)
+        self.typical_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Adds a latency. It is negative if the worker's preceding work was predicted too long."""
+        self._seen.append(seconds)
+        self.typical_s = max(median(self._seen), 0.0)
+
+
+# --- view -----------------------------------------------------------------------------------------------------
+
+# (decoding and arriving sequences; how many of them are arriving; tokens of all of them; available blocks)
+LoadEstimate = tuple[int, int, int, int]
+
+
+class WorkerView:
+    """One worker. Mutated by RouterState alone; policies read it."""
+
+    __slots__ = (
+        "_at_report",
+        "bookings",
+        "cached_load",
+        "closed_until_s",
+        "computed_s",
+        "cost",
+        "first_tokens",
+        "free_at_s",
+        "freed_s",
+        "grant_wait_s",
+        "grants",
+        "heard_s",
+        "hello",
+        "is_connected",
+        "is_drain_requested",
+        "last_step_s",
+        "max_tokens",
+        "prefilling",
+        "queue",
+        "replies",
+        "report",
+        "step_clock",
+        "totals",
+        "tpot_targets_s",
+        "worker_id",
+    )
+
+    def __init__(self, hello: WorkerConnected, now_s: float) -> None:
+        self.worker_id = hello.worker_id
+        self.hello = hello
+        self.cost = CostModel(hello.cost)
+        self.queue = WorkerQueue()  # requests that are bound to it and not yet booked
+        self.is_drain_requested = False
+        self.grant_wait_s = 0.0  # moving mean of Reserve -> Granted, beyond half a step
+        # Latency of messages, without the worker's own time and the rest of its running step.
+        self.grants = MessageLatency()  # Reserve -> Granted
+        self.replies = MessageLatency()  # Prefill -> FirstToken
+        self.first_tokens = MessageLatency()  # Reserve -> first token, for prompts that a decode worker prefills itself
+        self._start(now_s)
+
+    def _start(self, now_s: float) -> None:
+        hello = self.hello
+        self.max_tokens = min(hello.num_blocks * hello.block_size, hello.max_context_tokens)  # of one sequence
+        self.is_connected = True
+        self.heard_s = now_s
+        self.report = Load(worker_id=hello.worker_id, steps=0, free_blocks=hello.num_blocks)
+        self.bookings: dict[tuple[str, int], Booking] = {}
+        self.prefilling: dict[tuple[str, int], Booking] = {}  # those with a prompt to compute
+        self.totals = Totals()
+        self._at_report = Totals()
+        self.tpot_targets_s: Counter[float] = Counter()  # TPOT target -> rows booked with it
+        self.cached_load: DecodeLoad | None = None  # cached `load`
+        self.free_at_s = now_s  # when its current prefills should be done
+        self.closed_until_s = now_s  # gets no requests before this time, because it declined one
+        self.freed_s = now_s  # when an event may last have made room here
+        self.computed_s = now_s  # when a prompt was last finished or abandoned here
+        self.step_clock = StepClock()
+        self.last_step_s = 0.0  # duration of the last reported batch
+
+    # -- facts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def incarnation(self) -> str:
+        return self.hello.incarnation
+
+    @property
+    def role(self) -> Role:
+        return self.hello.role
+
+    @property
+    def is_draining(self) -> bool:
+        return self.is_drain_requested or self.report.is_draining
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether an operator drains the worker."""
+        return self.is_drain_requested or self.report.is_drained
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.hello.block_size)
+
+    # -- estimates -------------------------------------------------------------------------------------------------
+
+    def estimated_load(self) -> LoadEstimate:
+        """The worker's estimated current state, including other routers' requests."""
+        report, totals, then = self.report, self.totals, self._at_report
+        rows, arriving, context = totals.rows, totals.arriving, totals.tokens
+        others = report.running + report.waiting - then.rows
+        if others > 0:
+            rows += others
+        others = report.waiting - then.arriving
+        if others > 0:
+            arriving += others
+        others = report.context_tokens - then.tokens
+        if others > 0:
+            context += others
+        return rows, arriving, context, self.free_blocks
+
+    @property
+    def free_blocks(self) -> int:
+        """Its estimated free blocks now."""
+        report = self.report
+        return report.free_blocks + report.evictable_blocks + self._at_report.blocks - self.totals.blocks
+
+    @property
+    def load(self) -> DecodeLoad:
+        """A decode worker's load in seconds."""
+        load = self.cached_load
+        if load is None:
+            load = self.cached_load = DecodeLoad(
+                self.cost, self.hello, self.estimated_load(), self.tpot_targets_s, is_empty=not self.bookings
+            )
+        return load
+
+    def prefill_time_s(self, uncached: int, cached: int, slack: Slack = NO_SLACK) -> float:
+        """`prefill_s`; on a decode worker, the time within the steps of its running requests, which have `slack`."""
+        if self.hello.role is Role.DECODE and self.totals.rows:
+            return self.load.prefill_time_s(uncached, cached, slack)
+        return self.prefill_s(uncached, cached)
+
+    def prefill_share_s(self, uncached: int, cached: int, slack: Slack = NO_SLACK) -> float:
+        """The delay for the next request. It is less than `prefill_time_s` on a decode worker, where both share a
+        step."""
+        if self.hello.role is Role.DECODE and self.totals.rows:
+            return self.load.prefill_share_s(uncached, cached, slack)
+        return self.prefill_s(uncached, cached)
+
+    def slack(self, now_s: float) -> Slack:
+        """The slack of a decode worker's running requests after the prompts that it already prefills. It is unknown,
+        and assumed to be zero, if other routers have requests there."""
+        totals = self.totals
+        if not totals.rows:
+            return NO_SLACK
+        load = self.cached_load or self.load
+        if load.rows > totals.rows:
+            return NO_SLACK
+        if load.due is None:
+            load.due = due_and_gap(self.bookings.values(), load.alone_s, load.step_s)
+        due_s, gap_s = load.due
+        if gap_s == math.inf:
+            return NO_SLACK
+        return Slack(max(due_s - max(self.free_at_s, now_s), 0.0), gap_s)
+
+    @property
+    def half_step_s(self) -> float:
+        """The mean remaining time of a decode worker's running step."""
+        if not self.totals.rows:
+            return 0.0
+        return 0.5 * (self.load.reads_s if self.totals.prefills else self.load.step_s)
+
+    def rest_of_step_s(self, now_s: float) -> float:
+        """How long a message that is sent now waits for the end of the decode worker's step."""
+        totals = self.totals
+        if not totals.rows:
+            return 0.0
+        load, at_s = self.cached_load or self.load, now_s + 0.5 * self.grants.typical_s
+        if not totals.prefills:
+            return self.step_clock.remaining_s(at_s, load.step_s)
+        reads_s = load.reads_s
+        if totals.prefills == totals.rows:  # without decode rows, chunks are not limited
+            reads_s = self.prefill_s(min(totals.prefill_tokens, self.hello.max_batch_tokens), 0)
+        # The last step of a prompt may be shorter.
+        return min(self.step_clock.remaining_s(at_s, reads_s), max(self.free_at_s - now_s, load.step_s))
+
+    def timed(self, event: BatchTimed) -> bool:
+        """Learns from a finished batch. False: it was no valid sample. `load` is updated with the next report."""
+        self.last_step_s = event.step_s
+        return self.cost.observe_batch(event)
+
+    def queue_s(self, now_s: float) -> float:
+        """Predicted time until a prefill that is sent now starts."""
+        wait_s = self.free_at_s - now_s
+        return wait_s if wait_s > 0.0 else 0.0
+
+    def timely_queue_s(self, now_s: float) -> float:
+        """`queue_s` for a request that can be on time: without late prompts, which are computed later."""
+        wait_s = self.free_at_s - now_s
+        if wait_s > 0.0:
+            wait_s -= sum(one.prefill_s for one in self.prefilling.values() if one.due_at_s < now_s)
+        return wait_s if wait_s > 0.0 else 0.0
+
+    @property
+    def prefills_ahead(self) -> int:
+        """Number of prompts to compute here before a new one: booked, queued, and of other routers."""
+        others = self.report.waiting - self._at_report.prefills
+        return self.totals.prefills + len(self.queue) + max(others, 0)
+
+    @property
+    def prefill_tokens_ahead(self) -> int:
+        """Prompt tokens to compute here before those of a new request: booked, queued, and of other routers."""
+        others = self.report.pending_prefill_tokens - self._at_report.prefill_tokens
+        return self.totals.prefill_tokens + self.queue.uncached_tokens + max(others, 0)
+
+    def prefill_s(self, uncached: int, cached: int) -> float:
+        return self.cost.prefill_s(uncached, cached, self.hello.max_batch_tokens)
+
+    @property
+    def batch_s(self) -> float:
+        """Time of one full prefill batch."""
+        return self.cost.prefill_s(self.hello.max_batch_tokens)
+
+    @property
+    def tightest_tpot_s(self) -> float:
+        """The strictest TPOT target among this router's requests here."""
+        return min(self.tpot_targets_s) if self.tpot_targets_s else math.inf
+
+    # -- bookings ------------------------------------------------------------------------------------------------
+
+    def book(self, booking: Booking, now_s: float) -> None:
+        key = (booking.request_id, booking.attempt)
+        assert key not in self.bookings, key
+        self.bookings[key] = booking
+        self.cached_load = None
+        totals = self.totals
+        totals.blocks += booking.blocks
+        totals.arriving += 1
+        if booking.tpot_s is not None:
+            if not totals.rows:
+                self.step_clock.ended(now_s)  # an idle worker begins a step at once
+            totals.rows += 1
+            totals.tokens += booking.tokens
+            self.tpot_targets_s[booking.tpot_s] += 1
+            if not booking.prefill_tokens:
+                totals.landing_tokens += booking.tokens
+                booking.is_landing = True
+        if booking.prefill_tokens:
+            totals.prefill_tokens += booking.prefill_tokens
+            totals.prefill_s += booking.prefill_s
+            totals.prefills += 1
+            self.prefilling[key] = booking
+            self.free_at_s = max(self.free_at_s, now_s) + booking.prefill_s
+
+    def joined(self, booking: Booking, first_token_s: float) -> None:
+        """The request decodes. Its client got the first token at `first_token_s`."""
+        booking.first_token_s = first_token_s
+        if self.cached_load is not None:
+            self.cached_load.due = None
+        self.arrived(booking)
+
+    def arrived(self, booking: Booking) -> None:
+        """The request has left the worker's inbox: it is being computed, or has ended."""
+        if booking.is_landing:
+            booking.is_landing = False
+            self.totals.landing_tokens -= booking.tokens
+        if booking.is_arriving:
+            booking.is_arriving = False
+            self.totals.arriving -= 1
+            self.cached_load = None
+
+    def grew(self, booking: Booking, tokens: int) -> None:
+        """A decode row has `tokens` more tokens."""
+        if booking.is_landing:
+            self.totals.landing_tokens += tokens
+        booking.tokens += tokens
+        blocks = self.blocks_for(booking.tokens)
+        fresh = blocks - booking.blocks
+        self.totals.blocks += fresh
+        booking.blocks = blocks
+        if self.cached_load is not None:
+            self.cached_load.grew(tokens, fresh)
+        if booking.tpot_s is not None:
+            self.totals.tokens += tokens
+
+    def computed(self, booking: Booking, now_s: float) -> None:
+        """The prefill was finished or abandoned."""
+        if booking.prefill_tokens:
+            totals = self.totals
+            totals.prefill_tokens -= booking.prefill_tokens
+            totals.prefills -= 1
+            totals.prefill_s = totals.prefill_s - booking.prefill_s if totals.prefills else 0.0
+            booking.prefill_tokens, booking.prefill_s = 0, 0.0
+            del self.prefilling[booking.request_id, booking.attempt]
+            self.free_at_s = now_s + max(totals.prefill_s, self._others_prefill_s)
+            self.freed_s = self.computed_s = now_s
+
+    def left_batch(self, booking: Booking) -> None:
+        """The request no longer has a row, but may still hold blocks."""
+        self.cached_load = None
+        if booking.tpot_s is not None:
+            self.totals.rows -= 1
+            self.totals.tokens -= booking.tokens
+            self.tpot_targets_s[booking.tpot_s] -= 1
+            if not self.tpot_targets_s[booking.tpot_s]:
+                del self.tpot_targets_s[booking.tpot_s]
+            booking.tpot_s = None
+
+    def unbook(self, booking: Booking, now_s: float) -> None:
+        self.freed_s = now_s
+        self.computed(booking, now_s)
+        self.left_batch(booking)
+        self.arrived(booking)
+        self.totals.blocks -= booking.blocks
+        self.cached_load = None
+        del self.bookings[booking.request_id, booking.attempt]
+
+    # -- reports of the worker ------------------------------------------------------------------------------------
+
+    def reported(self, report: Load, now_s: float) -> None:
+        self.report = report
+        if report.is_drained:  # the report decides from now on, because another router may undo the drain
+            self.is_drain_requested = False
+        self.freed_s = now_s
+        self.cached_load = None
+        self._at_report = self.totals.copy()
+        # The worker is slower than predicted, or has other routers' work. Use the report's pending tokens.
+        self.free_at_s = max(self.free_at_s, now_s + self._pending_s(report.pending_prefill_tokens))
+
+    @property
+    def _others_prefill_s(self) -> float:
+        return self._pending_s(self.report.pending_prefill_tokens - self._at_report.prefill_tokens)
+
+    def _pending_s(self, tokens: int) -> float:
+        """Time for reported prompt tokens whose division into prompts is unknown. They are assumed to cost as much per
+        token as the booked ones."""
+        if tokens <= 0:
+            return 0.0
+        totals = self.totals
+        if totals.prefill_tokens:
+            return tokens * totals.prefill_s / totals.prefill_tokens
+        return self.prefill_time_s(tokens, 0)
+
+    def stepped(self, event: TokensArrived, now_s: float) -> None:
+        """A step has ended. Only workers that report every step let the router predict when the next one ends."""
+        rows = event.rows
+        if 2 * len(rows) >= self.totals.rows - self.totals.arriving and all(len(row.tokens) == 1 for row in rows):
+            self.step_clock.ended(now_s)
+
+    def granted_after(self, wait_s: float, rest_of_step_s: float, half_step_s: float) -> None:
+        """Learns from a grant. The last two arguments are the values when the worker was asked."""
+        self.grant_wait_s += 0.1 * (wait_s - half_step_s - self.grant_wait_s)
+        self.grants.observe(wait_s - rest_of_step_s)
+
+    def lost(self) -> list[Booking]:
+        """The stream has ended, so the worker has no requests any more. Returns the lost bookings."""
+        held = list(self.bookings.values())
+        self.is_connected = False
+        self.bookings, self.totals, self._at_report = {}, Totals(), Totals()
+        self.tpot_targets_s = Counter()
+        self.cached_load = None
+        return held
+
+    def came_back(self, hello: WorkerConnected, now_s: float) -> None:
+        """The worker has connected again. A new incarnation starts from its own prior cost; the same one keeps its
+        learned cost."""
+        if hello.incarnation != self.hello.incarnation:
+            self.cost = CostModel(hello.cost)
+            self.is_drain_requested = False
+        self.hello = hello
+        self._start(now_s)
+
+    def check(self) -> None:
+        bookings = self.bookings
+        self.queue.check()
+        assert self.is_connected or not bookings, f"{self.worker_id} is disconnected but has bookings"
+        self.totals.check(bookings.values())
+        targets_s = Counter(one.tpot_s for one in bookings.values() if one.tpot_s is not None)
+        assert self.tpot_targets_s == targets_s, "tpot_targets_s"
+        assert all(key == (one.request_id, one.attempt) for key, one in bookings.items()), "a booking has a wrong key"

@@ -1,0 +1,5 @@
+"""The simulated cluster: workers, network, routers and clock. Pure.
+
+Time comes from an agenda and randomness from a seed; the decisions are those of the production code. Read `world.py`
+first.
+"""

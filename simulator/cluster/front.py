@@ -1,0 +1,226 @@
+"""One simulated router: RouterState, the requests in progress, and its commands as future events. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, final
+
+from pdserve.core import protocol as pr
+from pdserve.core.attempt import AttemptKey
+from pdserve.core.errors import QuotaExceeded
+from pdserve.core.results import Timings
+from router.policy.interface import Choice
+from router.service.tenants import AnswerClaim, PendingReleases, Quotas
+from router.state import commands, events
+from router.state.state import RouterState
+from simulator.cluster.agenda import Agenda
+from simulator.cluster.machine import Machine, Order
+from simulator.cluster.prompts import BlockNames, sampling_of
+from simulator.model import RequestRow, SimConfig, TraceRequest
+
+IN_TIME = frozenset({commands.Outcome.SERVED, commands.Outcome.LATE})
+
+
+class Machines(Protocol):
+    def __call__(self, worker_id: str) -> Machine | None:
+        """The running instance of the worker; None while it is dead."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedCall:
+    """A request whose client waits for its end."""
+
+    row: RequestRow
+    names: BlockNames
+    claim: AnswerClaim | None  # None: its tenant has no quotas
+
+
+OnStep = Callable[[float, events.Event, list[commands.Command]], None]
+
+
+@final
+class Front:
+    def __init__(
+        self,
+        number: int,
+        config: SimConfig,
+        agenda: Agenda,
+        machines: Machines,
+        lookup: Callable[[tuple[bytes, ...]], dict[str, int]],
+        on_ended: Callable[[RequestRow], None],
+        on_step: OnStep | None = None,
+    ) -> None:
+        """Raises ConfigError on an unknown policy."""
+        self.state = RouterState(config.router)
+        self._number, self._config, self._agenda = number, config, agenda
+        self._machines, self._lookup, self._on_ended, self._on_step = machines, lookup, on_ended, on_step
+        self._calls: dict[str, SimulatedCall] = {}
+        self._tenants = {one.name: one for one in config.tenants}
+        self._quotas = Quotas(config.quota_burst_s)
+        self._releases = PendingReleases(self.state.knows)
+        self._wake_at_s: float | None = None
+
+    def arrive(self, request: TraceRequest, row: RequestRow, names: BlockNames) -> None:
+        name = f"r{row.number}"
+        allowed = request.max_tokens or self._config.max_tokens
+        max_tokens = allowed * -(-row.output_tokens // allowed)
+        try:
+            claim = self._claim(request, max_tokens)
+        except QuotaExceeded as error:
+            row.outcome, row.retry_after_s = commands.Outcome.REJECTED.value, error.retry_after_s
+            row.ended_s = self._agenda.now_s
+            self._on_ended(row)
+            return
+        self._calls[name] = SimulatedCall(row, names, claim)
+        if request.cancel_after_s is not None:
+            self._agenda.after(request.cancel_after_s, self._leave, name)
+        self.submit(
+            events.RequestArrived(
+                request_id=name,
+                num_prompt_tokens=row.prompt_tokens,
+                sampling=sampling_of(max_tokens),
+                slo=row.slo,
+                deadline_s=self._config.deadline_s,
+                priority=request.priority,
+                tenant=request.tenant,
+                block_hashes=names.prompt,
+                cached_blocks=self._lookup(names.prompt),
+            )
+        )
+
+    def submit(self, event: events.Event) -> None:
+        done = self.state.handle(event, self._agenda.now_s)
+        if self._on_step is not None:
+            self._on_step(self._agenda.now_s, event, done)
+        for command in done:
+            self._execute(command)
+        self._releases.after(event, self._agenda.now_s)
+
+    def _claim(self, request: TraceRequest, max_tokens: int) -> AnswerClaim | None:
+        """Raises QuotaExceeded."""
+        tenant = self._tenants.get(request.tenant)
+        if tenant is None:
+            return None
+        now_s = self._agenda.now_s
+        call = self._quotas.open(tenant, now_s, least_tokens=0)
+        try:
+            call.admit(request.prompt_tokens, [max_tokens], now_s)
+            return call.take()
+        finally:
+            call.close(now_s)
+
+    def _leave(self, name: str) -> None:
+        if name in self._calls:
+            self.submit(events.ClientLeft(request_id=name))
+
+    def _execute(self, command: commands.Command) -> None:
+        match command:
+            case commands.EmitTokens():
+                call = self._calls.get(command.request_id)
+                if call is not None:
+                    call.row.tokens += len(command.tokens)
+                    if call.claim is not None:
+                        call.claim.emitted(len(command.tokens))
+            case pr.Reserve() | pr.Prefill():
+                self._order(command)
+            case pr.Admit():
+                key = self._key(command)
+                self._send(command.worker_id, "admit", key, command.first_token_id)
+            case pr.Cancel():
+                self._send(command.worker_id, "cancel", self._key(command))
+            case pr.DrainWorker():
+                self._send(command.worker_id, "drain")
+            case pr.UndrainWorker():
+                self._send(command.worker_id, "undrain")
+            case commands.FinishRequest():
+                self._row(command.request_id).cached_tokens = command.usage.cached_prompt_tokens
+                self._end(command.request_id, command.outcome, command.timings)
+            case commands.FailRequest():
+                self._row(command.request_id).retry_after_s = command.retry_after_s
+                self._end(command.request_id, command.outcome, command.timings)
+            case commands.EndCancelled():
+                self._end(command.request_id, commands.Outcome.CANCELLED, command.timings)
+            case commands.WakeAt():
+                self._wake_at_s = command.at_s
+                self._agenda.at(command.at_s, self._ring, command.at_s)
+
+    def _ring(self, at_s: float) -> None:
+        if self._wake_at_s == at_s:  # a newer one replaces it
+            self._wake_at_s = None
+            self.submit(events.TimePassed())
+
+    # -- to workers ----------------------------------------------------------------------------------------------
+
+    def _order(self, command: pr.Reserve | pr.Prefill) -> None:
+        call = self._calls.get(command.request_id)
+        if call is None:
+            return
+        row = call.row
+        order = Order(
+            key=self._key(command),
+            names=call.names,
+            prompt_tokens=row.prompt_tokens,
+            output_tokens=row.output_tokens,
+            answered=len(command.output_token_ids),
+            ttft_s=row.slo.ttft_s,
+            tpot_s=row.slo.tpot_s,
+            waited_s=command.waited_s,
+            deadline_s=command.deadline_s,
+        )
+        if isinstance(command, pr.Prefill):
+            self._send(command.worker_id, "prefill", order, command.grant)
+        else:
+            if row.predicted_ttft_s is None:
+                self._note_prediction(command.request_id, row)
+            self._send(command.worker_id, "reserve", order, command.is_local)
+
+    def _note_prediction(self, name: str, row: RequestRow) -> None:
+        found = self.state.explain(name)
+        if found is None:
+            return
+        decision = found.decision
+        pair = (decision.prefill_worker if decision.choice is Choice.REMOTE else "", decision.decode_worker)
+        for one in decision.candidates:
+            if (one.prefill_worker, one.decode_worker) == pair:
+                row.predicted_ttft_s = self._agenda.now_s - row.arrival_s + one.ttft_s
+                row.predicted_tpot_s = one.tpot_s
+                return
+
+    def _send(self, worker_id: str, what: str, *details: object) -> None:
+        machine = self._machines(worker_id)
+        if machine is not None:  # otherwise WorkerLost is about to arrive
+            self._agenda.after(self._config.message_s, machine.deliver, getattr(machine, what), *details)
+
+    def _key(self, command: pr.Reserve | pr.Prefill | pr.Admit | pr.Cancel) -> AttemptKey:
+        return AttemptKey(self._number, command.request_id, command.attempt)
+
+    # -- to clients ----------------------------------------------------------------------------------------------
+
+    def _row(self, name: str) -> RequestRow:
+        return self._calls[name].row
+
+    def _end(self, name: str, outcome: commands.Outcome, timings: Timings | None) -> None:
+        call = self._calls.pop(name)
+        row = call.row
+        if call.claim is not None:
+            # As in router/service/runtime.py.
+            is_ours = outcome in (commands.Outcome.REJECTED, commands.Outcome.FAILED)
+            call.claim.end(is_free=is_ours or timings is None or timings.attempts == 0)
+            self._releases.ended(name, call.claim, self._agenda.now_s)
+        row.outcome = outcome.value
+        row.ended_s = self._agenda.now_s
+        if timings is not None:
+            if row.tokens:
+                row.ttft_s = timings.ttft_s
+            if outcome in IN_TIME:
+                row.tpot_s = timings.tpot_s
+            row.path = timings.path
+            row.prefill_worker, row.decode_worker = timings.prefill_worker, timings.decode_worker
+            row.queue_s = timings.phases.queue_s + timings.phases.prefill_queue_s
+            row.transfer_s = timings.transfer_s
+            row.transfer_exposed_s = timings.transfer_exposed_s
+            row.transfer_bytes, row.attempts = timings.transfer_bytes, timings.attempts
+            row.preemptions = timings.preemptions
+        self._on_ended(row)

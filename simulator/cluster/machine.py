@@ -1,0 +1,329 @@
+"""One instance of a simulated worker of either role: reads messages, sends events and reports. Pure.
+
+It does what pdserve.worker.program does, with the same batching: it reads messages between steps, turns effects into
+events for the routers in the same order, and reports its load on each heartbeat and soon after a change.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from pdserve.core import effects as fx
+from pdserve.core import protocol as pr
+from pdserve.core.attempt import AttemptKey, AttemptLedger, EndRule
+from pdserve.core.kv.blocks import BlockAllocator, CacheChange
+from pdserve.core.kv.kv_shape import TransferKey
+from router.state import events
+from simulator.cluster.agenda import Agenda
+from simulator.cluster.network import Network, Transfer
+from simulator.cluster.prompts import BlockNames, SyntheticAttempt, blank, sampling_of
+from simulator.cluster.speed import Speed
+from simulator.cluster.tally import Tally
+from simulator.model import SimConfig, WorkerShape
+
+DENSE_SAMPLES: Final = 100  # batches that are reported as often as by a live worker; after learning, fewer are enough
+SPARSE_S: Final = 0.5  # interval between reports after that
+IDLE_BEAT_S: Final = 1.0  # interval between the reports of a worker without changes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    agenda: Agenda
+    config: SimConfig
+    network: Network
+    send_event: Callable[[int, events.Event], None]  # a router, by its number
+    cache_changed: Callable[[str, str, CacheChange], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """A router's command to a worker, with the data of the request that the runtime adds."""
+
+    key: AttemptKey
+    names: BlockNames
+    prompt_tokens: int
+    output_tokens: int
+    answered: int  # tokens that the client has
+    ttft_s: float
+    tpot_s: float
+    waited_s: float
+    deadline_s: float | None
+
+
+class Machine(ABC):
+    flows: dict[TransferKey, Transfer]
+
+    def __init__(self, env: Environment, shape: WorkerShape, speed: Speed, tally: Tally, incarnation: str) -> None:
+        self.env, self.shape, self.speed, self.tally, self.incarnation = env, shape, speed, tally, incarnation
+        self.agenda, self.link, self.flows = env.agenda, shape.link, {}
+        self.block_size = env.config.block_size
+        num_blocks = shape.kv_capacity_tokens // self.block_size
+        self.blocks = BlockAllocator(num_blocks)
+        self.end_rule = EndRule(
+            eos_token_ids=frozenset(),
+            max_context_tokens=min(shape.max_context_tokens, num_blocks * self.block_size),
+        )
+        self.is_dead = False
+        self.stalled_until_s = 0.0
+        self.num_steps = 0
+        self.num_timed = 0
+        self.stranded: dict[AttemptKey, int] = {}  # blocks held that are not computed, transferred or decoded
+        self._num_stranded = 0
+        self.inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._ledger = AttemptLedger()
+        self._timed_s = self._beat_s = float("-inf")
+        self._told: pr.Load | None = None
+        self._is_beat_due = False
+
+    # -- implemented by each role
+    # ----------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def batching(self) -> Any: ...
+
+    @property
+    @abstractmethod
+    def is_computing(self) -> bool: ...
+
+    @abstractmethod
+    def _interrupt(self) -> None:
+        """A message arrived during a step; it is read when the step ends."""
+
+    @abstractmethod
+    def _go(self) -> None:
+        """Begins the next step, if there is work."""
+
+    @abstractmethod
+    def act(self, effects: list[Any]) -> None:
+        """Carries effects out, in order."""
+
+    def load(self) -> pr.Load:
+        load: pr.Load = self.batching.load()
+        return load
+
+    # -- coming and going ----------------------------------------------------------------------------------------
+
+    def hello(self) -> events.WorkerConnected:
+        shape = self.shape
+        return events.WorkerConnected(
+            worker_id=shape.worker_id,
+            incarnation=self.incarnation,
+            role=shape.role,
+            endpoint=shape.worker_id,
+            block_size=self.block_size,
+            num_blocks=self.blocks.num_blocks,
+            max_context_tokens=self.end_rule.max_context_tokens,
+            max_batch=shape.max_batch,
+            max_batch_tokens=shape.max_batch_tokens,
+            inbox_depth=shape.inbox_depth,
+            block_bytes=self.block_size * shape.kv_bytes_per_token,
+            cost=shape.prior or shape.cost,
+        )
+
+    @property
+    def is_idle(self) -> bool:
+        """True if it holds no memory for any request."""
+        return not self.batching.live()
+
+    def connect(self) -> None:
+        """Workers that exist before the first request are known immediately."""
+        delay_s = self.env.config.message_s if self.agenda.now_s > 0.0 else 0.0
+        for router in range(self.env.config.num_routers):
+            self.agenda.after(delay_s, self.env.send_event, router, self.hello())
+        self._beat(self.load())
+        self.agenda.after(self.env.config.heartbeat_s or IDLE_BEAT_S, self._tick)
+
+    def die(self) -> None:
+        self.update_tally()
+        self.is_dead = True
+        self.inbox.clear()
+        self.env.network.cut(self)
+
+    def stall(self, for_s: float) -> None:
+        self.stalled_until_s = max(self.stalled_until_s, self.agenda.now_s + for_s)
+
+    def change_speed(self) -> None:
+        """Called before the speed changes."""
+        self.num_timed = 0  # the learned cost is no longer valid
+
+    @property
+    def is_stalled(self) -> bool:
+        return self.agenda.now_s < self.stalled_until_s
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def deliver(self, action: Callable[..., None], *details: Any) -> None:
+        """`action` is one of this machine's methods; it runs between steps."""
+        if self.is_dead:
+            return
+        if self.is_stalled:
+            self.agenda.at(self.stalled_until_s, self.deliver, action, *details)
+        elif self.is_computing:
+            self.inbox.append((action, details))
+            self._interrupt()
+        else:
+            self.update_tally()
+            action(*details)
+            self._changed()
+            self._go()
+
+    def post(self, action: Callable[..., None], *details: Any) -> None:
+        """Called by the network, perhaps during an action of this machine; the message is read after that action."""
+        self.agenda.after(0.0, self.deliver, action, *details)
+
+    def read_inbox(self) -> None:
+        while self.inbox:
+            action, details = self.inbox.popleft()
+            action(*details)
+
+    def cancel(self, key: AttemptKey) -> None:
+        self.act(self.batching.cancel(key))
+
+    def drain(self) -> None:
+        self.batching.is_draining = True
+
+    def undrain(self) -> None:
+        self.batching.is_draining = False
+
+    def sent(self, key: AttemptKey, transfer: TransferKey, is_whole: bool, error: str, exposed_s: float = 0.0) -> None:
+        raise AssertionError("only prefill workers send")
+
+    def moving(self, key: AttemptKey) -> None:
+        """The transfer into granted blocks has begun."""
+        self.update_tally()
+        self.unstrand(key)
+
+    def received(
+        self, key: AttemptKey, transfer: TransferKey, transfer_s: float, busy_s: float, num_bytes: int
+    ) -> None:
+        raise AssertionError("only decode workers receive")
+
+    def not_received(self, key: AttemptKey, transfer: TransferKey, error: str) -> None:
+        raise AssertionError("only decode workers receive")
+
+    def begin(self, order: Order) -> SyntheticAttempt | None:
+        """None: a late or repeated message."""
+        before = self._ledger.newest(order.key)
+        if not self._ledger.begin(order.key):
+            return None
+        if before is not None and before in self.batching:
+            self.cancel(before)
+        now_s = self.agenda.now_s
+        return SyntheticAttempt(
+            key=order.key,
+            prompt_ids=blank(order.prompt_tokens),
+            output_ids=blank(order.answered),
+            sampling=sampling_of(order.output_tokens),
+            arrived_s=now_s,
+            deadline_at_s=None if order.deadline_s is None else now_s + order.deadline_s,
+            ttft_s=order.ttft_s,
+            begun_at_s=now_s - order.waited_s,
+            tpot_s=order.tpot_s,
+            names=order.names,
+        )
+
+    # -- events --------------------------------------------------------------------------------------------------
+
+    def send_event(self, router: int, event: events.Event) -> None:
+        self.agenda.after(self.env.config.message_s, self.env.send_event, router, event)
+
+    def forward(self, message: pr.AttemptMessage) -> None:
+        """Sends the message to the router of its attempt. There, the attempt's key has the worker's id."""
+        theirs = message.key._replace(peer=self.shape.worker_id)
+        self.send_event(message.key.router, replace(message, key=theirs))
+
+    def act_on(self, effect: Any) -> None:
+        """Carries out the effects that both roles have."""
+        key: AttemptKey = effect.key
+        match effect:
+            case pr.Released():
+                self.unstrand(key)
+                self.forward(effect)
+            case pr.Refused() | pr.AttemptFailed():
+                self.forward(effect)
+            case fx.TransferLost():
+                self.forward(pr.TransferEnded(key=key, is_committed=False, error=effect.error))
+            case fx.TransferCancelled():
+                pass  # for the statistics of a real worker
+            case _:
+                raise AssertionError(f"no code carries out {type(effect).__name__}")
+
+    # -- reports -------------------------------------------------------------------------------------------------
+
+    def timed(self, account: fx.StepAccount, step_s: float) -> bool:
+        """Records the time of a step; True if it is reported."""
+        now_s, heartbeat_s = self.agenda.now_s, self.env.config.heartbeat_s
+        every_s = heartbeat_s / 10 if self.num_timed < DENSE_SAMPLES else max(SPARSE_S, heartbeat_s / 10)
+        if now_s - self._timed_s < every_s:
+            return False
+        self._timed_s = now_s
+        self.num_timed += 1
+        event = account.timed(step_s, self.shape.worker_id)
+        for router in range(self.env.config.num_routers):
+            self.send_event(router, event)
+        return True
+
+    def strand(self, key: AttemptKey, num_blocks: int) -> None:
+        self._num_stranded += num_blocks - self.stranded.get(key, 0)
+        self.stranded[key] = num_blocks
+
+    def unstrand(self, key: AttemptKey) -> None:
+        self._num_stranded -= self.stranded.pop(key, 0)
+
+    def update_tally(self) -> None:
+        """Updates the worker's statistics to the present time. Called before the memory in use changes."""
+        size = self.block_size
+        self.tally.kv_held(self.agenda.now_s, self.blocks.num_referenced * size, self._num_stranded * size)
+
+    def _changed(self) -> None:
+        change = self.blocks.take_changes()
+        if change is not None:
+            self.env.cache_changed(self.shape.worker_id, self.incarnation, change)
+        if self._is_beat_due:
+            return
+        soon_s = self._beat_s + self.env.config.heartbeat_s / 5
+        if self.agenda.now_s >= soon_s:
+            self._beat_if_changed()
+        else:
+            self._is_beat_due = True
+            self.agenda.at(soon_s, self._beat_soon)
+
+    def _beat_soon(self) -> None:
+        self._is_beat_due = False
+        if not self.is_dead and not self.is_stalled:
+            self._beat_if_changed()
+
+    def _beat_if_changed(self) -> None:
+        load = self.load()
+        if load != self._told:
+            self._beat(load)
+
+    def _tick(self) -> None:
+        if self.is_dead:
+            return
+        heartbeat_s = self.env.config.heartbeat_s or IDLE_BEAT_S
+        if self.is_stalled:
+            self.agenda.at(self.stalled_until_s, self._tick)
+            return
+        since_s = self.agenda.now_s - self._beat_s
+        if since_s >= 0.999 * heartbeat_s:
+            load = self.load()
+            if load != self._told or since_s >= 0.999 * max(IDLE_BEAT_S, heartbeat_s):
+                self._beat(load)
+        self.agenda.after(heartbeat_s, self._tick)
+
+    def _beat(self, load: pr.Load) -> None:
+        self._beat_s, self._told = self.agenda.now_s, load
+        report = replace(
+            load,
+            worker_id=self.shape.worker_id,
+            steps=self.num_steps,
+            is_draining=self.batching.is_draining,
+        )
+        for router in range(self.env.config.num_routers):
+            self.send_event(router, report)

@@ -1,0 +1,146 @@
+"""A simulated prefill worker: prefill_worker.program with a clock in place of an engine. Pure."""
+
+from __future__ import annotations
+
+from typing import Any, Final, final
+
+from pdserve.core import effects as fx
+from pdserve.core import protocol as pr
+from pdserve.core.attempt import AttemptKey
+from pdserve.core.cost.latency import CostModel
+from pdserve.core.cost.step_rule import PromptOrder
+from pdserve.core.kv.kv_shape import TransferKey
+from pdserve.engine.interface import RowOut
+from prefill_worker.batching import PrefillBatching
+from prefill_worker.prefill_sequence import PrefillStep
+from prefill_worker.pushing import PushRule
+from simulator.cluster.machine import Environment, Machine, Order
+from simulator.cluster.network import SimulatedGrant
+from simulator.cluster.prompts import TOKEN
+from simulator.cluster.speed import Speed
+from simulator.cluster.tally import Tally
+from simulator.model import WorkerShape
+
+DREW: Final = RowOut(sampled=(TOKEN,))
+READ: Final = RowOut()
+
+
+@final
+class PrefillMachine(Machine):
+    def __init__(self, env: Environment, shape: WorkerShape, speed: Speed, tally: Tally, incarnation: str) -> None:
+        super().__init__(env, shape, speed, tally, incarnation)
+        self._grants: dict[AttemptKey, SimulatedGrant] = {}
+        self._step: PrefillStep | None = None
+        self._started_s = 0.0
+        self._batching = PrefillBatching(
+            blocks=self.blocks,
+            block_size=self.block_size,
+            prompt_order=PromptOrder(CostModel(shape.prior or shape.cost), most=shape.max_batch_tokens),
+            inbox_depth=shape.inbox_depth,
+            end_rule=self.end_rule,
+            pushing=PushRule(
+                shape.cost,
+                block_size=self.block_size,
+                block_bytes=self.block_size * shape.kv_bytes_per_token,
+                num_layers=1,
+                max_batch_tokens=shape.max_batch_tokens,
+                choice="chunk",
+            ),
+        )
+
+    @property
+    def batching(self) -> PrefillBatching:
+        return self._batching
+
+    @property
+    def is_computing(self) -> bool:
+        return self._step is not None
+
+    def prefill(self, order: Order, encoded: bytes) -> None:
+        grant = SimulatedGrant.decode(encoded)
+        attempt = self.begin(order)
+        if attempt is None:
+            return
+        self._grants[order.key] = grant
+        self.act(
+            self._batching.offer(
+                attempt,
+                receiver=grant.worker_id,
+                receiver_cached_blocks=grant.num_cached_blocks,
+                num_granted=grant.num_blocks,
+                granted_size=self.block_size,
+                may_divide=False,
+                now_s=self.agenda.now_s,
+            )
+        )
+
+    def sent(self, key: AttemptKey, transfer: TransferKey, is_whole: bool, error: str, exposed_s: float = 0.0) -> None:
+        self.post(self._sent, key, transfer, is_whole, error, exposed_s)
+
+    def _sent(self, key: AttemptKey, transfer: TransferKey, is_whole: bool, error: str, exposed_s: float) -> None:
+        grant = self._grants.get(key)
+        if grant is not None and grant.key == transfer:
+            if is_whole:
+                self._exposed(key, exposed_s)
+            self.act(self._batching.sent(key, is_whole=is_whole, error=error))
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def _interrupt(self) -> None:
+        """A prefill step is one step: its end reads the inbox."""
+
+    def _go(self) -> None:
+        if self._step is not None or not self._batching.has_work or self.is_dead:
+            return
+        now_s = self.agenda.now_s
+        step, effects = self._batching.plan(now_s)
+        self.act(effects)
+        if step.is_empty:
+            return
+        self._step, self._started_s = step, now_s
+        self.agenda.after(self.speed.step_s(step.account) * self.speed.jitter(), self._ended, step)
+
+    def _ended(self, step: PrefillStep) -> None:
+        if self.is_dead:
+            return
+        now_s = self.agenda.now_s
+        if self.is_stalled:
+            self.agenda.at(self.stalled_until_s, self._ended, step)
+            return
+        self.update_tally()
+        self._step = None
+        self.num_steps += 1
+        step_s = now_s - self._started_s
+        self.tally.computed(step.account, 1, step_s, now_s)
+        outs = [DREW if count == prompt.remaining else READ for prompt, count in step.shares]
+        self.act(self._batching.apply(step, outs, now_s))
+        if self.timed(step.account, step_s):
+            self._batching.order.observe(step.account, step_s)
+        self.read_inbox()
+        self._changed()
+        self._go()
+
+    # -- effects -------------------------------------------------------------------------------------------------
+
+    def act(self, effects: list[Any]) -> None:
+        network = self.env.network
+        for effect in effects:
+            key: AttemptKey = effect.key
+            match effect:
+                case fx.BlocksDone():
+                    if effect.blocks:
+                        network.push(self._grants[key].key, effect.blocks[0][0], len(effect.blocks))
+                case fx.SendStarted():
+                    network.start(self, key, self._grants[key])
+                case pr.FirstToken():
+                    self.forward(effect)
+                case fx.SendAborted():
+                    network.abort_sending(self._grants[key].key)
+                case pr.Released() | pr.Refused():
+                    self._grants.pop(key, None)
+                    self.act_on(effect)
+                case _:
+                    self.act_on(effect)
+
+    def _exposed(self, key: AttemptKey, exposed_s: float) -> None:
+        self.forward(pr.TransferEnded(key=key, is_committed=True, exposed_s=exposed_s))

@@ -1,0 +1,333 @@
+"""Simulates a whole cluster with a trace: `simulate`. Pure: time comes from the agenda, randomness from the seed.
+
+The decisions are made by production code: RouterState, the workers' batching, the block allocator, PrefixIndex and
+kvtransfer's sessions. Only time, bytes and messages between them are simulated. docs/simulator.md has the formulas.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, final
+
+from pdserve.core.errors import ConfigError
+from pdserve.core.kv.blocks import CacheChange
+from pdserve.core.types import Role
+from pdserve.prefix.index import PrefixIndex
+from router.state.events import Event, WorkerLost
+from simulator.cluster.agenda import Agenda
+from simulator.cluster.decoder import DecodeMachine
+from simulator.cluster.front import Front, OnStep
+from simulator.cluster.machine import Environment, Machine
+from simulator.cluster.network import Network
+from simulator.cluster.prefiller import PrefillMachine
+from simulator.cluster.prompts import block_names
+from simulator.cluster.speed import Speed
+from simulator.cluster.tally import Samples, Tally
+from simulator.model import (
+    RequestRow,
+    Sample,
+    SimConfig,
+    SimResult,
+    TraceRequest,
+    WorkerFault,
+    WorkerFaultKind,
+    WorkerShape,
+)
+
+# --- station --------------------------------------------------------------------------------------------------
+# The place of a worker and its successors: its speed, its statistics and its current instance.
+
+
+@final
+class Station:
+    def __init__(self, env: Environment, shape: WorkerShape, number: int) -> None:
+        config = env.config
+        self._env, self._shape = env, shape
+        self._speed = Speed(shape, config.noise, random.Random(config.seed * 1_000_003 + number))
+        self.tally = Tally(shape)
+        self.machine: Machine | None = None
+        self.num_lives = 0
+
+    def start(self) -> None:
+        self.num_lives += 1
+        kind = PrefillMachine if self._shape.role is Role.PREFILL else DecodeMachine
+        self.machine = kind(self._env, self._shape, self._speed, self.tally, str(self.num_lives))
+        self.machine.connect()
+
+    def inject(self, fault: WorkerFault) -> None:
+        machine, agenda = self.machine, self._env.agenda
+        match fault.kind:
+            case WorkerFaultKind.DIE:
+                if machine is None:
+                    return
+                self.machine = None
+                machine.die()
+                lost = WorkerLost(worker_id=self._shape.worker_id, reason="it died")
+                for router in range(self._env.config.num_routers):
+                    machine.send_event(router, lost)
+                if fault.for_s < math.inf:
+                    agenda.after(fault.for_s, self.start)
+            case WorkerFaultKind.SLOW:
+                self._turn(fault.factor, begins=True)
+                if fault.for_s < math.inf:
+                    agenda.after(fault.for_s, self._turn, fault.factor, False)
+            case WorkerFaultKind.STALL:
+                if machine is not None:
+                    machine.stall(fault.for_s)
+
+    def _turn(self, factor: float, begins: bool) -> None:
+        if self.machine is not None:
+            self.machine.change_speed()
+        if begins:
+            self._speed.factors.append(factor)
+        else:
+            self._speed.factors.remove(factor)
+
+    def finish(self) -> None:
+        """The statistics up to now."""
+        if self.machine is not None:
+            self.machine.update_tally()
+
+
+# --- world ----------------------------------------------------------------------------------------------------
+
+LONGEST_S: Final = 86_400.0  # after the last arrival; requests that have not ended by then will never end
+SETTLE_S: Final = 300.0  # after the last request has ended, for workers to release memory
+
+OnEnded = Callable[[RequestRow], bool]
+
+
+def simulate(
+    trace: Iterable[TraceRequest],
+    config: SimConfig,
+    on_ended: OnEnded | None = None,
+    *,
+    on_step: OnStep | None = None,
+    keeps_rows: bool = True,
+) -> SimResult:
+    """`on_ended` is called with each row as it ends; if it returns False, the run stops. `on_step` is called with each
+    event of the first router and its commands. Without `keeps_rows` the result has no request rows, so that a trace may
+    be larger than memory.
+
+    Raises ConfigError on an invalid config, an unknown policy, or an invalid row of the trace, with its number.
+    """
+    return World(trace, config, on_ended, on_step=on_step, keeps_rows=keeps_rows).run()
+
+
+@final
+class World:
+    """One run. A class of its own, so that callers can inspect it afterwards."""
+
+    def __init__(
+        self,
+        trace: Iterable[TraceRequest],
+        config: SimConfig,
+        on_ended: OnEnded | None = None,
+        *,
+        on_step: OnStep | None = None,
+        keeps_rows: bool = True,
+    ) -> None:
+        self.config = config
+        self.agenda = Agenda()
+        self.network = Network(self.agenda)
+        self.index = PrefixIndex()
+        self._name: str = getattr(trace, "name", "trace")
+        self._block_tokens: int = getattr(trace, "block_tokens", 0)
+        if self._block_tokens % config.block_size:
+            expected = f"a divisor of the trace's {self._block_tokens} tokens per block id"
+            raise ConfigError("block_size", config.block_size, expected)
+        env = Environment(
+            agenda=self.agenda,
+            config=config,
+            network=self.network,
+            send_event=self._send_event,
+            cache_changed=self._cache_changed,
+        )
+        self.fronts = [
+            Front(number, config, self.agenda, self._machine, self._lookup, self._ended, None if number else on_step)
+            for number in range(config.num_routers)
+        ]
+        self.stations = {shape.worker_id: Station(env, shape, number) for number, shape in enumerate(config.workers)}
+        for fault in config.faults:
+            station = self.stations.get(fault.worker_id)
+            if station is None:
+                known = ", ".join(self.stations)
+                raise ConfigError("faults", fault.worker_id, f"a worker of this cluster: {known}")
+            self.agenda.at(fault.at_s, station.inject, fault)
+        self.rows: list[RequestRow] = []
+        self._samples = Samples()
+        self._arrivals = self._checked(trace)
+        self._on_ended = on_ended
+        self._keeps_rows = keeps_rows
+        self._num_open = 0
+        self._has_more = True
+        self._is_stopped = False
+        self._last_word_s = 0.0
+        self._first_arrival_s: float | None = None
+        self._last_arrival_s = 0.0
+
+    def run(self) -> SimResult:
+        self.start()
+        while self.step():
+            pass
+        return self.result()
+
+    def start(self) -> None:
+        for station in self.stations.values():
+            station.start()
+        self._next_arrival()
+        self._sample()
+
+    def step(self) -> bool:
+        """Runs the next event. False: the run has ended."""
+        return not self._is_over() and self.agenda.step()
+
+    def result(self) -> SimResult:
+        for station in self.stations.values():
+            station.finish()
+        counters = Counter[str]()
+        for front in self.fronts:
+            counters.update(front.state.counters)
+        counters["transferred_bytes"] = self.network.num_bytes
+        return SimResult(
+            trace=self._name,
+            config=self.config,
+            requests=self.rows,
+            workers=[station.tally.finish() for station in self.stations.values()],
+            samples=self._samples.kept,
+            span_s=self._last_arrival_s - (self._first_arrival_s or 0.0),
+            counters=dict(counters),
+        )
+
+    def machines(self) -> Iterator[Machine]:
+        for station in self.stations.values():
+            if station.machine is not None:
+                yield station.machine
+
+    def check(self) -> None:
+        """Raises AssertionError unless all tables are consistent."""
+        for front in self.fronts:
+            front.state.check()
+        for machine in self.machines():
+            machine.batching.check()
+        self.index.check()
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def _is_over(self) -> bool:
+        if self._is_stopped:
+            return True
+        if self._has_more:
+            return False
+        now_s = self.agenda.now_s
+        if self._num_open:
+            return now_s > self._last_arrival_s + LONGEST_S
+        is_settled = self.network.is_quiet and all(machine.is_idle for machine in self.machines())
+        return (is_settled and all(front.state.is_empty for front in self.fronts)) or (
+            now_s > self._last_word_s + SETTLE_S
+        )
+
+    def _ended(self, row: RequestRow) -> None:
+        self._num_open -= 1
+        self._last_word_s = self.agenda.now_s
+        if self._on_ended is not None and not self._is_stopped and not self._on_ended(row):
+            self._is_stopped = True
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def _checked(self, trace: Iterable[TraceRequest]) -> Iterator[tuple[int, TraceRequest]]:
+        before_s = 0.0
+        for number, request in enumerate(trace):
+            where = f"trace[{number}]"
+            if not 0.0 <= request.arrival_s < math.inf:
+                raise ConfigError(f"{where}.arrival_s", request.arrival_s, "a finite number, at least 0")
+            if request.arrival_s < before_s:
+                raise ConfigError(
+                    f"{where}.arrival_s", request.arrival_s, f"no earlier than the one before, {before_s}"
+                )
+            before_s = request.arrival_s
+            for field in ("prompt_tokens", "output_tokens"):
+                if getattr(request, field) < 1:
+                    raise ConfigError(f"{where}.{field}", getattr(request, field), "at least 1")
+            if request.cancel_after_s is not None and not request.cancel_after_s >= 0.0:
+                raise ConfigError(f"{where}.cancel_after_s", request.cancel_after_s, "at least 0")
+            if request.block_ids and not self._block_tokens:
+                raise ConfigError(f"{where}.block_ids", "ids", "a trace with the number of tokens per id")
+            yield number, request
+
+    def _next_arrival(self) -> None:
+        arrival = next(self._arrivals, None)
+        if arrival is None:
+            self._has_more = False
+            return
+        number, request = arrival
+        self.agenda.at(request.arrival_s, self._arrive, number, request)
+
+    def _arrive(self, number: int, request: TraceRequest) -> None:
+        now_s = self.agenda.now_s
+        if self._first_arrival_s is None:
+            self._first_arrival_s = now_s
+        self._last_arrival_s = now_s
+        row = RequestRow(
+            number=number,
+            arrival_s=request.arrival_s,
+            prompt_tokens=request.prompt_tokens,
+            output_tokens=request.output_tokens,
+            slo=request.slo or self.config.slo,
+            tenant=request.tenant,
+        )
+        if self._keeps_rows:
+            self.rows.append(row)
+        self._num_open += 1
+        names = block_names(number, request, self._block_tokens, self.config.block_size)
+        self.fronts[number % len(self.fronts)].arrive(request, row, names)
+        self._next_arrival()
+
+    # -- between routers and workers -------------------------------------------------------------------------------
+
+    def _machine(self, worker_id: str) -> Machine | None:
+        return self.stations[worker_id].machine
+
+    def _send_event(self, router: int, event: Event) -> None:
+        if isinstance(event, WorkerLost) and router == 0:
+            self._forget_cache(event.worker_id)
+        self.fronts[router].submit(event)
+
+    def _lookup(self, hashes: tuple[bytes, ...]) -> dict[str, int]:
+        return dict(self.index.lookup(hashes)) if hashes else {}
+
+    def _cache_changed(self, worker_id: str, incarnation: str, change: CacheChange) -> None:
+        self.agenda.after(self.config.index_delay_s, self._apply_change, worker_id, incarnation, change)
+
+    def _apply_change(self, worker_id: str, incarnation: str, change: CacheChange) -> None:
+        machine = self._machine(worker_id)
+        if machine is not None and machine.incarnation == incarnation:
+            self.index.apply(worker_id, incarnation, change)
+
+    def _forget_cache(self, worker_id: str) -> None:
+        machine = self._machine(worker_id)
+        number = int(machine.incarnation) - 1 if machine is not None else self.stations[worker_id].num_lives
+        self.index.remove(worker_id, str(number))
+
+    # -- samples -------------------------------------------------------------------------------------------------
+
+    def _sample(self) -> None:
+        states = [front.state for front in self.fronts]
+        machines = list(self.machines())
+        decoders = [machine for machine in machines if isinstance(machine, DecodeMachine)]
+        held = sum(machine.blocks.num_referenced for machine in decoders)
+        there = sum(machine.blocks.num_blocks for machine in decoders)
+        sample = Sample(
+            at_s=self.agenda.now_s,
+            queued=sum(state.num_queued for state in states),
+            running=sum(state.num_running for state in states),
+            busy_prefills=sum(one.is_computing for one in machines if one.shape.role is Role.PREFILL),
+            busy_decodes=sum(one.is_computing for one in decoders),
+            rows=sum(one.num_rows for one in decoders),
+            kv_share=held / there if there else 0.0,
+        )
+        self._samples.add(sample)
+        self.agenda.after(self._samples.interval_s, self._sample)

@@ -1,0 +1,157 @@
+"""Runs for comparison: their settings and results as plain data. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pdserve.core.types import Path, Role
+from simulator.metrics import Summary, is_in_time_tpot, is_in_time_ttft
+from simulator.model import RequestRow, SimResult
+from simulator.search.bound import Bound
+from simulator.search.goodput import TARGET as TARGET
+from simulator.search.goodput import Shortage, shortage
+
+# --- misses ---------------------------------------------------------------------------------------------------
+# The worst requests, with the reasons in words.
+
+
+def worst(rows: Iterable[RequestRow], count: int) -> list[RequestRow]:
+    """Requests that missed a target: failed ones first, then late ones by how late, then rejected and cancelled
+    ones."""
+    missed = [row for row in rows if not row.has_met_slo]
+    return sorted(missed, key=_badness, reverse=True)[:count]
+
+
+def lateness(row: RequestRow) -> float:
+    """The larger ratio of time to target; above 1 is late. Infinite without a first token."""
+    if row.ttft_s is None:
+        return math.inf
+    return max(row.ttft_s / row.slo.ttft_s, (row.tpot_s or 0.0) / row.slo.tpot_s)
+
+
+def why(row: RequestRow) -> str:
+    """One sentence."""
+    if row.outcome == "rejected":
+        after_s = (row.ended_s or row.arrival_s) - row.arrival_s
+        again = f"; told to retry after {_time(row.retry_after_s)}" if row.retry_after_s is not None else ""
+        return f"rejected {_time(after_s)} after its arrival{again}"
+    if row.outcome not in ("late", "served"):
+        lived = "" if row.ended_s is None else f" {_time(row.ended_s - row.arrival_s)} after its arrival"
+        return f"{row.outcome}{lived}, with {row.tokens} of {row.output_tokens} tokens"
+    parts = []
+    if not is_in_time_ttft(row) and row.ttft_s is not None:
+        parts.append(f"first token {_time(row.ttft_s - row.slo.ttft_s)} late, {_share_of_ttft(row)}")
+    if not is_in_time_tpot(row) and row.tpot_s is not None:
+        parts.append(f"{row.tpot_s / row.slo.tpot_s:.2g} times the target time per token")
+    if row.preemptions:
+        parts.append(f"preempted {_times(row.preemptions)}")
+    if row.attempts > 1:
+        parts.append(f"placed {_times(row.attempts)}")
+    return "; ".join(parts) or "met both targets"
+
+
+def _share_of_ttft(row: RequestRow) -> str:
+    assert row.ttft_s is not None
+    # A transfer overlaps its prefill, so only their sum can be separated from the queue.
+    work = "prefill and transfer" if row.path is Path.REMOTE else "prefill"
+    spent = {"queue": min(row.queue_s, row.ttft_s), work: max(row.ttft_s - row.queue_s, 0.0)}
+    name, longest_s = max(spent.items(), key=lambda item: item[1])
+    return f"mostly {name} ({_time(longest_s)} of {_time(row.ttft_s)})"
+
+
+def _badness(row: RequestRow) -> tuple[int, float, int]:
+    order = {"cancelled": 0, "rejected": 1, "late": 2}.get(row.outcome, 3)
+    return order, min(lateness(row), 1e9), -row.number
+
+
+def _time(seconds: float) -> str:
+    return f"{1000.0 * seconds:.0f} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else "twice" if count == 2 else f"{count} times"
+
+
+# --- comparison -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyRun:
+    policy: str
+    rate_scale: float
+    result: SimResult
+    summary: Summary
+    bound: Bound | None = None  # of the same trace and workers
+
+    @property
+    def split(self) -> str:
+        """Prefill workers : decode workers."""
+        roles = [shape.role for shape in self.result.config.workers]
+        return f"{roles.count(Role.PREFILL)}:{roles.count(Role.DECODE)}"
+
+    @property
+    def shortage(self) -> Shortage | None:
+        """What it lacks for a verdict that its rate can be sustained; None: nothing."""
+        ended = [row.ended_s - row.arrival_s for row in self.result.requests if row.ended_s is not None]
+        return shortage(
+            requests=self.summary.requests,
+            rate_rps=self.summary.rate_rps,
+            stay_s=sum(ended) / len(ended) if ended else 0.0,
+            slo_ttft_s=self.result.config.slo.ttft_s,
+        )
+
+
+def as_json(run: PolicyRun) -> dict[str, Any]:
+    """Equal runs give equal objects, because they contain no real time."""
+    config, summary = run.result.config, run.summary
+    prefill, decode = run.split.split(":")
+    head = {
+        "trace": run.result.trace,
+        "policy": run.policy,
+        "rules_off": list(config.router.rules_off),
+        "seed": config.seed,
+        "rate_scale": run.rate_scale,
+        "prefill": int(prefill),
+        "decode": int(decode),
+        "routers": config.num_routers,
+        "slo": {"ttft_s": config.slo.ttft_s, "tpot_s": config.slo.tpot_s},
+        "is_long_enough": run.shortage is None,
+        "refused": summary.outcomes.get("rejected", 0),
+    }
+    body = dataclasses.asdict(summary)
+    if run.bound is not None:
+        body["bound"] = {"requests": run.bound.most, "limit": run.bound.limit, "share": run.bound.share(summary.met)}
+    body["paths"] = {path: {"requests": count, "met": met} for path, (count, met) in summary.paths.items()}
+    return head | body | {"counters": dict(sorted(run.result.counters.items()))}
+
+
+def as_row(run: PolicyRun, row: RequestRow) -> dict[str, Any]:
+    """One request, flat, for a line of JSON or CSV."""
+    flat = {field.name: getattr(row, field.name) for field in dataclasses.fields(row) if field.name != "slo"}
+    flat["path"] = row.path.value if row.path is not None else ""
+    slo = {"slo_ttft_s": row.slo.ttft_s, "slo_tpot_s": row.slo.tpot_s}
+    return {"policy": run.policy, "rate_scale": run.rate_scale} | flat | slo | {"why": why(row)}
+
+
+def rows_of(runs: Iterable[PolicyRun]) -> Iterator[dict[str, Any]]:
+    return (as_row(run, row) for run in runs for row in run.result.requests)
+
+
+def highest_sustained(runs: Iterable[PolicyRun]) -> dict[str, float | None]:
+    """By policy: the highest tried rate that met the target, as did all lower ones; 0 if none did.
+
+    None: that run is too short for a verdict.
+    """
+    held: dict[str, float | None] = {}
+    broken: set[str] = set()
+    for run in sorted(runs, key=lambda one: one.rate_scale):
+        held.setdefault(run.policy, 0.0)
+        if run.summary.attainment < TARGET:
+            broken.add(run.policy)
+        elif run.policy not in broken:
+            held[run.policy] = run.summary.rate_rps if run.shortage is None else None
+    return held

@@ -1,0 +1,5 @@
+"""The requests of a simulation: trace files, recordings and synthetic workloads, and their transformations. Pure, apart
+from opening the file.
+
+Read `files.py` first, which recognises a file's format.
+"""
