@@ -1,4 +1,5 @@
-"""Checks the rows of a step before any KV is written. Pure.
+"""Checks the rows of a step before any KV is written, encodes them for follower ranks, and makes rows that compile
+every kernel at the start. Pure.
 
 An invalid row is an error in the worker's bookkeeping, so it raises an InternalError that names the row and the error.
 No block was changed before, so a rejected step can be repeated.
@@ -89,9 +90,7 @@ def _wrong(index: int, problem: str) -> InternalError:
     return InternalError(f"row {index} cannot be computed: {problem}")
 
 
-# --- row words ------------------------------------------------------------------------------------------------
-# Encodes the rows of a step as numbers for the follower ranks.
-#
+# --- rows as numbers, for follower ranks ----------------------------------------------------------------------
 # Histories, sampling and grammars are needed only by the leader and not sent. Each row carries whether it samples.
 
 _FIELDS: Final = 7
@@ -133,11 +132,10 @@ def _take(left: Iterator[int], count: int) -> list[int]:
     return list(islice(left, count))
 
 
-# --- warm rows ------------------------------------------------------------------------------------------------
-# Steps that launch, and so compile, every kernel of an engine without graphs.
-#
-# A kernel is compiled at its first launch, for a second or more, while requests wait. Which kernel a step uses depends
-# only on whether a row has one token, up to sixteen, or a longer chunk. These steps contain each case once.
+# --- rows that compile every kernel ---------------------------------------------------------------------------
+# An engine without graphs compiles a kernel at its first launch, for a second or more, while requests wait. Which
+# kernel a step uses depends only on whether a row has one token, up to sixteen, or a longer chunk. These steps contain
+# each case once.
 
 CHUNK: Final = 48  # more tokens than a kernel for few queries accepts
 _GREEDY: Final = Sampling(temperature=0.0)

@@ -1,8 +1,8 @@
-"""Operations between the matrix products: norms, gated activations, rounding to int8.
+"""Operations between the matrix products: norms, gated activations, rounding. This module is the `Ops` of a CPU.
 
 float32 tensors on a CPU, and bfloat16 results of products there, use the kernels of kernels/rows.py, if numba is
-installed; all others use torch. engine/gpu/kernels/ops.py has the same functions for a GPU, and ops.py those whose
-results are rounded.
+installed; all others use torch. gpu/kernels/ops.py has the same functions for a GPU. ROUNDED has those whose results a
+product takes rounded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RoundedOps(Protocol):
 
 
 class Ops(Protocol):
-    """The functions of this module, on some device: ops.py or gpu/ops.py."""
+    """The functions of this module, on some device: this module, or gpu/kernels/ops.py."""
 
     @property
     def ROUNDED(self) -> Mapping[str, RoundedOps]:
@@ -143,26 +143,18 @@ def to_bfloat16(x_TK: Tensor) -> Tensor:
     return rounded_TK
 
 
-# --- rounded ops ----------------------------------------------------------------------------------------------
-# Operations whose results a product takes rounded, on a CPU: each row is rounded while it is in the cache.
+# --- operations with rounded results --------------------------------------------------------------------------
+# Each row is rounded while it is in the cache. Without numba they are the operations above, followed by the rounding.
 #
-# int8 uint8 around 128 [T, K], and the scale of each token [T, 1]: what Int8Linear multiplies bfloat16 bfloat16 [T, K]:
-# what Bf16Linear multiplies
-#
-# Without numba they are the operations of ops.py, followed by the rounding.
-
-# Shapes: T tokens, E hidden size, F mlp size.
-
-if jit.is_available():
-    from pdserve.engine.cpu.kernels import rows
-    from pdserve.engine.cpu.kernels.task import empty
+#     int8       uint8 around 128 [T, K], and the scale of each token [T, 1]: what Int8Linear multiplies
+#     bfloat16   bfloat16 [T, K]: what Bf16Linear multiplies
 
 Rounded = tuple[Tensor, ...]
 
 
 @final
 class HostRoundedOps:
-    """`ops.RoundedOps` for one kind of rounding."""
+    """`RoundedOps` for one kind of rounding."""
 
     def __init__(self, dtype: torch.dtype, round_rows: Callable[[Tensor], Rounded]) -> None:
         """`dtype` of the rounded values."""
@@ -208,9 +200,3 @@ ROUNDED: Final[Mapping[str, HostRoundedOps]] = {
     "int8": HostRoundedOps(torch.uint8, quantise),
     "bfloat16": HostRoundedOps(torch.bfloat16, lambda x_TK: (to_bfloat16(x_TK),)),
 }
-
-
-# --- cpu ops --------------------------------------------------------------------------------------------------
-# engine.ops on a CPU, with the functions whose results are rounded.
-
-__all__ = ["ROUNDED", "add_rms_norm", "gelu_mul", "rms_norm", "silu_mul"]

@@ -1,4 +1,5 @@
-"""The stored tensors that a model needs, their allowed shapes, and the check that a checkpoint has them all. Pure."""
+"""The stored tensors of a model: compares config.json with them, checks their shapes and that none is missing, and
+finds a rank's slices and fused experts in them. Pure, except that it reads files."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from pdserve.engine.model.linear import Linear, PlainLinear, has_panels
 from pdserve.engine.model.parameters import WHOLE, Cut, Shard, Span
 from pdserve.engine.model.quantisation import PER_WORD, Axis, PackedScheme, PackedTensor, Quantisation, Scheme
 
-# --- tensor slices --------------------------------------------------------------------------------------------
-# A rank's part of a stored tensor, described so that only its bytes are read.
+# --- a rank's part of a tensor --------------------------------------------------------------------------------
+# It is described so that only its bytes are read.
 
 # Shapes: N outputs, K inputs.
 
@@ -81,7 +82,7 @@ def _blocks(tensor: StoredTensor, span: Span, total: int, size: int | None, what
     return span[0] // size, -(-span[1] // size)
 
 
-# --- checkpoint spec ------------------------------------------------------------------------------------------
+# --- tensors that a model needs -------------------------------------------------------------------------------
 
 PLAIN_DTYPES: Final = ("F32", "BF16", "F16")
 
@@ -193,9 +194,7 @@ def _whole(tensor: StoredTensor) -> StoredTensor:
     return tensor
 
 
-# --- open model -----------------------------------------------------------------------------------------------
-# Opens a model folder, and compares config.json with the tensors. Pure, except that it reads files.
-#
+# --- comparison of config.json with the tensors ---------------------------------------------------------------
 # The tensors decide a fact that both state differently, because training produced them: an output head of its own
 # beside `tie_word_embeddings: true`, and the dtype. A tensor that the model does not read must add nothing, which
 # `drop_unused` verifies. Any other difference is a missing, superfluous or misshapen tensor, which `Needs.check`

@@ -1,4 +1,8 @@
-"""Chooses the device and the dtypes of a model, and sets the GPU on which a thread launches."""
+"""A model on its device: chooses the device and the dtypes, checks before loading that the model fits, and measures
+afterwards how much memory its largest steps and its graphs take.
+
+The check comes first because a process that is killed while loading gives no error message.
+"""
 
 from __future__ import annotations
 
@@ -91,9 +95,7 @@ def has_fast_bfloat16() -> bool:
     return has_instructions and multiplies_bfloat16()
 
 
-# --- memory ---------------------------------------------------------------------------------------------------
-# Checks that a model fits into memory before it is loaded: a process that is killed while loading gives no error
-# message.
+# --- check that a model fits ----------------------------------------------------------------------------------
 
 _GB: Final = 1e9
 _ITEM_BYTES: Final = {"bfloat16": 2, "int8": 1, "fp8": 1, "int4": INT4_BYTES}  # of a weight, by rounding
@@ -149,8 +151,8 @@ def available_bytes(device: torch.device) -> int | None:
     return free_bytes()
 
 
-# --- measure memory -------------------------------------------------------------------------------------------
-# Measures the memory of a model's largest steps and of its graphs on a device, before the pool takes the rest.
+# --- measured memory ------------------------------------------------------------------------------------------
+# Steps and graphs are measured before the pool takes the rest.
 
 # Truncated sampling sorts or searches the vocabulary, which takes the most memory.
 _DRAW: Final = Sampling(temperature=1.0, top_p=0.9, seed=1)

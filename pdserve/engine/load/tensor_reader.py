@@ -3,6 +3,8 @@
 Several threads read chunks of one tensor at a time. Another thread asks the kernel to read ahead by a bounded distance,
 so that the disk stays busy while weights are packed. Data read ahead is in the page cache, not in our memory. Every
 tensor of the order must be read exactly once, which `close` checks.
+
+Then come the threads that build layers, their memory for conversions, and the unpacking of 4-bit matrices.
 """
 
 from __future__ import annotations
@@ -138,11 +140,9 @@ def _open_files(paths: Iterable[Path]) -> dict[Path, int]:
     return files
 
 
-# --- load threads ---------------------------------------------------------------------------------------------
-# Threads that build layers in parallel while a model is loaded.
-#
-# Each computes alone, without torch's own threads. Those synchronise at every operation, which costs more than it gains
-# on a busy machine, and layers are independent.
+# --- threads that build layers --------------------------------------------------------------------------------
+# Each computes without torch's own threads. Those synchronise at every operation, which costs more than it gains on a
+# busy machine, and layers are independent.
 
 _MOST: Final = 8  # each holds matrices that are being converted
 
@@ -159,8 +159,8 @@ def load_threads(num_threads: int = 0) -> Iterator[Executor]:
         torch.set_num_threads(of_torch)  # torch's number of threads is one setting for the whole process
 
 
-# --- scratch --------------------------------------------------------------------------------------------------
-# Memory for tensors before they are converted to their final form, reused for the next one.
+# --- memory for conversions -----------------------------------------------------------------------------------
+# It holds tensors before they are converted to their final form, and is reused for the next one.
 #
 # New pages cost more than the copy into them, and the allocator may keep freed memory. These pages are mapped
 # separately, so freeing them returns them to the system immediately.
@@ -188,8 +188,8 @@ class LoadScratch:
         return self.take(num_rows * num_columns * dtype.itemsize).view(dtype).view(num_rows, num_columns)
 
 
-# --- unpack ---------------------------------------------------------------------------------------------------
-# Unpacks the 4-bit matrices of GPTQ, AWQ and compressed-tensors checkpoints: see quantisation.py.
+# --- unpacking of 4-bit matrices ------------------------------------------------------------------------------
+# model/quantisation.py describes the formats: GPTQ, AWQ and compressed-tensors.
 
 # Shapes: N outputs, K inputs, G groups of inputs.
 

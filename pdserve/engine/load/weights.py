@@ -1,4 +1,8 @@
-"""Fills a model's parameters from a checkpoint: each exactly once, in the compute dtype, packed immediately."""
+"""The two sources of a model's parameters: a checkpoint, and noise, so that speed can be measured without a download.
+
+Of a checkpoint, each tensor is read exactly once, converted to the compute dtype and packed immediately. Both sources
+store products in their fastest or, in deterministic mode, their stable form.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +39,14 @@ from pdserve.engine.model.linear import (
 from pdserve.engine.model.parameters import WHOLE, Cut, Shard, Source, Span, Weights, build_weights
 from pdserve.engine.model.quantisation import PackedScheme, Quantisation, Scheme
 
-# --- invariant ------------------------------------------------------------------------------------------------
-# Deterministic mode: the bits of a row's result depend only on the row, not on other rows, chunks or the worker.
+# --- deterministic mode ---------------------------------------------------------------------------------------
+# The bits of a row's result depend only on the row, not on other rows, chunks or the worker. What could break that, and
+# what prevents it:
 #
-# What could break that, and what prevents it: products a matrix product may add in another order for another number of
-# rows: `make_invariant` tests it. attention the paged kernel (kernels/paged.py) computes every row, and a query in the
-# same way alone and in a chunk. the rest works row by row: in ops.py a row's arithmetic does not depend on the others.
+#     products    a matrix product may add in another order for another number of rows: `make_invariant` tests it.
+#     attention   the paged kernel (cpu/kernels/paged.py) computes every row, and a query in the same way alone and in a
+#                 chunk.
+#     the rest    works row by row: in cpu/ops.py a row's arithmetic does not depend on the others.
 
 # Shapes: N rows of a matrix, K columns.
 
@@ -77,7 +83,7 @@ class InvariantSource:
         return make_invariant(self._source.exact_product(table_NK), int(table_NK.shape[1]))
 
 
-# --- weights --------------------------------------------------------------------------------------------------
+# --- parameters from a checkpoint -----------------------------------------------------------------------------
 
 # Shapes: N outputs, K inputs; a scale belongs to `block` of them.
 
@@ -302,12 +308,10 @@ def dequantise(stored_NK: Tensor, scale: Tensor, scheme: Scheme, out_NK: Tensor)
         part_NK.mul_(scale[index])
 
 
-# --- dummy ----------------------------------------------------------------------------------------------------
-# Generates random weights from config.json alone, so that speed can be measured without a download.
-#
-# Weights are uniform noise with standard deviation fan-in^-0.5; norms are one. Noise is generated in chunks, seeded by
-# the parameter's name and the chunk's place, so every worker on the same kind of device has the same weights for any
-# number of threads. A GPU generates its own weights, because 8e9 of them take a CPU some fifteen seconds.
+# --- parameters from noise ------------------------------------------------------------------------------------
+# It is uniform with standard deviation fan-in^-0.5; norms are one. Noise is generated in chunks, seeded by the
+# parameter's name and the chunk's place, so every worker on the same kind of device has the same weights for any number
+# of threads. A GPU generates its own weights, because 8e9 of them take a CPU some fifteen seconds.
 
 _CHUNK: Final = 2**20  # weights
 

@@ -4,6 +4,8 @@ The decoder passes every layer's queries, keys and values to an AttentionBackend
 step's tokens and the places of their KV. EagerAttention is for a batch that is packed for each step; engine/gpu has two
 others, one of them for the static buffers of a CUDA graph. A backend plans once per step which positions each row sees,
 and computes once per layer.
+
+The rotation of queries and keys comes first.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from pdserve.engine.model.batch import PackedBatch, RowGroup, to_device
 from pdserve.engine.model.config import ModelConfig, RopeConfig
 from pdserve.engine.model.parameters import LayerWeights
 
-# --- rope -----------------------------------------------------------------------------------------------------
-# Rotary position embedding: the frequencies of every supported rope type, and the rotation.
+# --- rotary position embedding --------------------------------------------------------------------------------
+# The frequencies of every supported rope type, and the rotation.
 
 # Shapes: T tokens in the packed batch, N heads, D head dim, R = D / 2 rotated pairs.
 

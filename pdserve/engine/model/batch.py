@@ -14,8 +14,7 @@ from torch import Tensor
 
 from pdserve.engine.interface import Row
 
-# --- host to device -------------------------------------------------------------------------------------------
-# Copies small arrays to the device.
+# --- copies to the device -------------------------------------------------------------------------------------
 
 
 def to_device(

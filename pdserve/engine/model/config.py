@@ -2,7 +2,7 @@
 
 It is a reader of our own, because a wrong default (a rope base, a window) would silently give fluent wrong text.
 config_schema.py lists how the supported architectures differ. Every unknown field is rejected with a ModelError that
-names it.
+names it. The windows and experts of layers, and the frequencies of the rotation, have a section each.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from pdserve.core.setting import LARGEST_COUNT
 from pdserve.engine.model.config_schema import FAMILIES, Activation, ExpertFamily, ExpertNames, Family, Fields
 from pdserve.engine.model.quantisation import PLAIN, Quantisation, read_quantisation
 
-# --- layers config --------------------------------------------------------------------------------------------
-# Reads how the layers of one model differ: which have an attention window, and which have experts.
+# --- which layers have an attention window, and which have experts --------------------------------------------
 
 MAX_LAYER_EXPERTS: Final = 2**14
 _DEFAULT_FULL_LAYERS: Final = 28  # Qwen's max_window_layers
@@ -105,10 +104,9 @@ def _alias(fields: Fields, names: tuple[str, ...]) -> int | None:
     return next(iter(seen.values()), None)
 
 
-# --- rope config ----------------------------------------------------------------------------------------------
-# Reads how a checkpoint turns positions into rotation frequencies. Pure; attention.py does the arithmetic.
-#
-# Checkpoints specify it as `rope_theta` and `rope_scaling` (transformers 4) or as `rope_parameters` (transformers 5).
+# --- frequencies of the rotation ------------------------------------------------------------------------------
+# Checkpoints specify them as `rope_theta` and `rope_scaling` (transformers 4) or as `rope_parameters` (transformers 5).
+# model/attention.py does the arithmetic.
 
 DEFAULT_THETA: Final = 10_000.0
 
@@ -264,7 +262,7 @@ def _yarn_mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-# --- config ---------------------------------------------------------------------------------------------------
+# --- the whole config -----------------------------------------------------------------------------------------
 
 CONFIG: Final = "config.json"
 # About ten times the largest known models.

@@ -1,4 +1,5 @@
-"""Reads fields of a JSON object one by one, and rejects fields that were not read. Pure.
+"""What config.json may say: a reader that rejects fields that were not read, and FAMILIES, how the supported
+architectures differ. Pure.
 
 An unknown field may change the mathematics, so it is rejected by name. HARMLESS and NEUTRAL list the fields that do not
 (checked against the configurations that transformers 4 and 5 write, and those on the Hub).
@@ -124,10 +125,9 @@ class Fields:
         return value
 
 
-# --- families -------------------------------------------------------------------------------------------------
-# How the supported architectures differ: the fields of config.json, and their defaults. Data only.
-#
-# Defaults are those of transformers. A new architecture that needs no new mathematics is a new row of FAMILIES.
+# --- the supported architectures ------------------------------------------------------------------------------
+# Names of fields and their defaults, which are those of transformers. Data only. A new architecture that needs no new
+# mathematics is a new row of FAMILIES.
 
 Activation = Literal["silu", "gelu_pytorch_tanh"]
 

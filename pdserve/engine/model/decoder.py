@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 # --- experts --------------------------------------------------------------------------------------------------
-# A layer of experts: a router chooses a few of many small mlps for every token, and adds their weighted outputs.
+# A router chooses a few of many small mlps for every token, and adds their weighted outputs.
 #
 # Tokens are sorted by expert, so that each chosen expert multiplies all its tokens at once. A token's outputs are added
 # in the order of the experts' numbers, so the result does not depend on other tokens.
@@ -60,7 +60,7 @@ def choose(config: ExpertsConfig, router: Linear, x_TE: Tensor) -> tuple[Tensor,
     return expert_TC, weight_TC
 
 
-# --- model ----------------------------------------------------------------------------------------------------
+# --- decoder --------------------------------------------------------------------------------------------------
 
 # Shapes: T tokens in the packed batch, E hidden size, F mlp size, H query heads, K kv heads, D head dim,
 #         V vocabulary, B rows of a group, Q query tokens per row, R / 2 = rotated pairs, U tokens that are read.

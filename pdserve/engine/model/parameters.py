@@ -1,4 +1,5 @@
-"""Which parameters a model has, and which tensors of a checkpoint fill them. Pure.
+"""Which parameters a model has, which tensors of a checkpoint fill them, and which part of each a tensor-parallel rank
+holds. Pure.
 
 `build_weights` requests every parameter from a Source, always in the same order. A source may record requests only (to
 check that a checkpoint is complete before reading it), read parameters from files, or generate them. A new family is
@@ -19,9 +20,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.engine.model.config import ModelConfig
 from pdserve.engine.model.linear import Linear
 
-# --- sharding -------------------------------------------------------------------------------------------------
-# The part of every matrix that one of several tensor-parallel ranks holds.
-#
+# --- the part that a rank holds -------------------------------------------------------------------------------
 # Attention is divided by heads and the mlp by its inner size. Input projections are divided by outputs, output
 # projections by inputs, so a layer has two all-reduces: after attention and after the mlp. The vocabulary is divided by
 # tokens. If there are fewer kv heads than ranks, neighbouring ranks hold the same one. Every rank holds the norms and

@@ -1,4 +1,5 @@
-"""Reads quantization_config of config.json: which matrices are stored rounded, and how. Pure.
+"""Reads quantization_config of config.json: which matrices are stored rounded, and how; and, for 4 bits, how integers,
+scales and zeros are packed (`PackedScheme`). Pure.
 
 Weights of 8 bits with one positive scale per group are supported, and weights of 4 bits in groups of inputs. A recipe
 that also rounds activations with scales found at run time is served with unrounded activations, which is closer to the
@@ -14,9 +15,7 @@ from typing import Any, Final, Literal
 
 from pdserve.core.errors import ModelError
 
-# --- packed scheme --------------------------------------------------------------------------------------------
-# How checkpoints store matrices of 4-bit weights: GPTQ, AWQ and compressed-tensors.
-#
+# --- how GPTQ, AWQ and compressed-tensors pack 4-bit weights --------------------------------------------------
 #     w[n, k] = (q[n, k] - zero[n, g]) * scale[n, g]         0 <= q <= 15; g is the group of input k
 #
 # Eight integers are packed in an int32, the first one in its lowest bits. K inputs, N outputs, S inputs of a group:
@@ -88,7 +87,7 @@ class PackedScheme:
         return tensor.rows.length(totals[tensor.rows.along]), tensor.columns.length(totals[tensor.columns.along])
 
 
-# --- quantisation config --------------------------------------------------------------------------------------
+# --- quantization_config --------------------------------------------------------------------------------------
 
 SUPPORTED: Final = (
     "fp8 (e4m3 per tensor or block), fbgemm_fp8, gptq or awq (4 bits), or compressed-tensors with format "

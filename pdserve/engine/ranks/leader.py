@@ -51,8 +51,7 @@ if TYPE_CHECKING:
     from pdserve.engine.gpu.engine import GraphEngine
 
 
-# --- rank processes -------------------------------------------------------------------------------------------
-# The leader's view of the processes of a worker's other ranks.
+# --- processes of the other ranks -----------------------------------------------------------------------------
 
 OWN: Final = "own"  # in place of a descriptor: each rank has its own pool
 PROGRAM: Final = "pdserve.engine.ranks.follower"
@@ -146,7 +145,7 @@ class Follower:
         return lines[-1] if lines else f"exit code {self._process.returncode}"
 
 
-# --- parallel -------------------------------------------------------------------------------------------------
+# --- engine on several ranks ----------------------------------------------------------------------------------
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """The product of rows with packed weights by AMX, for bfloat16, int8 and float32 and any number of rows.
 
-amx_gemm.py says how weights are stored. Rows are first copied to tiles of 16 rows; missing rows are zeros. A tile
-instruction takes as long for one row as for 16, but with few rows the time is that of reading the weights.
+Weights are stored in tiles: see the next section. Rows are first copied to tiles of 16 rows; missing rows are zeros. A
+tile instruction takes as long for one row as for 16, but with few rows the time is that of reading the weights.
 
 An output is the sum of its tiles' products in order, so a row has the same bits in any batch.
 """
@@ -25,8 +25,8 @@ from pdserve.engine.cpu.kernels.amx import ROW_BYTES, ROWS, TILE_BYTES, aligned,
 from pdserve.engine.cpu.kernels.panel_product import PANEL
 from pdserve.engine.cpu.kernels.task import TaskKernel, empty, take
 
-# --- amx product ----------------------------------------------------------------------------------------------
-# Parts of the product by AMX, for amx_gemm.py: inputs to tiles, tiles times tiles, and sums to results.
+# --- tiles ----------------------------------------------------------------------------------------------------
+# Inputs to tiles, tiles times tiles, and sums to results.
 #
 # A tile of weights is 16 steps of V inputs and 16 outputs, [16, 16, V], with V = 2 in bfloat16 and 4 in int8. The tiles
 # are stored as [N / 32, K / 16 V, 2]; two halves of 32 outputs are a panel. Tiles of inputs have 16 rows.
@@ -299,7 +299,7 @@ def _shift(builder: Any, address: Any, num_bytes: int) -> Any:
     return builder.add(address, _LONG(num_bytes))
 
 
-# --- amx gemm -------------------------------------------------------------------------------------------------
+# --- the whole product ----------------------------------------------------------------------------------------
 
 # Shapes: M rows, K inputs, N outputs.
 

@@ -1,6 +1,6 @@
-"""bfloat16 values in kernels, as the upper halves of float32 values; numpy and numba have no such type.
+"""Arithmetic for kernels: bfloat16 values, as the upper halves of float32 values, and powers.
 
-A kernel's array of bfloat16 values is an array of uint16: `words` of a tensor.
+numpy and numba have no bfloat16. A kernel's array of bfloat16 values is an array of uint16: `words` of a tensor.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ if jit.is_available():
         return np.uint16(0x7FC0) if is_nan else np.uint16(rounded)
 
 
-# --- exponential ----------------------------------------------------------------------------------------------
-# Powers by vector instructions, for use in other kernels: 2^(n + f) with |f| <= 1/2, by a series and a shift.
+# --- powers ---------------------------------------------------------------------------------------------------
+# 2^(n + f) with |f| <= 1/2, by a series and a shift, in vector instructions.
 
 _HALF, _ONE = np.float32(0.5), np.float32(1)
 _LOW = np.float32(-126)  # below it 2^x is not a normal float32

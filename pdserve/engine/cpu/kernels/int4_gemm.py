@@ -26,12 +26,10 @@ from pdserve.engine.cpu.kernels.panel_product import MOST_ROWS, Tile, register_t
 from pdserve.engine.cpu.kernels.rounding import ZERO_POINT
 from pdserve.engine.cpu.kernels.task import FLOAT32, UINT8, TaskKernel, empty, pointer, take
 
-# --- int4 product ---------------------------------------------------------------------------------------------
-# The inner loop of int4_gemm.py: one group of a panel times a few rows, in vector instructions.
-#
-# With AVX-512 VNNI, an instruction adds four products to an int32. With AVX2, it adds two in an int16, which holds the
-# sums of four steps: 8 * 2 * 15 * 127 < 2^15. The integers are exact and the operations in float32 are the same, so the
-# bits are, too.
+# --- one group of a panel times a few rows --------------------------------------------------------------------
+# The inner loop, in vector instructions. With AVX-512 VNNI, an instruction adds four products to an int32. With AVX2,
+# it adds two in an int16, which holds the sums of four steps: 8 * 2 * 15 * 127 < 2^15. The integers are exact and the
+# operations in float32 are the same, so the bits are, too.
 
 PACKED_ROWS: Final = 4 if LANES == 16 else 2  # more would not leave enough registers to unpack weights
 
@@ -191,7 +189,7 @@ def _prefetch(builder: Any, address: Any, shift: int) -> None:
     instructions.prefetch(builder, at)
 
 
-# --- int4 gemm ------------------------------------------------------------------------------------------------
+# --- the whole product ----------------------------------------------------------------------------------------
 
 # Shapes: M rows, K inputs, N outputs, G inputs of a group.
 

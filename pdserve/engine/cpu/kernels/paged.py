@@ -1,9 +1,10 @@
-"""Paged attention, which reads KV blocks in place: softmax(cap(scale * q k)) v, one pass over a row's positions.
+"""The paged pool's kernels: one stores the keys and values of new tokens, one attends to them.
 
-One kernel serves any number of queries per row: decode rows, rows with drafts, prefill chunks. A query's result depends
-only on its own numbers and position: its tiles begin at multiples of 64 positions, and its arithmetic is the same for
-any number of queries (tiles.py). So a position gives the same bits alone or in a chunk, in any batch,
-with any number of threads. Values of positions that a query does not see have weight 0, so they must be finite.
+Attention reads KV blocks in place: softmax(cap(scale * q k)) v, one pass over a row's positions. One kernel serves any
+number of queries per row: decode rows, rows with drafts, prefill chunks. A query's result depends only on its own
+numbers and position: its tiles begin at multiples of 64 positions, and its arithmetic is the same for any number of
+queries (tiles.py). So a position gives the same bits alone or in a chunk, in any batch, with any number of threads.
+Values of positions that a query does not see have weight 0, so they must be finite.
 """
 
 from __future__ import annotations
@@ -250,11 +251,10 @@ def scratch_floats(head_dim: int, num_heads: int, num_kv_heads: int) -> int:
     return -(-size // GROUP) * GROUP
 
 
-# --- place ----------------------------------------------------------------------------------------------------
-# Normalises and rotates queries and keys, and stores keys and values in their blocks, in one pass over the tokens.
-#
-# Equals ops.rms_norm, rope.rotate and pool.write up to the rounding of fused products. Each token is computed
-# independently.
+# --- keys and values of new tokens ----------------------------------------------------------------------------
+# Normalises and rotates queries and keys, and stores keys and values in their blocks, in one pass over the tokens. Each
+# token is computed independently. The result equals that of cpu/ops.py, model/attention.py and memory/pool.py up to the
+# rounding of fused products.
 
 # Shapes: T tokens, H query heads, K kv heads, D head dim, C tokens per block.
 

@@ -9,7 +9,9 @@ among threads through a counter, so an item's bits do not depend on the division
     number 2   the number of items
     from 3 on  the kernel's own numbers
 
-Between `recording()` and its end, this thread's calls are only noted, for task.py.
+Between `recording()` and its end, this thread's calls are only noted, for a KernelProgram.
+
+The sections are: torch's threads, kernels, programs of recorded calls, memory of results.
 """
 
 from __future__ import annotations
@@ -34,9 +36,7 @@ from torch import Tensor
 
 from pdserve.engine.cpu.kernels import jit
 
-# --- openmp ---------------------------------------------------------------------------------------------------
-# Runs a kernel on torch's own threads.
-#
+# --- torch's own threads --------------------------------------------------------------------------------------
 # There are tens of microseconds between the products of a decode step. In that time torch's OpenMP threads still spin,
 # and take work within a few microseconds. Threads of our own would have to be woken first, and a second OpenMP pool
 # would compete with torch's for the cores. So the parallel region is opened in the OpenMP library that torch has
@@ -89,7 +89,7 @@ def _library() -> ctypes.CDLL | None:
     return None
 
 
-# --- task -----------------------------------------------------------------------------------------------------
+# --- kernels --------------------------------------------------------------------------------------------------
 
 FIRST: Final = 3  # of the kernel's own numbers
 FLOAT32, BFLOAT16, UINT8, INT8, INT32, INT64 = range(6)  # for `pointer`; bfloat16 is read as uint16
@@ -191,8 +191,8 @@ def pointer(_context: Any, address: Any, kind: Any) -> Any:
     return pointed(types.int64, kind), generate
 
 
-# --- program --------------------------------------------------------------------------------------------------
-# Repeats recorded kernel calls by one native call, as a CUDA graph does.
+# --- programs of recorded calls -------------------------------------------------------------------------------
+# A program repeats recorded calls by one native call, as a CUDA graph does.
 #
 # A step of one row calls a hundred kernels that each take some microseconds; as many pass in Python between two of
 # them. A program stores the numbers of all calls in one array. All threads walk through it in one parallel region, with
@@ -275,11 +275,9 @@ def _walk() -> TaskKernel:
     return TaskKernel(walk, "walk", least=0)
 
 
-# --- results --------------------------------------------------------------------------------------------------
-# Memory for large results of kernels, used again as soon as no tensor needs it.
-#
-# The C library returns large freed memory to the operating system, and new memory is cleared and mapped page by page: a
-# prefill of 2,048 tokens spent a third of its time on that.
+# --- memory of results ----------------------------------------------------------------------------------------
+# It is used again as soon as no tensor needs it. The C library returns large freed memory to the operating system, and
+# new memory is cleared and mapped page by page: a prefill of 2,048 tokens spent a third of its time on that.
 
 _LEAST_BYTES: Final = 1 << 20  # smaller results are kept by the C library
 _MOST_SLACK: Final = 2  # a result uses memory of at most this times its size

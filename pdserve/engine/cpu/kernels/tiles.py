@@ -1,4 +1,4 @@
-"""The two products of attention with a tile of keys or values, in vector instructions.
+"""The two products of attention with a tile of keys or values, and the softmax between them, in vector instructions.
 
 A lane of a score is one key, so a score is the sum over the dims in order, and needs no sum across lanes. Each sum is
 added in one order for any number of queries, so a query's bits are the same alone and in a chunk.
@@ -25,9 +25,8 @@ ROWS: Final = 6  # queries at a time, whose sums are in registers
 
 _SCORE_VECTORS = LANES // 4  # of keys at a time: 4 with 32 registers, 2 with 16
 _VALUE_VECTORS = LANES // 4
-_LONG, _FLOAT = ir.IntType(64), ir.FloatType()
-_VECTOR = ir.VectorType(_FLOAT, LANES)
-_WORDS = ir.VectorType(ir.IntType(32), LANES)
+_I64, _WORD, _F32 = ir.IntType(64), ir.IntType(32), ir.FloatType()
+_F32_LANES, _I32_LANES = ir.VectorType(_F32, LANES), ir.VectorType(_WORD, LANES)
 
 
 @intrinsic
@@ -42,13 +41,13 @@ def arrange(_context: Any, dim: Any, keys: Any, shift: Any, out: Any) -> Any:
         _, keys, shift, out = args
         for first in range(0, GROUP, LANES):
             at = [
-                builder.add(instructions.load(builder, builder.add(keys, _LONG(8 * (first + key))), _LONG, 8), shift)
+                builder.add(instructions.load(builder, builder.add(keys, _I64(8 * (first + key))), _I64, 8), shift)
                 for key in range(LANES)
             ]
             for column in range(0, size, LANES):
-                rows = [instructions.load(builder, builder.add(one, _LONG(4 * column)), _WORDS, 4) for one in at]
+                rows = [instructions.load(builder, builder.add(one, _I64(4 * column)), _I32_LANES, 4) for one in at]
                 for d, words in enumerate(instructions.transposed(builder, rows)[: size - column]):
-                    to = builder.add(out, _LONG(4 * (GROUP * (column + d) + first)))
+                    to = builder.add(out, _I64(4 * (GROUP * (column + d) + first)))
                     instructions.store(builder, words, to, 4)
         return context.get_dummy_value()
 
@@ -67,7 +66,7 @@ def scores(_context: Any, dim: Any, width: Any, rows: Any, queries: Any, keys: A
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         rows, *others = args[2:]
         for num_rows in range(1, ROWS + 1):
-            with builder.if_then(builder.icmp_signed("==", rows, _LONG(num_rows))):
+            with builder.if_then(builder.icmp_signed("==", rows, _I64(num_rows))):
                 for first in range(0, KEYS // LANES, _SCORE_VECTORS):
                     _score_some(builder, dim.literal_value, width.literal_value, num_rows, first, *others)
         return context.get_dummy_value()
@@ -82,19 +81,19 @@ def _score_some(
     vectors = range(first, first + _SCORE_VECTORS)
     places = [(row, vector) for row in range(num_rows) for vector in vectors]
     starts = [divmod(vector * LANES, GROUP) for vector in vectors]
-    zeros = [ir.Constant(_VECTOR, [0.0] * LANES)] * len(places)
+    zeros = [ir.Constant(_F32_LANES, [0.0] * LANES)] * len(places)
 
     def step(d: Any, held: list[Any]) -> list[Any]:
-        at = builder.add(keys, builder.mul(d, _LONG(4 * GROUP)))
+        at = builder.add(keys, builder.mul(d, _I64(4 * GROUP)))
         loaded = [_load(builder, at, 4 * (group * GROUP * dim + lane)) for group, lane in starts]
-        query_at = builder.add(queries, builder.mul(d, _LONG(4)))
+        query_at = builder.add(queries, builder.mul(d, _I64(4)))
         every = [_broadcast(builder, query_at, 4 * width * row) for row in range(num_rows)]
         return [
             instructions.fused_or_not(builder, every[row], loaded[vector - first], one)
             for (row, vector), one in zip(places, held, strict=True)
         ]
 
-    for (row, vector), total in zip(places, instructions.repeat(builder, _LONG(dim), zeros, step), strict=True):
+    for (row, vector), total in zip(places, instructions.repeat(builder, _I64(dim), zeros, step), strict=True):
         _store(builder, total, out, 4 * (KEYS * row + LANES * vector))
 
 
@@ -114,7 +113,7 @@ def add_values(
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         rows, *others = args[1:]
         for num_rows in range(1, ROWS + 1):
-            with builder.if_then(builder.icmp_signed("==", rows, _LONG(num_rows))):
+            with builder.if_then(builder.icmp_signed("==", rows, _I64(num_rows))):
                 for first in range(0, size, _VALUE_VECTORS * LANES):
                     columns = range(first, min(first + _VALUE_VECTORS * LANES, size), LANES)
                     _add_some(builder, size, num_rows, columns, *others)
@@ -143,8 +142,8 @@ def _add_some(
     ]
 
     def step(c: Any, held: list[Any]) -> list[Any]:
-        value_at = instructions.load(builder, builder.add(values, builder.mul(c, _LONG(8))), _LONG, 8)
-        weight_at = builder.add(weights, builder.mul(c, _LONG(4)))
+        value_at = instructions.load(builder, builder.add(values, builder.mul(c, _I64(8))), _I64, 8)
+        weight_at = builder.add(weights, builder.mul(c, _I64(4)))
         loaded = {column: _load(builder, value_at, 4 * column) for column in columns}
         every = [_broadcast(builder, weight_at, 4 * KEYS * row) for row in range(num_rows)]
         return [
@@ -157,22 +156,21 @@ def _add_some(
 
 
 def _broadcast(builder: Any, address: Any, shift: int) -> Any:
-    one = instructions.load(builder, builder.add(address, _LONG(shift)), _FLOAT, 4)
+    one = instructions.load(builder, builder.add(address, _I64(shift)), _F32, 4)
     return instructions.broadcast(builder, one, LANES)
 
 
 def _load(builder: Any, address: Any, shift: int) -> Any:
-    return instructions.load(builder, builder.add(address, _LONG(shift)), _VECTOR, 4)
+    return instructions.load(builder, builder.add(address, _I64(shift)), _F32_LANES, 4)
 
 
 def _store(builder: Any, value: Any, address: Any, shift: int) -> None:
-    instructions.store(builder, value, builder.add(address, _LONG(shift)), 4)
+    instructions.store(builder, value, builder.add(address, _I64(shift)), 4)
 
 
-# --- tile softmax ---------------------------------------------------------------------------------------------
-# What lies between the two products of a tile of keys: the weights of one query, in vector instructions.
-#
-# Scores are powers of 2. Lanes are added in one order, so a query's bits do not depend on others.
+# --- softmax --------------------------------------------------------------------------------------------------
+# Replaces the scores of one query by weights. Scores are powers of 2. Lanes are added in one order, so a query's bits
+# do not depend on others.
 
 UNSEEN: Final = -1e30  # the score of a key that a query does not see
 
@@ -180,8 +178,6 @@ _LEAST: Final = -126.0  # below it 2^x is not a normal float32
 _ROUNDER: Final = 1.5 * 2**23  # x + this - this is x rounded to an integer, for any CPU
 _TERMS: Final = 6  # of 2^f by Taylor's series: exact to a unit in the last place for |f| <= 1/2
 _EXACT: Final = ("contract",)  # a flag of its own keeps fast math from changing the order
-_I64, _WORD, _F32 = ir.IntType(64), ir.IntType(32), ir.FloatType()
-_F32_LANES, _I32_LANES = ir.VectorType(_F32, LANES), ir.VectorType(_WORD, LANES)
 
 
 @intrinsic
