@@ -1,6 +1,6 @@
-"""Admits attempts to a decode worker and ends them. Pure: time is passed as `now_s`.
+"""Admits attempts to a decode worker, applies the results of steps, and ends attempts. Pure: time is passed as `now_s`.
 
-planning.py chooses the work of a step, batching.py applies its results, and sequence_table.py manages blocks.
+planning.py chooses the work of a step, and sequence_table.py manages blocks.
 
 decode_sequence.py has the stages of an attempt. A remote attempt is RECEIVING until its KV is verified and its first
 token is known. When memory is exhausted, the youngest sequence is preempted. An attempt that is abandoned while a
@@ -36,8 +36,8 @@ from pdserve.core.protocol import AttemptFailed, Granted, Load, Refused, Release
 from pdserve.core.types import TokenOut
 from pdserve.engine.interface import PlainOuts, RowOut, plain_out
 
-# --- step results ---------------------------------------------------------------------------------------------
-# Applies the results of a step: sampled tokens, ends of texts, blocks with wrong content.
+# --- results of a step ----------------------------------------------------------------------------------------
+# Sampled tokens, ends of texts, blocks with wrong content.
 
 
 @final

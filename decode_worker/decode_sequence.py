@@ -1,4 +1,5 @@
-"""The state of one attempt on a decode worker: its stage, its blocks, its row in a step. Pure."""
+"""The state of one attempt on a decode worker (stage, blocks, row in a step), and the state machine of its stages.
+Pure."""
 
 from __future__ import annotations
 
@@ -11,9 +12,7 @@ from decode_worker.speculation import NgramProposer
 from pdserve.core.attempt import Attempt, AttemptKey, blocks_for
 from pdserve.engine.interface import Row
 
-# --- lifecycle ------------------------------------------------------------------------------------------------
-# The state machine of an attempt on a decode worker.
-#
+# --- stages of an attempt -------------------------------------------------------------------------------------
 # MOVES is the specification. An event that it does not allow at a stage is a defect of this worker. DecodeSequence.move
 # applies it, and docs/reference/lifecycles.md is drawn from it.
 
@@ -47,7 +46,7 @@ MOVES: Final[dict[tuple[DecodeStage, DecodeMove], DecodeStage]] = {
 }
 
 
-# --- decode sequence ------------------------------------------------------------------------------------------
+# --- one attempt ----------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -3,6 +3,8 @@
 A running sequence has tokens to compute: one while it decodes, more while it prefills. Decode rows come first, and
 prompt chunks get the rest of the budget. A step without prompt chunks may have drafts. Drafts use only memory that no
 other sequence needs soon, and never preempt one.
+
+The sections are: slack of decode rows, sizes of prompt chunks, drafts, and the plan of a step.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from pdserve.core.cost.step_rule import (
 )
 from pdserve.core.effects import StepAccount
 
-# --- slack ----------------------------------------------------------------------------------------------------
+# --- slack of decode rows -------------------------------------------------------------------------------------
 # How long a step may take so that its decode rows still meet their TPOT targets.
 #
 # TPOT is a mean over an answer, so each token has a due time: the n-th token after the first is due n TPOT targets
@@ -89,7 +91,7 @@ def step_allowance(decoding: Sequence[DecodeSequence], now_s: float, decode_s: f
     return Allowance(min(allowed_s, longest_gap_s), longest_gap_s, gain_s)
 
 
-# --- chunking -------------------------------------------------------------------------------------------------
+# --- sizes of prompt chunks -----------------------------------------------------------------------------------
 # The worker's side of the step rule: its cost model, which learns from each step, and the sizes of chunks.
 
 
@@ -135,8 +137,8 @@ class ChunkRule:
         self.cost.observe_batch(account.timed(step_s))
 
 
-# --- drafter --------------------------------------------------------------------------------------------------
-# Chooses the drafts of decode rows: n-grams from their own text, if they pay, fit into memory and are allowed.
+# --- drafts of decode rows ------------------------------------------------------------------------------------
+# N-grams from their own text, if they pay, fit into memory and are allowed.
 
 
 @final
@@ -179,7 +181,7 @@ class Drafter:
         return draft[: max(0, room)]
 
 
-# --- planning -------------------------------------------------------------------------------------------------
+# --- plan of a step -------------------------------------------------------------------------------------------
 
 MAX_CONSECUTIVE_WAITS: Final = 16  # steps in which prompts wait for slack; new rows have none, so waits must be bounded
 

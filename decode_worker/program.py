@@ -44,7 +44,7 @@ from pdserve.worker.messages import key_of
 from pdserve.worker.program import RoleProgram
 
 # --- token rows -----------------------------------------------------------------------------------------------
-# Joins the token rows of one call by attempt, and puts them into one message for each router. No I/O.
+# Those of one call are joined by attempt, and put into one message for each router. No I/O.
 
 
 def join_rows(rows: Iterable[TokenRow]) -> list[TokenRow]:

@@ -1,4 +1,7 @@
-"""The sequences on a decode worker, by stage, with their blocks. Every change keeps the tables consistent. Pure."""
+"""The sequences on a decode worker, by stage, with their blocks. Every change keeps the tables consistent. Pure.
+
+The debug mode kv_check compares blocks with the texts of their sequences.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,10 @@ from pdserve.core.attempt import AttemptKey, blocks_for, shareable_blocks
 from pdserve.core.kv.blocks import BlockAllocator
 from pdserve.core.kv.stamps import BlockStamps, content_hash64
 
-# --- checking -------------------------------------------------------------------------------------------------
-# The debug mode kv_check: checks that each block of a row has the content hash of the row's text.
-#
-# Another hash means that the block was reassigned, or filled for another text. Blocks are checked after each step,
-# before its tokens are used, so no token that was sampled from a wrong block is sent.
+# --- debug mode kv_check --------------------------------------------------------------------------------------
+# Checks that each block of a row has the content hash of the row's text. Another hash means that the block was
+# reassigned, or filled for another text. Blocks are checked after each step, before its tokens are used, so no token
+# that was sampled from a wrong block is sent.
 
 
 @dataclass(frozen=True, slots=True)

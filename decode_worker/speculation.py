@@ -1,9 +1,10 @@
-"""N-gram speculation: predicts that a text continues as it did after an earlier occurrence of its last tokens. Pure.
+"""N-gram speculation: predictions from the text itself, and how many of them a step tries. Pure.
 
-The match is the longest run of at least two tokens at the end of the text that also occurs earlier. Among equally long
-runs, the latest occurrence is used. While the text continues like the match, the match grows with each token. Otherwise
-an index is searched for earlier occurrences of the last two tokens. It has one entry per token, and a search visits at
-most MAX_PLACES entries, so the cost of a step does not depend on the length of the text.
+A text is predicted to continue as it did after an earlier occurrence of its last tokens. The match is the longest run
+of at least two tokens at the end of the text that also occurs earlier. Among equally long runs, the latest occurrence
+is used. While the text continues like the match, the match grows with each token. Otherwise an index is searched for
+earlier occurrences of the last two tokens. It has one entry per token, and a search visits at most MAX_PLACES entries,
+so the cost of a step does not depend on the length of the text.
 
 Each sampled token shows whether the prediction was right, even if it was not used as a draft. So acceptance rates are
 measured before any draft is computed, and text without repetition costs no drafts. Each sequence has its own rates,
@@ -132,8 +133,8 @@ class NgramProposer:
             place = self._before[place]
 
 
-# --- drafting -------------------------------------------------------------------------------------------------
-# Decides how many drafts each row of a step gets: as many as maximise the step's tokens per second, often none.
+# --- number of drafts -----------------------------------------------------------------------------------------
+# Each row gets as many as maximise the step's tokens per second, often none.
 #
 # A step of B rows with D drafts yields B tokens and the accepted drafts. Its time is measured. Steps of similar size
 # share a price: a constant without drafts, and a linear function of D / B with drafts, both relative to the predicted

@@ -1,6 +1,7 @@
-"""The work of one decode step. The engine's rows are created on demand. Pure.
+"""The work of one decode step, and of one that is planned before the results of the previous one are read. Pure.
 
-The simulator has no engine and never creates rows. This saves time, because the rows of a long prompt copy its tokens.
+The engine's rows are created on demand. The simulator has no engine and never creates rows. This saves time, because
+the rows of a long prompt copy its tokens.
 """
 
 from __future__ import annotations
@@ -144,12 +145,10 @@ def places_in(step: DecodeStep | None, decoding: Sequence[DecodeSequence]) -> Se
     return [place_of.get(sequence, NEW_ROW) for sequence in decoding]
 
 
-# --- async step -----------------------------------------------------------------------------------------------
-# Asynchronous scheduling: plans the next step before the results of the previous one are read.
-#
-# The device then always has queued work, and the host handles tokens while it computes. Only plain decode steps are
-# asynchronous: each row's input token is the one that the previous step samples, which the engine knows before this
-# process does.
+# --- asynchronous scheduling ----------------------------------------------------------------------------------
+# The next step is planned before the results of the previous one are read. The device then always has queued work, and
+# the host handles tokens while it computes. Only plain decode steps are asynchronous: each row's input token is the one
+# that the previous step samples, which the engine knows before this process does.
 #
 # The forward pass needs only that token. Sampling may need its value: a grammar or bad words depend on it. The engine
 # reports those rows (`Flight.unsampled`). They are sampled after the previous step was read (`Step.known_rows`), while

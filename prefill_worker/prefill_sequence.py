@@ -1,4 +1,5 @@
-"""The state of one prompt on a prefill worker: its stage, its blocks, its rows in a step. Pure."""
+"""The state of one prompt on a prefill worker (stage, blocks, rows in a step), and the state machine of its stages.
+Pure."""
 
 from __future__ import annotations
 
@@ -12,9 +13,7 @@ from pdserve.core.effects import StepAccount
 from pdserve.engine.interface import Row
 from prefill_worker.pushing import BY_CHUNK, PushPlan
 
-# --- lifecycle ------------------------------------------------------------------------------------------------
-# The state machine of an attempt on a prefill worker.
-#
+# --- stages of a prompt ---------------------------------------------------------------------------------------
 # MOVES is the specification. An event that it does not allow at a stage is a defect of this worker.
 # PrefillSequence.move applies it, and docs/reference/lifecycles.md is drawn from it.
 
@@ -48,7 +47,7 @@ MOVES: Final[dict[tuple[PrefillStage, PrefillMove], PrefillStage]] = {
 }
 
 
-# --- prefill sequence -----------------------------------------------------------------------------------------
+# --- one prompt -----------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -27,7 +27,7 @@ def zeroed(num_bytes: int) -> memoryview:
 
 
 def word_sum(data: memoryview) -> int:
-    """The checksum of extent.py. The data is a multiple of 4 bytes long."""
+    """The checksum of engine/gpu/kernels/extent.py. The data is a multiple of 4 bytes long."""
     if len(data) % WORD_BYTES:
         raise InternalError(f"{len(data)} bytes, expected a multiple of {WORD_BYTES}")
     word_N = np.frombuffer(data, dtype=np.uint32)

@@ -1,4 +1,5 @@
-"""What an installation lacks: optional packages (which extra of pyproject.toml has each), and Linux. Pure."""
+"""The installation of pdserve: what it lacks (optional packages, with the extra of pyproject.toml that has each, and
+Linux), its version, and the result of one check of `pdserve doctor`. Pure."""
 
 from __future__ import annotations
 
@@ -53,9 +54,8 @@ def check_platform(platform: str) -> None:
 
 
 # --- version --------------------------------------------------------------------------------------------------
-# The version of pdserve, and the rule for processes of different versions.
-#
-# A process states its version with its build (pdserve/build.py), such as 0.1.0+1a2b3c4d5e.
+# Processes of compatible versions may serve together. A process states its version with its build (pdserve/build.py),
+# such as 0.1.0+1a2b3c4d5e.
 
 VERSION: Final = "0.1.0"
 UNKNOWN_BUILD: Final = "unknown"
@@ -87,8 +87,7 @@ def versions_text(version: str, workers: Iterable[tuple[str, str]]) -> str:
     return ", ".join([f"version {version}", *others[:_MOST_NAMED], *more]) if version else ""
 
 
-# --- check result ---------------------------------------------------------------------------------------------
-# The result of one check of `pdserve doctor`.
+# --- result of a check ----------------------------------------------------------------------------------------
 
 Level = Literal["ok", "warn", "fail"]
 

@@ -1,4 +1,5 @@
-"""Frames of the live view of one router, without the text of prompts and answers. Pure data.
+"""Frames of the live view of one router, without the text of prompts and answers; their JSON; and lines of a process's
+log. Pure.
 
 Times are seconds of the router's monotonic clock, unless another origin is given.
 """
@@ -114,8 +115,8 @@ class LiveFrame:
     version: str = ""  # of the router, with its build; empty if unknown
 
 
-# --- live json ------------------------------------------------------------------------------------------------
-# Converts a frame of the live view to the JSON that the page reads.
+# --- JSON of a frame ------------------------------------------------------------------------------------------
+# The page reads it.
 
 DIGITS: Final = 6  # decimals of seconds, that is, microseconds
 _WORKER: Final = tuple(one.name for one in fields(LiveWorker) if one.name != "role")
@@ -148,8 +149,8 @@ def _rounded(value: Any) -> Any:
     return round(value, DIGITS) if isinstance(value, float) else value
 
 
-# --- log line -------------------------------------------------------------------------------------------------
-# One line of a process's log, as the live view shows it. Pure data.
+# --- log lines ------------------------------------------------------------------------------------------------
+# As the live view shows them.
 
 MAX_LINES: Final = 200  # kept by a process, and sent in one answer
 MAX_CHARS: Final = 2000  # in one line

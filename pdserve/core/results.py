@@ -1,4 +1,4 @@
-"""Token counts and times of a finished request. Pure."""
+"""Token counts and times of a finished request, the phases of its time, and percentiles of such values. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Final, Literal
 
 from pdserve.core.types import Path
 
-# --- phases ---------------------------------------------------------------------------------------------------
-# The phases of a request: every moment between its arrival and its end belongs to exactly one.
+# --- phases of a request --------------------------------------------------------------------------------------
+# Every moment between its arrival and its end belongs to exactly one.
 #
 # router/state/request.py divides the time of a request into intervals, by the router's clock. A worker reports how long
 # its own work took, by its own clock, and that part of the interval is assigned to the worker's phase. The rest of the
@@ -110,7 +110,7 @@ class Slice:
     worker_id: str = ""  # that measured it; empty: the router
 
 
-# --- results --------------------------------------------------------------------------------------------------
+# --- token counts and times -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +153,7 @@ class Timings:
 
 
 # --- percentiles ----------------------------------------------------------------------------------------------
-# Percentiles by nearest rank: always one of the values, never interpolated.
+# By nearest rank: always one of the values, never interpolated.
 
 
 def nearest_rank(ordered: Sequence[float], share: float) -> float:

@@ -1,4 +1,5 @@
-"""Declares one setting: its help, its default, and its allowed values. Pure: standard library only.
+"""Declares one setting: its help, its default, and its allowed values. The TLS settings of all processes are declared
+here. Pure: standard library only.
 
 A range is declared once, and checked for every source of the value: a flag, `--set`, a TOML file or a test.
 """
@@ -90,8 +91,7 @@ def check_value(one: dataclasses.Field[Any], value: object, name: str) -> None:
         raise ConfigError(name, repr(value), "1 to 128 letters, digits, dots, hyphens or underscores")
 
 
-# --- nearest --------------------------------------------------------------------------------------------------
-# The known name that is nearest to a mistyped one.
+# --- known name nearest to a mistyped one ---------------------------------------------------------------------
 
 MAX_NAME_CHARS: Final = 64  # of a mistyped name; comparing takes quadratic time, and no known name is longer
 
@@ -108,8 +108,8 @@ def did_you_mean(found: str | None) -> str:
     return f"; did you mean {found}?" if found else ""
 
 
-# --- tls settings ---------------------------------------------------------------------------------------------
-# The TLS settings of a process, and the rule that nothing is served in plain text beyond loopback.
+# --- TLS settings ---------------------------------------------------------------------------------------------
+# They include the rule that nothing is served in plain text beyond loopback.
 #
 # Every process of a cluster has the same group of settings. A process presents one certificate: as a server to its
 # callers, and as a client to the processes that it calls.
@@ -163,8 +163,8 @@ def check_tls(config: TlsSettings, host: str, *, is_worker: bool = False) -> Non
         raise ConfigError("host", host, expected)
 
 
-# --- names ----------------------------------------------------------------------------------------------------
-# The files of a process's certificates, as a Kubernetes secret of type kubernetes.io/tls names them.
+# --- files of certificates ------------------------------------------------------------------------------------
+# Named as in a Kubernetes secret of type kubernetes.io/tls.
 
 CERT: Final = "tls.crt"
 KEY: Final = "tls.key"

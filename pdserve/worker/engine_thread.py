@@ -2,6 +2,8 @@
 
 All calls of the program run here. If the program raises, the thread informs the routers and ends; `on_death` is called
 with the error, and the host ends the process.
+
+The watchdog ends a process whose engine thread is busy but makes no progress.
 """
 
 from __future__ import annotations
@@ -173,7 +175,7 @@ class EngineThread:
 
 
 # --- watchdog -------------------------------------------------------------------------------------------------
-# Ends a process whose engine thread is busy but makes no progress: a hung worker is worse than a restarted one.
+# A hung worker is worse than a restarted one.
 
 STALL_EXIT_CODE: Final = 70
 SHORTEST_LOOK_S: Final = 0.001

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from pdserve.prefix.publisher import WorkerPublisher
 
 
-# --- health ---------------------------------------------------------------------------------------------------
-# gRPC's standard health service. Workers also start without its package, because not every host has it.
+# --- health service -------------------------------------------------------------------------------------------
+# gRPC's standard one. Workers also start without its package, because not every host has it.
 
 log = logging.getLogger(__name__)
 

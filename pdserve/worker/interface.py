@@ -1,4 +1,4 @@
-"""The interface between a program and its role's batching. Pure."""
+"""The interfaces between a program and its role's batching, and between a program and its host. Pure."""
 
 from __future__ import annotations
 
@@ -56,8 +56,7 @@ class AsyncBatching(Protocol):
     def dropped(self, step: Any) -> None: ...
 
 
-# --- context --------------------------------------------------------------------------------------------------
-# What a host provides to its program.
+# --- what the host provides -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,5 @@
-"""Builds the messages of worker.proto that no codec covers. No I/O."""
+"""Messages from routers, checked before they are used, and messages to them, built and kept until they are sent. No
+I/O: the host sends them."""
 
 from __future__ import annotations
 
@@ -25,8 +26,7 @@ from pdserve.wire.convert import logprobs_to_proto, role_to_proto
 from pdserve.wire.protocol import COST, SEQUENCE, encode_response
 from pdserve.worker.interface import ProgramContext
 
-# --- intake ---------------------------------------------------------------------------------------------------
-# Checks a router's messages before they are used. No I/O.
+# --- checks of messages from routers --------------------------------------------------------------------------
 
 MAX_REQUEST_ID_CHARS: Final = 256
 MAX_SALT_BYTES: Final = 1024
@@ -94,7 +94,8 @@ def _check_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
 _chain_key = functools.lru_cache(maxsize=1024)(chain_key)
 
 
-# --- messages -------------------------------------------------------------------------------------------------
+# --- messages that no codec covers ----------------------------------------------------------------------------
+# They are defined in worker.proto.
 
 MAX_SCORED: Final = 16_384  # logprobs in one message: some 200 kB
 
@@ -159,8 +160,8 @@ def kv_events(change: CacheChange) -> worker_pb2.KvEvents:
     )
 
 
-# --- outbox ---------------------------------------------------------------------------------------------------
-# Messages that wait to be sent to routers. Runs on the engine thread only. No I/O: the host sends them.
+# --- outboxes of routers --------------------------------------------------------------------------------------
+# Messages that wait to be sent. Runs on the engine thread only.
 
 
 @final
@@ -221,7 +222,7 @@ class Outbox:
             self.send(one, response)
 
 
-# --- attempt fields -------------------------------------------------------------------------------------------
+# --- fields of log records ------------------------------------------------------------------------------------
 # What a log record about an attempt says: its request, its trace, and the attributes that the client has set.
 
 

@@ -14,8 +14,8 @@ from pdserve.telemetry.metrics import Metrics
 from pdserve.worker.messages import Outbox
 from pdserve.worker.timed import TimedSteps
 
-# --- measure --------------------------------------------------------------------------------------------------
-# The Prometheus metrics of a worker of either role. Names are those of pdserve.telemetry.metric_names.
+# --- metrics for Prometheus -----------------------------------------------------------------------------------
+# Both roles have them. Names are those of pdserve.telemetry.metric_names.
 
 
 @final

@@ -1,4 +1,5 @@
-"""A step that a program has begun, and possibly launched. The next step may be launched before this one is read."""
+"""Steps on an engine: begun, possibly launched before the previous one is read (`StepsInFlight`), and repeated without
+a row that fails (`Isolation`)."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from pdserve.engine.interface import (
 )
 from pdserve.worker.interface import AsyncBatching
 
-# --- compute --------------------------------------------------------------------------------------------------
+# --- rows that fail -------------------------------------------------------------------------------------------
 # Runs steps so that one bad row fails alone, and distinguishes a broken engine from a bad row.
 
 log = logging.getLogger(__name__)
@@ -114,11 +115,9 @@ def free_row(blocks: BlockAllocator) -> Row | None:
     return Row(tokens=[0], start=0, blocks=free)
 
 
-# --- async stepper --------------------------------------------------------------------------------------------
-# Wraps any engine as an AsyncEngine that computes a step when the caller waits for it.
-#
-# On a CPU this gains nothing, because the engine thread itself computes. It is used to test asynchronous scheduling
-# without a GPU, token for token.
+# --- asynchronous steps of any engine -------------------------------------------------------------------------
+# AsyncStepper computes a step when the caller waits for it. On a CPU this gains nothing, because the engine thread
+# itself computes. It is used to test asynchronous scheduling without a GPU, token for token.
 
 
 @final
@@ -185,7 +184,7 @@ class AsyncStepper:
         self._engine.close()
 
 
-# --- in flight ------------------------------------------------------------------------------------------------
+# --- steps in flight ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""Decides which addresses only this host can reach, and which calls must not go through an HTTP proxy. Pure."""
+"""Which addresses only this host can reach, which calls must not go through an HTTP proxy, and what a bearer token may
+contain. Pure."""
 
 from __future__ import annotations
 
@@ -79,8 +80,7 @@ def check_endpoint(
     return endpoint
 
 
-# --- bearer ---------------------------------------------------------------------------------------------------
-# What a bearer token may contain.
+# --- bearer tokens --------------------------------------------------------------------------------------------
 
 MAX_TOKEN_CHARS: Final = 4096
 

@@ -21,7 +21,7 @@ from typing import Final
 from pdserve.core.durations import DAY_S
 from pdserve.core.protocol import BatchTimed
 
-# --- fit ------------------------------------------------------------------------------------------------------
+# --- fit of a duration ----------------------------------------------------------------------------------------
 # A linear model of a duration, fitted online by recursive least squares with forgetting.
 #
 # - Errors are log ratios, so long and short batches have equal weight, and so do twice and half of the predicted time.
@@ -183,7 +183,7 @@ def _clip(value: float, bound: float) -> float:
     return min(max(value, -bound), bound)
 
 
-# --- latency --------------------------------------------------------------------------------------------------
+# --- cost models ----------------------------------------------------------------------------------------------
 
 MAX_WORK: Final = 1e15  # limit of tokens times context of a batch
 TYPICAL_TRANSFER_BYTES: Final = 1e7

@@ -9,7 +9,7 @@ A file with "tensor_parallel" has a set of coefficients for each degree, publish
 smaller batches is used, so steps of larger batches are predicted too short.
 
 "model_shape": {"num_layers", "hidden_size", "num_kv_heads", "weights_bytes"} is optional: with it, costs of other
-tensor-parallel degrees can be derived (profile.py).
+tensor-parallel degrees can be derived (`profiles_by_degree`).
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ class _Node:
         return float(value)  # type: ignore[arg-type]
 
 
-# --- degrees --------------------------------------------------------------------------------------------------
-# Profiles of one kind of GPU at several tensor-parallel degrees: listed ones, and derived ones, which are marked.
+# --- tensor-parallel degrees ----------------------------------------------------------------------------------
+# Profiles of one kind of GPU at several degrees: listed ones, and derived ones, which are marked.
 #
 # Costs that a profile lists for a degree are used unchanged. If a listed degree lacks its KV capacity, that is derived
 # from two degrees that have one: n GPUs of memory g have n * g - weights bytes for KV, which is linear in n.

@@ -1,7 +1,8 @@
-"""How many prompt tokens a decode worker's step may prefill in addition to its decode rows. Pure.
+"""How many prompt tokens a decode worker's step may prefill in addition to its decode rows, and in which order prompts
+are computed. Pure.
 
-Decode workers apply this rule, and the router and the simulator use it for predictions. A step is as long as the decode
-rows allow, but not longer than is worth their memory (pdserve.core.cost.step_rule).
+Workers apply these rules, and the router and the simulator use them for predictions. A step of a decode worker is as
+long as its decode rows allow, but not longer than is worth their memory (`longest_step_s`).
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from pdserve.core.attempt import Attempt
 from pdserve.core.cost.latency import WIDEST_BAND, CostModel
 from pdserve.core.effects import StepAccount
 
-# --- memory price ---------------------------------------------------------------------------------------------
-# The longest step with prompt chunks that is worth its KV memory, whatever the latency targets are.
+# --- longest step that is worth its memory --------------------------------------------------------------------
+# It limits steps with prompt chunks, whatever the latency targets are.
 #
 # A step reads the weights once, so longer steps compute more prompt tokens per second. But an answer of n tokens holds
 # its KV for n steps, and that memory cannot cache prefixes for later requests. Let a step take s seconds, of which w
@@ -53,7 +54,7 @@ def held_share(context_tokens: float, rows: int, num_blocks: int, block_size: in
     return (context_tokens / block_size + rows) / num_blocks
 
 
-# --- step rule ------------------------------------------------------------------------------------------------
+# --- prompt tokens of a step ----------------------------------------------------------------------------------
 
 DUE_SHARE: Final = 0.95  # time between due times of tokens, as a share of the TPOT target; the rest is a reserve
 LONGEST_GAP: Final = 4.0  # longest time between two tokens, in TPOT targets, or in decode steps if these are longer
@@ -139,17 +140,15 @@ def chunk_tokens(
     return length if length > limit.least_tokens else limit.least_tokens
 
 
-# --- prompt order ---------------------------------------------------------------------------------------------
+# --- order of prompts -----------------------------------------------------------------------------------------
 # The order in which a step computes prompts, and how many tokens it may have.
 #
 # 1. Interrupted answers come first, in order of arrival, because their clients wait for the next token.
 # 2. Prompts that can meet their TTFT target come next. The shortest remaining work goes first, which keeps the mean
-# TTFT
-#    low. A prompt that would be late in this order moves forward. Prompts that moved forward are ordered by due time:
-#    that order meets all targets if any order does.
+#    TTFT low. A prompt that would be late in this order moves forward. Prompts that moved forward are ordered by due
+#    time: that order meets all targets if any order does.
 # 3. Prompts that will be late in any order, or have no target, wait for the others. The first of them gets a share of
-# each
-#    step, so it never starves.
+#    each step, so it never starves.
 #
 # Steps are short relative to the strictest TTFT target, because a new prompt waits for the end of the current step.
 

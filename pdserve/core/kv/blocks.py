@@ -15,11 +15,10 @@ from typing import final
 
 from pdserve.core.kv.stamps import BlockStamps
 
-# --- extents --------------------------------------------------------------------------------------------------
-# Free block numbers kept as runs, so that an allocation is contiguous where memory allows.
-#
-# A transfer needs one descriptor per run, so allocation uses best fit: the smallest run that is large enough, or else
-# the largest runs first.
+# --- runs of free blocks --------------------------------------------------------------------------------------
+# Free block numbers are kept as runs, so that an allocation is contiguous where memory allows. A transfer needs one
+# descriptor per run, so allocation uses best fit: the smallest run that is large enough, or else the largest runs
+# first.
 
 
 @final
@@ -93,7 +92,7 @@ def runs_of(blocks: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
-# --- blocks ---------------------------------------------------------------------------------------------------
+# --- allocation -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,5 @@
-"""The format of a worker's KV blocks, and which formats can be converted into each other. Pure.
+"""The format of a worker's KV blocks, which formats can be converted into each other, and grants of blocks to write.
+Pure.
 
 A pool is block-major: block b is one run of bytes with the values [layers, planes, tokens, heads, head_dim]. The planes
 are keys, then values. A layout with heads first has [layers, planes, heads, tokens, head_dim]. In an int8 or fp8 block,
@@ -205,10 +206,9 @@ def _round_up(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-# --- grant ----------------------------------------------------------------------------------------------------
-# A decode worker's grant to a prefill worker: where KV may be written, and the format of its bytes.
-#
-# Routers forward an encoded Grant without reading it.
+# --- grants ---------------------------------------------------------------------------------------------------
+# A decode worker tells a prefill worker where KV may be written, and the format of its bytes. Routers forward an
+# encoded Grant without reading it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Which rows use the paged attention kernel, and how a step's work is divided among threads.
 
-The kernel (kernels/paged.py) reads blocks in place; torch's attention (attention.py) gathers them first. The kernel
-needs numba, a CPU and float32 activations. It is then used for every row, because it is as fast or faster, also for
-long prefill chunks (benchmarks/attention.py).
+The kernel (kernels/paged.py) reads blocks in place; torch's attention (model/attention.py) gathers them first. The
+kernel needs numba, a CPU and float32 activations. It is then used for every row, because it is as fast or faster, also
+for long prefill chunks (benchmarks/attention.py).
 """
 
 # Shapes: T tokens, H query heads, K kv heads, D head dim.

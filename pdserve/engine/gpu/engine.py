@@ -48,8 +48,7 @@ from pdserve.engine.rows import CheckedTables, check_rows
 from pdserve.engine.sampling.grammars import Moves, RowMasks
 from pdserve.engine.torch_engine import TorchEngine, row_out
 
-# --- flights --------------------------------------------------------------------------------------------------
-# Launched steps of the graph engine.
+# --- launched steps -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

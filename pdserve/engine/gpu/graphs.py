@@ -1,4 +1,5 @@
-"""Captures a decode step for every bucket once, and replays it: one launch instead of some hundred."""
+"""One decode step over static buffers, from input tokens to sampled tokens. It is captured once for every bucket of
+rows, then replayed: one launch instead of some hundred."""
 
 from __future__ import annotations
 
@@ -20,9 +21,7 @@ from pdserve.engine.memory.pool import TorchPool
 from pdserve.engine.model.decoder import Decoder
 from pdserve.engine.model.parameters import LayerWeights
 
-# --- static ---------------------------------------------------------------------------------------------------
-# One decode step over static buffers, from input tokens to sampled tokens, which a CUDA graph captures.
-#
+# --- the step -------------------------------------------------------------------------------------------------
 # The host decides nothing in it, and nothing waits: a row's token may be the one that the previous step sampled, block
 # tables are on the device, and padding rows attend to nothing and store nothing.
 
@@ -145,7 +144,7 @@ class StaticDecode:
         self.sampler.draw(logits_BV, self.inputs.draws(bucket), out)
 
 
-# --- graphs ---------------------------------------------------------------------------------------------------
+# --- capture and replay ---------------------------------------------------------------------------------------
 
 log = logging.getLogger(__name__)
 

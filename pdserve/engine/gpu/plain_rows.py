@@ -1,4 +1,5 @@
-"""The decode rows of a step as arrays: read from rows once, then advanced by one token for each following step."""
+"""The decode rows of a step: as arrays, read from rows once, then advanced by one token for each following step; and as
+numbers, the orders to the other ranks."""
 
 from __future__ import annotations
 
@@ -81,9 +82,7 @@ def follow(
     return plain, update
 
 
-# --- rank words -----------------------------------------------------------------------------------------------
-# Encodes the orders for a step of the graph engine to tensor-parallel ranks as numbers.
-#
+# --- orders to tensor-parallel ranks --------------------------------------------------------------------------
 # The leader manages the block tables of all ranks: changes of the tables are sent, and the fields of each row that the
 # graph reads. A step has a part for a graph, or a part without a graph, or both in this order.
 

@@ -3,7 +3,7 @@ top logprobs.
 
 The graph computes every row's logits and samples from them unchanged. Additional work for few rows is launched kernel
 by kernel while the graph runs, so the host's part of it (grammar masks, launches) costs no time, and batches without
-such rows are not affected. Order and meaning are those of sampler.py. Nothing waits for the device.
+such rows are not affected. Order and meaning are those of engine/sampling/sampler.py. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ from pdserve.engine.sampling.grammars import Cursor, Grammars, Moves, RowMasks
 from pdserve.engine.sampling.masks import BANS, Draw, forbid, mask, may_ban
 from pdserve.engine.sampling.sampler import keep_top_sigma
 
-# --- bans -----------------------------------------------------------------------------------------------------
-# The tokens that a row may sample, as bits for the device: grammars and the bans of masks.py.
-#
-# The bits are computed by applying masks.py, which defines these rules, to a row of zeros.
+# --- banned tokens as bits ------------------------------------------------------------------------------------
+# The tokens that a row may sample: grammars and bans. The bits are computed by applying engine/sampling/masks.py, which
+# defines these rules, to a row of zeros.
 
 # Shapes: V vocabulary, W words of 32 tokens.
 
@@ -89,8 +88,8 @@ class Bans:
         return words
 
 
-# --- forbid ---------------------------------------------------------------------------------------------------
-# Sets the logits of banned tokens to minus infinity. A mask has one bit per token.
+# --- banned tokens in the logits ------------------------------------------------------------------------------
+# Sets their logits to minus infinity. A mask has one bit per token.
 
 # Shapes: S rows of logits, R those of them with bits, V vocabulary, W words of 32 tokens.
 
@@ -123,7 +122,7 @@ def forbid_tokens(logits_SV: Tensor, word_RW: Tensor, row_R: Tensor) -> None:
 #
 # For each penalised row the device holds one word per token of the vocabulary: twice its count in the output, plus one
 # if it is in the prompt. Sampled tokens are counted there immediately, so a row can be penalised for a token that the
-# host has not read. Same arithmetic in the same order as sampling.penalise, in float32.
+# host has not read. Same arithmetic in the same order as `sampler.penalise`, in float32.
 
 # Shapes: S rows of logits, P those of them with penalties, V vocabulary, N tokens that a row has seen.
 
@@ -234,7 +233,7 @@ class Penalties:
             self._word_CV = word_CV
 
 
-# --- resample -------------------------------------------------------------------------------------------------
+# --- work after a graph ---------------------------------------------------------------------------------------
 
 # Shapes: B rows of a bucket, S rows that are sampled again, R of them under bans, P with penalties, N biases, L rows
 # whose logprobs are reported, K likeliest tokens, V vocabulary, W words of 32 tokens.

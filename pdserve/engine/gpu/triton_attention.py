@@ -2,6 +2,8 @@
 
 One launch rotates and stores. Rows of up to 16 queries use paged attention. Chunks of all prompts use one flash call
 per layer. Cases that flash attention does not support (float32, softcaps) use torch, chunk by chunk.
+
+LayerKernels, the two launches of a layer, are used by graphs.py as well.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ from pdserve.engine.model.attention import attend as attend_gathered
 from pdserve.engine.model.batch import PackedBatch, RowGroup, to_device
 from pdserve.engine.model.parameters import LayerWeights
 
-# --- layers ---------------------------------------------------------------------------------------------------
-# The two launches of a layer's attention over one pool, with the model's parameters filled in.
+# --- a layer's two launches -----------------------------------------------------------------------------------
+# Its attention over one pool, with the model's parameters filled in.
 
 # Shapes: T tokens, H query heads, K kv heads, N = H + 2 K, D head dim.
 
@@ -102,14 +104,14 @@ class LayerKernels:
         )
 
 
-# --- prefill --------------------------------------------------------------------------------------------------
-# Attention of all prompt chunks of a step: one flash call per layer, after one copy of their contexts.
+# --- prompt chunks --------------------------------------------------------------------------------------------
+# All chunks of a step: one flash call per layer, after one copy of their contexts.
 #
 #     plan_chunks(groups, windows, ..) -> ChunkPlan
 #     attend_chunks(pool, layer, q_THD, plan, window, scale) -> out_TN
 #
-# Flash attention reads KV in pages of 256 tokens or none at all, so contexts are gathered (kv.py). Its causal mask
-# is aligned to the lower right corner of each row, so a context may begin at the first block inside a window. The
+# Flash attention reads KV in pages of 256 tokens or none at all, so contexts are gathered (kernels/kv.py). Its causal
+# mask is aligned to the lower right corner of each row, so a context may begin at the first block inside a window. The
 # contexts of one call are limited, because the copies take memory.
 
 # Shapes: T tokens of the chunks, B rows of a call, P pages of a table, S positions of a call, H query heads,
@@ -251,7 +253,7 @@ def _call(
     )
 
 
-# --- triton attention -----------------------------------------------------------------------------------------
+# --- the whole batch ------------------------------------------------------------------------------------------
 
 # Shapes: T tokens, B rows, P pages of a table, H query heads, N query, key and value heads, D head dim, S positions.
 

@@ -1,8 +1,10 @@
-"""Memory of a pool on the host, which other processes of this machine may map but never write.
+"""Memory of the host: pools that processes share, and the memory and cores that it leaves to this process. Imports no
+torch.
 
-It is an anonymous memory file (memfd): it needs no unlinking, leaves nothing behind after a SIGKILL, and is not limited
-by /dev/shm. Its owners map it (a process, or the tensor-parallel ranks of one worker) and then seal it: the kernel
-refuses every later writable mapping and every change of size.
+Other processes of this machine may map a pool, but never write it. It is an anonymous memory file (memfd): it needs no
+unlinking, leaves nothing behind after a SIGKILL, and is not limited by /dev/shm. Its owners map it (a process, or the
+tensor-parallel ranks of one worker) and then seal it: the kernel refuses every later writable mapping and every change
+of size.
 """
 
 from __future__ import annotations
@@ -75,8 +77,8 @@ def _seal(descriptor: int) -> bool:
     return True
 
 
-# --- host limits ----------------------------------------------------------------------------------------------
-# Memory and cores that this host and the process's control groups leave to it. Imports no torch.
+# --- memory and cores that are left ---------------------------------------------------------------------------
+# The host and the process's control groups limit both.
 
 PROC: Final = Path("/proc")
 CGROUP: Final = Path("/sys/fs/cgroup")

@@ -3,6 +3,8 @@
 A GPU is used by its workers only: the pool takes `gpu_memory_share` less the weights, the measured peak of activations,
 the decode graphs and the driver's memory. A host is shared with other programs and workers, so there the pool is an
 eighth of the memory that is free beside the weights. Its pages are allocated when they are used.
+
+Batches, chunks and speculation have defaults by device.
 """
 
 from __future__ import annotations
@@ -159,9 +161,7 @@ def graph_bytes(before: int, after: Sequence[int], num_graphs: int) -> int:
     return max(0, after[0] - before) + max(0, num_graphs - 1) * max([0, *steps])
 
 
-# --- device defaults ------------------------------------------------------------------------------------------
-# Defaults by device for batch size, chunk size and speculation.
-#
+# --- defaults by device ---------------------------------------------------------------------------------------
 # A step reads the weights once for any number of rows, so a GPU's batches and chunks are larger than a CPU's.
 # Speculation is off on a GPU, because a step with drafts cannot be launched before the results of the previous step
 # were read.

@@ -2,7 +2,7 @@
 
 No state that affects results is kept between steps. A matcher has consumed some output and is kept only to save work:
 the next step advances it by the sampled tokens. If there is none (after preemption, migration or recovery), it is made
-again by replaying the output, which gives the same mask (grammars.py).
+again by replaying the output, which gives the same mask.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from pdserve.structured.compile import Compiler
 
 
-# --- matchers -------------------------------------------------------------------------------------------------
-# Masks of one row at a time: the matcher that has consumed its output is found by the output, or made again.
+# --- matchers and the masks of one row ------------------------------------------------------------------------
+# The matcher that has consumed a row's output is found by the output, or made again.
 #
 # Matchers of one grammar share its lexer, whose states count against a limit. So a matcher that fails is made again
 # from a fresh compilation before its row fails: the states of another request must not cause a failure.
@@ -140,7 +140,7 @@ def _is_allowed(mask: bytes, token_id: int) -> bool:
     return token_id < 8 * len(mask) and bool(mask[token_id // 8] >> token_id % 8 & 1)
 
 
-# --- grammars -------------------------------------------------------------------------------------------------
+# --- masks of a step ------------------------------------------------------------------------------------------
 
 MAX_THREADS: Final = 8  # threads that compute the masks of a step
 FEWEST_TOGETHER: Final = 4  # rows from which on several threads are used

@@ -4,13 +4,13 @@ Order, as in vLLM: grammars, bans and logit_bias (masks.py) -> repetition, prese
 top_n_sigma -> (greedy: the most likely token, the lowest id among equals) -> temperature -> min_p -> top_k -> top_p ->
 draw. Each filter sees the distribution that the previous one has left (`cutoffs`).
 
-The sampled token is the argmax of logits plus Gumbel noise keyed by (seed, position): see sampling.py. Rows are
-independent, so the token depends only on the row's logits. Their last bits depend on the batch, because matrix products
-round differently at different batch sizes. In float32 a logit differs by 7e-7 on average (bundled model, 16 rows
-against one). A seeded token then changes only if the two best scores, or a token and the edge of top_p or min_p, are
-that close: about one sampled token in a million. In bfloat16 a logit may differ by 2^-8 of its size, and some percent
-of the sampled tokens may change: a retry on another worker then keeps the distribution, but not always the tokens. The
-same holds for greedy near-ties.
+The sampled token is the argmax of logits plus Gumbel noise keyed by (seed, position). Rows are independent, so the
+token depends only on the row's logits. Their last bits depend on the batch, because matrix products round differently
+at different batch sizes. In float32 a logit differs by 7e-7 on average (bundled model, 16 rows against one). A seeded
+token then changes only if the two best scores, or a token and the edge of top_p or min_p, are that close: about one
+sampled token in a million. In bfloat16 a logit may differ by 2^-8 of its size, and some percent of the sampled tokens
+may change: a retry on another worker then keeps the distribution, but not always the tokens. The same holds for greedy
+near-ties.
 
 Logprobs are the model's: the log-softmax of the raw logits, before bans, penalties, temperature and filters.
 """
@@ -30,10 +30,9 @@ from pdserve.engine.cpu.ops import argmax
 from pdserve.engine.sampling.masks import Draw, forbid, is_masked, mask
 
 # --- noise ----------------------------------------------------------------------------------------------------
-# Counter-based noise: the number depends only on (seed, position, token), and needs no state.
-#
-# So every worker samples the same token, in any batch, before and after preemption, migration or a retry. The hash is
-# splitmix64's finaliser (Steele, Lea, Flood 2014), applied to seed, position and token in turn.
+# Each number depends only on (seed, position, token), and needs no state. So every worker samples the same token, in
+# any batch, before and after preemption, migration or a retry. The hash is splitmix64's finaliser (Steele, Lea, Flood
+# 2014), applied to seed, position and token in turn.
 
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 _MIX_1: Final = 0xBF58476D1CE4E5B9

@@ -1,4 +1,5 @@
-"""The host's part of the attention of decode rows: the rows of a step, the tiling of a program, and the scratch."""
+"""The work of a decode step's attention. The host chooses its rows, the tiling of a program and the scratch; the device
+divides the tiles among the programs."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ from torch import Tensor
 from pdserve.engine.gpu.kernels.fixed_shapes import least_tiles, num_programs
 from pdserve.engine.gpu.kernels.switches import gpu_switches
 
-# --- work -----------------------------------------------------------------------------------------------------
-# Divides the tiles of a step's rows among attention's programs, on the device: fixed_shapes.py as a kernel.
+# --- division of the tiles among programs ---------------------------------------------------------------------
+# fixed_shapes.py as a kernel:
 #
 #     split(start_B, length_B, division) -> work
 #
 # It runs once per step for each of the model's windows, within the graph, because lengths change from step to step. In
-# a graph that of the first window is part of the launch that prepares the rows (attention_plan.py).
+# a graph that of the first window is part of the launch that prepares the rows (`prepare`).
 
 # Shapes: B rows, W programs of a kv head.
 
@@ -159,7 +160,7 @@ def split(start_B: Tensor, length_B: Tensor, division: Division) -> Tensor:
     return work
 
 
-# --- attention plan -------------------------------------------------------------------------------------------
+# --- rows, tiling and scratch ---------------------------------------------------------------------------------
 
 # Shapes: B rows, P pages of a table, K kv heads, D head dim, M queries of a program, W programs of a kv head.
 
@@ -256,9 +257,9 @@ def _staged_tiling(head_dim: int, dtype: torch.dtype, num_query_rows: int, *, is
     return Tiling(positions, 4, 3 if dtype == torch.float32 else 5, 3, most_registers)
 
 
-# --- prepare --------------------------------------------------------------------------------------------------
-# Prepares the rows of a decode step: their tokens, which the previous step may have sampled, their block tables, and
-# the division of their tiles among attention's programs (attention_plan.py). One launch instead of six small ones.
+# --- preparation of the rows ----------------------------------------------------------------------------------
+# Their tokens, which the previous step may have sampled, their block tables, and the division of their tiles. One
+# launch instead of six small ones.
 
 # Shapes: B rows, S sequence slots, P pages of a table.
 

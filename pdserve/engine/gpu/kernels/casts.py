@@ -1,9 +1,10 @@
-"""Casts that round equally in compiled kernels and in Triton's interpreter.
+"""What kernels share: casts that round equally in compiled kernels and in Triton's interpreter, and programmatic
+dependent launch.
 
-The interpreter of Triton 3.6 truncates to bfloat16 instead of rounding, loses the carry when it rounds an fp8
-mantissa, and multiplies bfloat16 tiles as integers. Interpreted kernels therefore round each float32 value to one that
-the target dtype can represent before they cast it, and multiply in float32. Compiled kernels use the hardware's casts,
-which round to the nearest, ties to even.
+The interpreter of Triton 3.6 truncates to bfloat16 instead of rounding, loses the carry when it rounds an fp8 mantissa,
+and multiplies bfloat16 tiles as integers. Interpreted kernels therefore round each float32 value to one that the target
+dtype can represent before they cast it, and multiply in float32. Compiled kernels use the hardware's casts, which round
+to the nearest, ties to even.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def _round_mantissa(x, COUNT: tl.constexpr):
     return tl.where(x == x, rounded, bits).to(tl.float32, bitcast=True)
 
 
-# --- overlap --------------------------------------------------------------------------------------------------
-# Programmatic dependent launch: a kernel may start while the kernel before it in the stream still runs.
+# --- programmatic dependent launch ----------------------------------------------------------------------------
+# A kernel may start while the kernel before it in the stream still runs.
 #
 #     begin(PDL)              the first statement of a kernel that is launched with these options
 #     **overlap_options()     PDL, and the launch option `launch_pdl`

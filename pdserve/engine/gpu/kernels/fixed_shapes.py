@@ -1,10 +1,12 @@
-"""How the attention of a decode step is divided among a fixed number of programs, for any lengths. Pure.
+"""How steps of any size use a graph, whose shapes are fixed: shares of the rows' positions, buckets of rows, and slots
+of the table of counts. Pure.
 
-All rows' tiles of positions form one sequence, row by row. Program p of a kv head takes tiles p * share to (p + 1) *
-share - 1 of it, so the longest program has at most one tile more than the mean. A row whose tiles are all in one
-program is finished there. The other rows have partial results, which a second kernel merges: a program has at most two
-of them, for its first and its last row. The kernels of attention_plan.py and attention.py follow this module. The
-number of programs depends only on the device, so a CUDA graph is valid for all lengths.
+Attention is divided among a fixed number of programs. All rows' tiles of positions form one sequence, row by row.
+Program p of a kv head takes tiles p * share to (p + 1) * share - 1 of it, so the longest program has at most one tile
+more than the mean. A row whose tiles are all in one program is finished there. The other rows have partial results,
+which a second kernel merges: a program has at most two of them, for its first and its last row. The kernels of
+attention_plan.py and attention.py follow this rule. The number of programs depends only on the device, so a CUDA graph
+is valid for all lengths.
 """
 
 from __future__ import annotations
@@ -86,11 +88,10 @@ def imbalance(found: Sequence[TilePart], part_tiles: float = 0.0) -> float:
     return max(loads.values()) * len(loads) / sum(loads.values())
 
 
-# --- buckets --------------------------------------------------------------------------------------------------
-# The numbers of rows for which graphs are captured, and the graph of a step.
-#
-# A matrix product of up to some hundred rows takes little longer than that of one row, so padding is cheap, but each
-# graph costs capture time and memory. From 16 rows on, the buckets keep padding under a fifth.
+# --- buckets of rows ------------------------------------------------------------------------------------------
+# The numbers of rows for which graphs are captured, and the graph of a step. A matrix product of up to some hundred
+# rows takes little longer than that of one row, so padding is cheap, but each graph costs capture time and memory. From
+# 16 rows on, the buckets keep padding under a fifth.
 
 SIZES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 
@@ -113,8 +114,8 @@ def choose(buckets: Sequence[int], num_rows: int) -> int | None:
     return buckets[index] if index < len(buckets) else None
 
 
-# --- count slots ----------------------------------------------------------------------------------------------
-# Assigns slots of a device's count table to sequences, and knows whether the counts are complete.
+# --- slots of the table of counts -----------------------------------------------------------------------------
+# Assigns slots to sequences, and knows whether the counts are complete.
 #
 # A sequence is identified by its list of tokens, to which tokens are only appended. If a slot was last used for another
 # number of tokens than its sequence has now (a step was computed elsewhere or abandoned), it must be filled again.

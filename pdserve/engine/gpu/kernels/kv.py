@@ -1,6 +1,7 @@
-"""Rotates queries and keys, after a norm if the model has one, and stores keys and values in the pool.
+"""Keys and values into the paged pool (`place`), and out of it into contiguous tensors (`flatten`).
 
-One launch per layer. Stored int8 and fp8 values and their scales are bit for bit those of pool.quantise for the same
+`place` rotates queries and keys, after a norm if the model has one, and stores keys and values, in one launch per
+layer. Stored int8 and fp8 values and their scales are bit for bit those of memory/pool.py's `quantise` for the same
 input; the rotation is computed in float32 and rounded once, where torch rounds each product to the compute dtype.
 """
 
@@ -28,7 +29,7 @@ _INT8_MAX = tl.constexpr(127.0)
 _INT8_STEP = tl.constexpr(1 / 127)
 _FP8_MAX = tl.constexpr(448.0)
 _FP8_STEP = tl.constexpr(1 / 448)
-_LEAST = tl.constexpr(2.0**-120)  # as in pool.py
+_LEAST = tl.constexpr(2.0**-120)  # as in memory/pool.py
 
 
 @triton.jit
@@ -196,11 +197,10 @@ def make_table(frequency_R: Tensor, attention_factor: float, num_positions: int,
     return torch.cat((cos_P1R, sin_P1R), dim=-1)[:, 0].contiguous()
 
 
-# --- flatten --------------------------------------------------------------------------------------------------
-# Copies the paged keys and values of rows into two contiguous tensors for attention over prompts.
-#
-# A prefill chunk attends to its prompt's earlier positions in the pool. The copy costs a few percent of the products,
-# and any varlen attention can use the result. int8 and fp8 values are multiplied by their scales during the copy.
+# --- contiguous keys and values -------------------------------------------------------------------------------
+# `flatten` copies them for attention over prompts: a prefill chunk attends to its prompt's earlier positions in the
+# pool. The copy costs a few percent of the products, and any varlen attention can use the result. int8 and fp8 values
+# are multiplied by their scales during the copy.
 
 # Shapes: B rows, P pages of a table, S positions of all rows, K kv heads, D head dim.
 

@@ -1,4 +1,5 @@
-"""RMS norm of rows, alone or after the addition of the previous sublayer's output."""
+"""Passes over rows between the products: RMS norm, alone or after the addition of the previous sublayer's output, and
+the gate of an mlp."""
 
 from __future__ import annotations
 
@@ -77,8 +78,8 @@ def _launch_norm(x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor, eps: f
     return out_TE
 
 
-# --- gated ----------------------------------------------------------------------------------------------------
-# The gate of an mlp: activation(gate) * up in one pass over [T, 2F].
+# --- gate of an mlp -------------------------------------------------------------------------------------------
+# activation(gate) * up in one pass over [T, 2F].
 
 _TWO_LOG2_E = tl.constexpr(2.885390081777927)
 _MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)

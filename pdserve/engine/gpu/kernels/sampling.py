@@ -1,9 +1,10 @@
-"""Samples one token per row from its logits on the device, like sampler.py for rows without bans or penalties.
+"""Samples one token per row from its logits on the device, like engine/sampling/sampler.py for rows without bans or
+penalties.
 
 Greedy rows take the lowest of the most likely tokens. Other rows add the noise of (seed, position) to the scaled logits
 that cutoff.py leaves, and take the best, so a token does not depend on the worker, the time or the batch. For equal
-logits it is the CPU's token, except for the float64 logarithms of sampling.py and the mass of cutoff.py; the best and
-the scaled logits have the same float32 bits. Logprobs are the log-softmax of the raw logits.
+logits it is the CPU's token, except for the float64 logarithms of the noise and the mass of cutoff.py; the best and the
+scaled logits have the same float32 bits. Logprobs are the log-softmax of the raw logits.
 
 Three launches. The first computes statistics of parts of the vocabulary. The second computes, for rows with noise, each
 part's best score or, with top_k or top_p, its candidates (cutoff.py). The third merges the parts of each row, or finds
