@@ -33,7 +33,7 @@ from pdserve.core.errors import TransferFailed
 from pdserve.engine.gpu.kernels.extent import StridedExtent
 from pdserve.engine.interface import KvPool
 
-# --- cuda memory ----------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------------------
 # Blocks of device memory, pinned host memory, and the copy of blocks with their checksums.
 
 
@@ -104,8 +104,8 @@ def moved(
     return sums
 
 
-# --- cuda watcher ---------------------------------------------------------------------------------------------
-# Copies in progress on a CUDA device, and the thread that wakes their waiters.
+# --- copies in progress ---------------------------------------------------------------------------------------
+# They are watched by a thread that wakes their waiters.
 
 log = logging.getLogger(__name__)
 
@@ -204,7 +204,7 @@ def has_passed(event: Any, limit_s: float) -> bool:
         time.sleep(_LONGEST_POLL_S)
 
 
-# --- cuda -----------------------------------------------------------------------------------------------------
+# --- device ---------------------------------------------------------------------------------------------------
 
 _WORDS: Final = 4  # int32 numbers in 16 bytes
 _EXPORT: Final = struct.Struct("<QQQ16s")  # offset in the allocation, blocks, bytes per block, the device's UUID

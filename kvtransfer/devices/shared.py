@@ -1,4 +1,5 @@
-"""A pool of another process on this machine, mapped read-only.
+"""A pool of another process on this machine, mapped read-only, and the identity of a host, which tells whether two
+processes can share memory.
 
 The owner sends the descriptor of its memory file over the control socket, after the ticket. Unlike a name, a descriptor
 cannot be used by any other program.
@@ -61,9 +62,7 @@ class SharedPool:
             self._map.close()
 
 
-# --- host -----------------------------------------------------------------------------------------------------
-# Identifies the host of this process for sharing memory.
-#
+# --- identity of the host -------------------------------------------------------------------------------------
 # Two processes get the same id if one can pass a file descriptor to the other over an abstract Unix socket: the same
 # boot of the same kernel, the same network namespace (it contains the abstract names), and the same user in the same
 # user namespace (each side checks the other's credentials). Mount and process namespaces do not matter, because a pool

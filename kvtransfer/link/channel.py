@@ -1,4 +1,4 @@
-"""A non-blocking stream socket that one thread serves and other threads may wake.
+"""A non-blocking stream socket that one thread serves and other threads may wake, and the writer of its frames.
 
 `poll` does all waiting. Only the owning thread may call the methods; `post` and `stop` may be called from any thread.
 """
@@ -288,8 +288,8 @@ class Channel:
         self.waker.close()
 
 
-# --- writer ---------------------------------------------------------------------------------------------------
-# Writes one thread's frames to its connection: small frames first, then at most one long frame.
+# --- writer of frames -----------------------------------------------------------------------------------------
+# Small frames come first, then at most one long frame.
 
 
 class WriteProgress(Enum):

@@ -39,8 +39,8 @@ from pdserve.engine.interface import KvPool
 from pdserve.outage_log import OutageLog, PeerLog
 from pdserve.tls.certificates import ReloadingCertificates
 
-# --- reports --------------------------------------------------------------------------------------------------
-# Reports results to the owners of transfers, in the order of the table's decisions, without holding its lock.
+# --- reports of results ---------------------------------------------------------------------------------------
+# They go to the owners of transfers, in the order of the table's decisions, without holding its lock.
 
 log = logging.getLogger(__name__)
 

@@ -27,8 +27,8 @@ from kvtransfer.protocol.plan import MAX_GROUPS, WHOLE, Part
 from pdserve.core.access.proof import MAC_BYTES, NONCE_BYTES
 from pdserve.core.kv.kv_shape import TransferKey
 
-# --- stamping -------------------------------------------------------------------------------------------------
-# Encoding of the stamps of a chunk's blocks: 16 bytes per block, little-endian, in front of the chunk.
+# --- stamps of a chunk's blocks -------------------------------------------------------------------------------
+# 16 bytes per block, little-endian, in front of the chunk:
 #
 #     content hash 8   of the block, from the sender's table when the chunk is packed
 #     generation 4     of the grant, its low half

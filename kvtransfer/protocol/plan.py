@@ -1,4 +1,4 @@
-"""How blocks become bytes: extents, chunks, runs and coverage. Pure.
+"""How blocks become bytes: extents, chunks, runs, coverage, views into memory, and parts of blocks. Pure.
 
 A grant lists blocks in prompt order. Frames use *grant indices*, which are positions in that list. Each side maps
 indices to its own block numbers, and runs of consecutive numbers become single memory ranges.
@@ -114,10 +114,8 @@ class Coverage:
         return self.count == self.size
 
 
-# --- memory ---------------------------------------------------------------------------------------------------
-# Views into a pool's memory, as lists for sendmsg and recvmsg_into.
-#
-# A view never extends beyond its blocks.
+# --- views into a pool's memory -------------------------------------------------------------------------------
+# Lists for sendmsg and recvmsg_into. A view never extends beyond its blocks.
 
 MAX_VIEWS: Final = 64  # per system call; the kernel's limit is 1024
 
@@ -160,9 +158,7 @@ def copy(destination: list[memoryview], source: list[memoryview]) -> None:
         advance(to, size)
 
 
-# --- parts ----------------------------------------------------------------------------------------------------
-# Which bytes of a block are sent in one chunk.
-#
+# --- parts of a block -----------------------------------------------------------------------------------------
 # A block is sent whole or in parts. A part is one *group* of layers of one *shard*; a shard is the heads that one
 # tensor-parallel rank of the sender has. The sender announces the number of groups, which are equal. A transfer is
 # complete when every part of every shard has arrived for each block. Each shard has one writer.

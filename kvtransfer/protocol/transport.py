@@ -1,4 +1,4 @@
-"""The interface of KV transfer to workers: Sender, Receiver, and how transfers end. Pure.
+"""The interface of KV transfer to workers: Sender, Receiver, how transfers end, and counters. Pure.
 
 A decode worker grants blocks to its Receiver; a prefill worker pushes blocks to its Sender. Both are thread-safe and
 never block their caller on the network. Their callbacks may come from any thread.
@@ -14,8 +14,8 @@ from typing import Final, Protocol
 from kvtransfer.protocol.session import Event, Session, State
 from pdserve.core.kv.kv_shape import Grant, TransferKey
 
-# --- stats ----------------------------------------------------------------------------------------------------
-# Counters of an endpoint, named for use in metrics.
+# --- counters of an endpoint ----------------------------------------------------------------------------------
+# Named for use in metrics.
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ def count_end(stats: TransferStats, session: Session) -> None:
     stats.quarantined += session.state is State.QUARANTINED
 
 
-# --- transport ------------------------------------------------------------------------------------------------
+# --- sender and receiver --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

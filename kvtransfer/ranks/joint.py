@@ -171,8 +171,8 @@ def _cause(results: Sequence[Result]) -> Result:
     return next((end for end in failed if not end.is_cancelled), failed[0])
 
 
-# --- rank grants ----------------------------------------------------------------------------------------------
-# The pairs of ranks that transfer parts of one grant, and the grant of each part.
+# --- grants of pairs of ranks ---------------------------------------------------------------------------------
+# Which pairs of ranks transfer parts of one grant, and the grant of each part.
 
 
 def rank_pairs(source: KvShape, target: KvShape) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Combines the senders, or the receivers, of a worker's ranks into one."""
+"""Combines the senders, or the receivers, of a worker's ranks into one, and opens those of the other ranks."""
 
 from __future__ import annotations
 
@@ -47,11 +47,10 @@ from pdserve.engine.interface import Engine
 from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.v1 import rank_pb2
 
-# --- joined ---------------------------------------------------------------------------------------------------
-# The sender and receiver of a worker whose ranks have separate pools: each passes calls on to those of all ranks.
-#
-# kvtransfer/ranks/joint.py decides how a transfer ends. `ranks[0]` is the sender or receiver of this process. The
-# others are in the ranks' processes (kvtransfer/ranks/rank_link.py), or in tests in this process too.
+# --- joined senders and receivers -----------------------------------------------------------------------------
+# Each passes calls on to those of all ranks, which have separate pools. joint.py decides how a transfer ends.
+# `ranks[0]` is the sender or receiver of this process. The others are in the ranks' processes (rank_link.py), or in
+# tests in this process too.
 
 Rank = TypeVar("Rank", RankReceiver, RankSender)
 OnReceived = Callable[[Received], None]
@@ -274,7 +273,7 @@ def check_grant(grant: Grant) -> None:
         raise ConfigError("grant.rank_endpoints", seen - 1, f"{degree - 1}: of each rank but the first")
 
 
-# --- rank endpoints -------------------------------------------------------------------------------------------
+# --- opening them ---------------------------------------------------------------------------------------------
 
 OPEN_S: Final = 120.0  # the kernels for device copies are compiled in this time
 

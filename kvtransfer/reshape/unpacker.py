@@ -19,7 +19,7 @@ from pdserve.core.kv.kv_shape import BlockForm
 from pdserve.engine.interface import KvPool
 from pdserve.engine.memory.host import HostMemory
 
-# --- staging --------------------------------------------------------------------------------------------------
+# --- staging pool ---------------------------------------------------------------------------------------------
 # Host memory for blocks between two formats. It is a pool like an engine's, so every transport can use it.
 
 

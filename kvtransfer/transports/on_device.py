@@ -1,4 +1,5 @@
-"""What the transports between GPUs share: a pool's device, preparation of its kernels, and packed chunks."""
+"""What the transports between GPUs share: a pool's device, preparation of its kernels, packed chunks, and staging
+slots."""
 
 from __future__ import annotations
 
@@ -117,7 +118,7 @@ def _one_of_each(runs: Sequence[StridedExtent]) -> list[StridedExtent]:
 
 
 # --- staging slots --------------------------------------------------------------------------------------------
-# A connection's staging slots on a device, if needed with pinned host memory for a socket.
+# One connection has them on a device, with pinned host memory if a socket needs it.
 
 
 def slot_size(block_bytes: int, slot_bytes: int) -> int:

@@ -1,6 +1,8 @@
-"""Slots of chunks that the receiver reads from the sender's pool. A chunk is announced with its source blocks' numbers.
+"""What transports share: slots of chunks that the receiver reads from the sender's pool, and local sockets with the
+handshake before the first frame.
 
-The sender may announce one chunk per slot. The receiver returns a slot when it no longer reads the source blocks.
+A chunk is announced with its source blocks' numbers. The sender may announce one chunk per slot. The receiver returns a
+slot when it no longer reads the source blocks.
 """
 
 from __future__ import annotations
@@ -96,8 +98,7 @@ def give_back(link: ReceiveLink, frame: Frame) -> None:
     link.channel.post(Frame(Kind.CREDIT, frame.tag, slot=frame.slot).encode())
 
 
-# --- local ----------------------------------------------------------------------------------------------------
-# Sockets between two processes of one host, and the handshake messages before the first frame.
+# --- local sockets and the handshake --------------------------------------------------------------------------
 
 TAKEN: Final = b"PDOK"  # the receiver has accepted the offer
 

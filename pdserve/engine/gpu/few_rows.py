@@ -4,7 +4,7 @@
               when it is called (at::Context, read by at::cuda::blas::gemm); it has no effect on queued or captured
               work. cuBLASLt's choice of an algorithm runs on the host alone and its workspace comes from torch's
               allocator, so both may happen during a capture. Other shapes than it supports fall back to cuBLAS.
-    split-k   products.py, with the norm in front and the gate behind
+    split-k   kernels/products.py, with the norm in front and the gate behind
     fastest   the fastest of these and cuBLAS for each shape and number of rows, measured at the start. A method that
               fails, or whose result is not that of cuBLAS, is reported and not used.
 

@@ -1,5 +1,5 @@
 """From a model folder to an engine: checks the settings and the memory, loads weights, assembles.
 
-It imports every room but ranks. Nothing here runs once an engine is open, except `recorded.py`. Read `gpu_engine.py`
+It imports every room but ranks. Nothing here runs once an engine is open, except `recorded.py`. Read `build_engine.py`
 first, then `weights.py`.
 """

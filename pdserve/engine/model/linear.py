@@ -3,12 +3,12 @@
 plain    any device and dtype, as the checkpoint has it.
 packed   float32 on a CPU: oneDNN's blocked layout, made at load. 2 to 4 times as fast as the plain layout at 4 to 32
          rows, the sizes of decode; the plain copy is freed. Weights that bfloat16 holds exactly are stored so, which
-         takes half of the memory. With AMX kernels/amx_gemm.py multiplies them. Elsewhere packed_gemm.py widens them,
-         which gives the same bits as float32 weights.
+         takes half of the memory. With AMX cpu/kernels/amx_gemm.py multiplies them. Elsewhere packed_gemm.py widens
+         them, which gives the same bits as float32 weights.
 fp8      CUDA from compute capability 8.9 on: see fp8.py.
 bfloat16 a CPU: weights and activations rounded to bfloat16, sums in float32, results in bfloat16. Between the products
-         activations stay in float32. With AMX by kernels/amx_gemm.py, like int8; elsewhere by oneDNN and packed_gemm.
-int4     a CPU with AVX-512 VNNI, or with AVX2 and no AVX-512: see int4.py.
+         activations stay in float32. With AMX by amx_gemm.py, like int8; elsewhere by oneDNN and packed_gemm.py.
+int4     a CPU with AVX-512 VNNI, or with AVX2 and no AVX-512: see cpu/int4.py.
 int8     the same CPUs, and slowly on others: weights rounded per output channel, activations per token, sums in int32.
 
         w[n, k] ~ q_w[n, k] * s_w[n]          s_w[n] = max_k |w[n, k]| / 127, or / 63 without VNNI

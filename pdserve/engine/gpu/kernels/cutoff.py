@@ -1,11 +1,11 @@
 """min_p, top_k and top_p as one number per row: how far below the best a token may be and still be sampled.
 
-The depth of a token is (best - logit) / temperature, in float32 as in sampler.py. The bits of a non-negative float32
-have the order of integers, so depths are searched by bits, without sorting. The rule is that of sampler.py: min_p,
-then top_k, then top_p, each on what the previous one has left; equal depths are kept or removed together. Masses are
-sums of float32 exponentials in integer units of 2**-40, so they do not depend on the order of tokens or on the number
-of programs. torch adds in float64, so a row may keep one token more or less if the mass before it is within 1e-6 of
-top_p.
+The depth of a token is (best - logit) / temperature, in float32 as in engine/sampling/sampler.py. The bits of a
+non-negative float32 have the order of integers, so depths are searched by bits, without sorting. The rule is that of
+sampler.py: min_p, then top_k, then top_p, each on what the previous one has left; equal depths are kept or removed
+together. Masses are sums of float32 exponentials in integer units of 2**-40, so they do not depend on the order of
+tokens or on the number of programs. torch adds in float64, so a row may keep one token more or less if the mass before
+it is within 1e-6 of top_p.
 
 First, the best token of each group gives a bound below which no token can be kept. Programs for parts of the vocabulary
 list the tokens above it, the candidates. One program per row then finds the cutoff among these in eight rounds, each of
