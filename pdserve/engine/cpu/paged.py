@@ -139,7 +139,7 @@ class PagedAttention:
         norms: Norms | None = None,
     ) -> Tensor:
         """Stores the step's rotated keys and its values, and returns the rotated queries: ops.rms_norm with `norms`,
-        rope.rotate and pool.write.
+        attention.rotate and pool.write.
 
         The heads of a token are contiguous; tokens may be apart.
         """

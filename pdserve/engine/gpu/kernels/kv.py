@@ -191,7 +191,7 @@ def place(
 
 
 def make_table(frequency_R: Tensor, attention_factor: float, num_positions: int, dtype: torch.dtype) -> Tensor:
-    """Cosines and sines of positions 0 .. num_positions - 1, [P, D]; see rope.rotation."""
+    """Cosines and sines of positions 0 .. num_positions - 1, [P, D]; see attention.rotation."""
     position_P = torch.arange(num_positions, device=frequency_R.device)
     cos_P1R, sin_P1R = rotation(frequency_R, attention_factor, position_P, dtype)
     return torch.cat((cos_P1R, sin_P1R), dim=-1)[:, 0].contiguous()

@@ -43,15 +43,15 @@ _UNIT = tl.constexpr(2.0**-53)
 
 @triton.jit
 def stream(seed, position):
-    """Like noise.stream: the state that all tokens of one sampled position share. Both int64; the seed's bits count as
-    unsigned."""
+    """Like sampler.stream: the state that all tokens of one sampled position share. Both int64; the seed's bits count
+    as unsigned."""
     state = _mix(seed.to(tl.uint64, bitcast=True) + _GOLDEN)
     return _mix(state + (position.to(tl.uint64, bitcast=True) + 1) * _GOLDEN)
 
 
 @triton.jit
 def gumbel(state, token):
-    """Like noise.gumbel: float64 for each int32 token."""
+    """Like sampler.gumbel: float64 for each int32 token."""
     bits = _mix(state + (token.to(tl.uint64) + 1) * _GOLDEN) >> 11
     uniform = (bits.to(tl.int64, bitcast=True).to(tl.float64) + 0.5) * _UNIT
     return -tl.log(-tl.log(uniform))
