@@ -1,6 +1,8 @@
 """Placement policies by name. Pure.
 
-A policy is one function or small class; adding one is a line in POLICIES.
+A policy is one function or small class that gets a request and the usable workers, and returns a Decision. Adding one
+is a line in POLICIES. It imports views and settings of router/state, and pdserve.core. Read `interface.py` first, then
+`goodput.py`, the default.
 """
 
 from __future__ import annotations

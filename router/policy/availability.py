@@ -1,4 +1,4 @@
-"""Which workers have room now; shared by all policies. Pure."""
+"""Which workers have room now, for all policies, and what an unloaded cluster would offer a request. Pure."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def clamped_wait_s(wait_s: float) -> float:
     return clamped_s(wait_s, SHORTEST_WAIT_S, LONGEST_WAIT_S)
 
 
-# --- unloaded -------------------------------------------------------------------------------------------------
-# Estimates what a request would get on an unloaded cluster, for the order of the queue and for admission.
+# --- estimate for an unloaded cluster -------------------------------------------------------------------------
+# The order of the queue and admission use it.
 
 SIGMAS: Final = 2.0  # standard errors that count as certain
 

@@ -1,13 +1,14 @@
-"""The common scheme of the published baselines: the prefill worker by one cost, the decode worker by another. Pure.
+"""The published baselines, and policies without predictions. Pure.
 
-At arrival, the request is bound to the prefill worker with the lowest cost. It waits in that worker's queue, even if
-other workers become free. The decode worker is chosen when the prefill worker can start, because blocks must be
-reserved before the prefill begins. (The published systems choose it after the prefill, and may then have computed a
-prompt for which there is no room.) Without prefill workers, one cost over the decode workers decides, and the worker
-runs both phases, as in the published aggregated mode.
+Most of them share one scheme, TwoStage: the prefill worker by one cost, the decode worker by another. At arrival, the
+request is bound to the prefill worker with the lowest cost. It waits in that worker's queue, even if other workers
+become free. The decode worker is chosen when the prefill worker can start, because blocks must be reserved before the
+prefill begins. (The published systems choose it after the prefill, and may then have computed a prompt for which there
+is no room.) Without prefill workers, one cost over the decode workers decides, and the worker runs both phases, as in
+the published aggregated mode.
 
 Deviations, each in the baseline's favour: no request is sent to a decode worker without a free row and memory, and a
-worker where the request failed before is avoided while there are others.
+worker where the request failed before is avoided while there are others. docs/scheduling.md has the sources.
 """
 
 from __future__ import annotations
@@ -170,12 +171,12 @@ def _cheapest(price: Price, request: PolicyInput, views: Sequence[WorkerView], n
     return [view for _, _, view in nsmallest(SHOWN, priced)]  # ids are unique, so views are never compared
 
 
-# --- least loaded ---------------------------------------------------------------------------------------------
-# `least-loaded`: the prefill worker with the fewest requests, the decode worker with the fewest sequences.
+# --- least-loaded ---------------------------------------------------------------------------------------------
+# The prefill worker with the fewest requests, the decode worker with the fewest sequences.
 #
-# The shortest queue at arrival, as in DistServe's dispatcher (scheduling.md 1.1). Load is the number of requests,
-# whatever their length. It includes requests in the worker's queue, and other routers' requests in its reports. Without
-# prefill workers, the policy takes the worker with the fewest sequences, including those that wait for their prefill.
+# This is the shortest queue at arrival, as in DistServe's dispatcher. Load is the number of requests, whatever their
+# length. It includes requests in the worker's queue, and other routers' requests in its reports. Without prefill
+# workers, the policy takes the worker with the fewest sequences, including those that wait for their prefill.
 
 
 def requests(request: PolicyInput, view: WorkerView, now_s: float) -> int:
@@ -192,8 +193,8 @@ def make_least_loaded() -> TwoStage:
     return TwoStage(prefill=requests, decode=sequences, together=sequences, reason="least loaded")
 
 
-# --- static ---------------------------------------------------------------------------------------------------
-# Policies without predictions: `round-robin` and `colocated`.
+# --- round-robin and colocated --------------------------------------------------------------------------------
+# Policies without predictions.
 
 
 @final
@@ -244,7 +245,7 @@ def colocated(
 
 
 # --- dynamo ---------------------------------------------------------------------------------------------------
-# `dynamo`: the cost of NVIDIA Dynamo's KV router, in blocks (scheduling.md 1.2).
+# The cost of NVIDIA Dynamo's KV router, in blocks:
 #
 #     adj  = max(active_prefill_blocks + prompt_blocks - overlap_blocks, 0)
 #     cost = prefill_load_scale * adj + decode_blocks            the lowest wins
@@ -280,10 +281,10 @@ def make_dynamo() -> TwoStage:
 
 
 # --- lmetric --------------------------------------------------------------------------------------------------
-# `lmetric`: Dynamo's alternative cost without a weight, adj * (decode_blocks + 1) (scheduling.md 1.2).
+# Dynamo's alternative cost without a weight: adj * (decode_blocks + 1), with the terms of `dynamo`.
 #
-# `adj` and `decode_blocks` are those of baselines.py. A prefill worker has no decode blocks, and in the decode stage
-# `adj` is the same everywhere, so with separate workers it chooses like `dynamo`. Without prefill workers it differs.
+# A prefill worker has no decode blocks, and in the decode stage `adj` is the same everywhere, so with separate workers
+# it chooses like `dynamo`. Without prefill workers it differs.
 
 
 def product(request: PolicyInput, view: WorkerView, now_s: float) -> float:
@@ -295,20 +296,20 @@ def make_lmetric() -> TwoStage:
 
 
 # --- mooncake -------------------------------------------------------------------------------------------------
-# `mooncake`: Algorithm 1 of Mooncake's paper (scheduling.md 1.4), in seconds of the shared cost model.
+# Algorithm 1 of Mooncake's paper, in seconds of the shared cost model:
 #
 #     TTFT(p) = T_queue(p) + T_prefill(len, prefix on p)         the prefill worker with the least is chosen
 #     TBT(d)  = a decode step that also has this request         the decode worker with the least is chosen
 #     rejected if the predicted TTFT or TBT is over the request's SLO
 #
-# Deviations: - Mooncake may copy the best prefix from another worker (T_transfer), if best / local prefix is above a
-# manual threshold.
-#   Workers here do not copy prefixes from each other, so a prefix counts only on the worker that has it.
-# - The paper checks TBT at arrival. Here the decode worker is chosen when the prefill can start, so TBT is checked then
-# as
-#   well, still before any computation.
-# - The TTFT that is compared with the target includes the mean wait for a decode worker's grant, and the time that the
-#   request has waited.
+# Deviations:
+#
+# - Mooncake may copy the best prefix from another worker (T_transfer), if best / local prefix is above a manual
+#   threshold. Workers here do not copy prefixes from each other, so a prefix counts only on the worker that has it.
+# - The paper checks TBT at arrival. Here the decode worker is chosen when the prefill can start, so TBT is checked
+#   then as well, still before any computation.
+# - The TTFT that is compared with the target includes the mean wait for a decode worker's grant, and the time that
+#   the request has waited.
 # - A started request is not rejected. Without prefill workers, one worker's TTFT and TBT are used.
 
 

@@ -1,4 +1,5 @@
-"""The candidate placements of a request with their costs: pairs of workers, and single decode workers. Pure.
+"""The candidate placements of a request with their costs: pairs of workers, and single decode workers. With the
+constants of the goodput policy. Pure.
 
 Each worker is ranked with a few multiplications; only the best of each role are compared in detail. Formulas:
 docs/scheduling.md.
@@ -21,8 +22,8 @@ from router.policy.interface import Links, PolicyInput
 from router.state.load import DecodeLoad
 from router.state.view import WorkerView
 
-# --- tuning ---------------------------------------------------------------------------------------------------
-# The constants of the goodput policy, with their reasons; the same for all traffic, models and machines.
+# --- constants of the goodput policy --------------------------------------------------------------------------
+# They are the same for all traffic, models and machines.
 
 # The cost of a second of a worker's time, in seconds of delay for this request: on average one later request is
 # delayed.
@@ -48,7 +49,7 @@ TRANSFER_TIE_S: Final = 1e-3  # transfers that differ by less count as equally c
 OPTIONS_SHOWN: Final = 6  # in explanations
 
 
-# --- candidates -----------------------------------------------------------------------------------------------
+# --- placements and their costs -------------------------------------------------------------------------------
 
 # A ranked decode worker with room: (how far its step exceeds the strictest TPOT target, as a share of the target,
 # negative if it is met; position in the order of workers; its step with this request; view; load). For a worker that

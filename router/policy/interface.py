@@ -1,4 +1,4 @@
-"""The input and output of a policy. Pure.
+"""The input and output of a policy, and the names of the goodput policy's rules. Pure.
 
 A policy is called for the request at the head of the queue, with the usable workers only: connected, not draining, not
 silent, large enough. It never changes a view.
@@ -110,8 +110,8 @@ class Policy(Protocol):
         ...
 
 
-# --- rules ----------------------------------------------------------------------------------------------------
-# The goodput policy's rules, by name. `rules_off` switches rules off, to measure their effect.
+# --- rules of the goodput policy ------------------------------------------------------------------------------
+# `rules_off` switches rules off by name, to measure their effect.
 
 RULES: Final[dict[str, str]] = {
     "path-choice": "a placement is local if that costs less than remote; off: remote if there is a prefill worker",

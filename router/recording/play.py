@@ -1,4 +1,8 @@
-"""Makes frames of the live view from a recording, by feeding its events to a new router state. Pure."""
+"""`pdserve play FILE`: shows a recording in the live view, as one HTML page that needs no network and no cluster.
+
+`play` makes the frames: it feeds the recorded events to a new router state. It is pure; the command reads and writes
+files.
+"""
 
 from __future__ import annotations
 
@@ -81,8 +85,7 @@ def _explanations(state: RouterState, frames: Iterable[LiveFrame]) -> Iterator[D
             yield found
 
 
-# --- play command ---------------------------------------------------------------------------------------------
-# `pdserve play FILE`: shows a recording in the live view, as one HTML page that needs no network and no cluster.
+# --- command --------------------------------------------------------------------------------------------------
 
 HELP = "show a recording in the live view: one HTML page with play, pause and scrub"
 

@@ -51,8 +51,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if differing else 0
 
 
-# --- recorded lines -------------------------------------------------------------------------------------------
-# Reads the lines of a recording.
+# --- lines of a recording -------------------------------------------------------------------------------------
 
 MAX_LINE_CHARS: Final = 64 * 2**20  # so that a file without line ends does not fill the memory
 

@@ -1,6 +1,7 @@
-"""The answer to one request: converts token ids to text, checks stop strings, and merges pieces for slow readers.
+"""The answer to one request, and a group of answers to one prompt.
 
-No I/O: the task that writes to the client waits for `changed` and takes the pending messages.
+An answer converts token ids to text, checks stop strings, and merges pieces for slow readers. No I/O: the task that
+writes to the client waits for `changed` and takes the pending messages.
 """
 
 from __future__ import annotations
@@ -199,8 +200,8 @@ class Answer:
         return piece.text
 
 
-# --- group ----------------------------------------------------------------------------------------------------
-# Several answers to one prompt (n, best_of) as one stream: creates their requests and merges their outputs. No I/O.
+# --- several answers to one prompt ----------------------------------------------------------------------------
+# A group creates the requests of `n` or `best_of`, and merges their outputs into one stream.
 #
 # Inside the router each answer is a request of its own: placed, preempted, recovered and ended independently. The first
 # uses the request's own seed, so it equals the answer for n = 1; the others use seeds derived from it.

@@ -141,8 +141,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc,type-arg
         return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-# --- tenants --------------------------------------------------------------------------------------------------
-# The router's tenants: the key file, which is read again when it changes. If it is invalid, the old one stays valid.
+# --- key file -------------------------------------------------------------------------------------------------
+# It is read again when it changes. If the new version is invalid, the old one stays valid.
 
 CHECK_EVERY_S: Final = 0.5
 

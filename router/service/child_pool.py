@@ -2,6 +2,7 @@
 
 All work first gets a little CPU time of one quick child. What takes longer goes to the slow children, with the full
 limit. So quick work never waits for slow work, and both queues are fair among clients. The event loop never blocks.
+GrammarCheck uses the pool for grammars; router/service/tokenizing.py uses it for texts.
 """
 
 from __future__ import annotations
@@ -260,7 +261,7 @@ class ChildPool:
 
 
 # --- grammars -------------------------------------------------------------------------------------------------
-# Checks grammars in separate processes (router/service/child_pool.py), and caches the results.
+# Checks grammars in child processes, and caches the results.
 #
 # Failures that the grammar did not cause raise Overloaded and are not cached: a killed process, too many waiting
 # grammars, or no answer within CHECK_S. A slow grammar reaches its CPU limit before CHECK_S, unless the machine is too

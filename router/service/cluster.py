@@ -1,4 +1,4 @@
-"""ClusterService: the router's methods for operators."""
+"""ClusterService: the router's methods for operators, and the frames that it sends to live views."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from router.state.history import DecisionRecord, is_chosen
 from router.state.snapshot import WorkerFacts
 from router.state.state import RouterState
 
-# --- watching -------------------------------------------------------------------------------------------------
-# Sends frames of the live view. A slow viewer gets fewer frames, each with all requests that ended meanwhile.
+# --- live view ------------------------------------------------------------------------------------------------
+# A slow viewer gets fewer frames, each with all requests that ended meanwhile.
 
 SHORTEST_S: Final = 0.1
 LONGEST_S: Final = 60.0
@@ -68,7 +68,7 @@ class Watching:
         self._closing.set()
 
 
-# --- cluster --------------------------------------------------------------------------------------------------
+# --- service --------------------------------------------------------------------------------------------------
 
 # `given`: dataclass fields that are not sent, or are sent in another form. `ignored`: message fields filled by hand.
 _WORKER: Final = Codec(

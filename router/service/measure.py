@@ -1,4 +1,8 @@
-"""The router's metrics and spans of requests. Their names are in metric_names.py and names.py of pdserve/telemetry."""
+"""The router's metrics, and the spans of its requests.
+
+`Measure` records each request; `Gauges` sets the state of the whole router once a second. The names are in
+pdserve/telemetry/metric_names.py and pdserve/telemetry/names.py.
+"""
 
 from __future__ import annotations
 
@@ -272,8 +276,8 @@ def _kept(timings: Timings, slo: Slo) -> str:
     return "both" if ttft and tpot else "ttft" if ttft else "tpot" if tpot else "none"
 
 
-# --- connections ----------------------------------------------------------------------------------------------
-# Counts the open connections of a port of this process. gRPC does not report them.
+# --- open connections -----------------------------------------------------------------------------------------
+# Counts them for a port of this process. gRPC does not report them.
 
 
 def num_connections(port: int) -> int:
@@ -297,7 +301,7 @@ def _is_connected(number: int, port: int) -> bool:
 
 
 # --- gauges ---------------------------------------------------------------------------------------------------
-# Sets the router's gauges once a second, and the counters whose totals other modules keep.
+# Set once a second, together with the counters whose totals other modules keep.
 
 EVERY_S: Final = 1.0
 DROPPED: Final = ("late", "illegal")  # of RouterState.counters

@@ -1,4 +1,6 @@
-"""The quotas of tenants: tokens per minute, and answers in progress. Pure. State is per router.
+"""What a tenant may use, and what separates tenants: quotas, labels of metrics, salts of the prefix cache. Pure.
+
+Quotas limit tokens per minute and answers in progress. Their state is per router.
 
 A tenant's token bucket has room for the tokens of BURST_S seconds, and fills evenly. A call needs its prompt tokens
 and, for each answer, RESERVED_TOKENS of output (or `max_tokens`, if that is less). It is admitted if the bucket has as
@@ -229,8 +231,8 @@ class Quotas:
         }
 
 
-# --- releases -------------------------------------------------------------------------------------------------
-# Ended requests for which a worker may still hold memory. Their answers count as in progress until it is free.
+# --- ended answers that still hold memory ---------------------------------------------------------------------
+# They count as in progress until no worker holds memory for them.
 
 
 @final
@@ -265,11 +267,9 @@ class PendingReleases:
                 self._claims.pop(request_id).release(now_s)
 
 
-# --- tenant labels --------------------------------------------------------------------------------------------
-# The values of the label `tenant` in metrics. Their number is limited, because each costs memory here and in
-# Prometheus.
-#
-# The first tenants to call get labels of their own, for as long as the router runs; later ones share `other`.
+# --- labels of metrics ----------------------------------------------------------------------------------------
+# The number of values of the label `tenant` is limited, because each costs memory here and in Prometheus. The first
+# tenants to call get labels of their own, for as long as the router runs; later ones share `other`.
 
 DEFAULT_LABEL: Final = RESERVED_NAMES[0]
 OTHER_LABEL: Final = RESERVED_NAMES[1]
@@ -292,8 +292,8 @@ class TenantLabels:
         return tenant
 
 
-# --- cache salt -----------------------------------------------------------------------------------------------
-# The salt of a request's block hashes: requests with different salts never share a cached prefix.
+# --- salts of the prefix cache --------------------------------------------------------------------------------
+# Requests with different salts never share a cached prefix.
 #
 # The salt is derived from the tenant and from the salt that the request itself may have. Without either, it is empty.
 # The cluster's secret is the key of the derivation, so block hashes in Redis or in a recording cannot be compared with

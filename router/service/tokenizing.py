@@ -1,8 +1,8 @@
-"""Runs tokenizers in threads, in two queues: long texts neither delay short ones nor take their places.
+"""Runs tokenizers in threads. Chat templates, and tokenizers whose patterns may never end, run in child processes.
 
-Each queue runs its texts in order of arrival, and limits how many wait. The queue of long texts also limits the bytes
-of waiting requests, because memory holds several copies of each. Each host or tenant has a share of both
-(pdserve/core/access/shares.py).
+The threads have two queues, so that long texts neither delay short ones nor take their places. Each queue runs its
+texts in order of arrival, and limits how many wait. The queue of long texts also limits the bytes of waiting requests,
+because memory holds several copies of each. Each host or tenant has a share of both (pdserve/core/access/shares.py).
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ class _Task(Generic[Result]):
             self._running.discard(self)
 
 
-# --- text children --------------------------------------------------------------------------------------------
-# Chat templates, and texts of tokenizers whose patterns may never end, in child processes (pdserve/text/child.py).
+# --- child processes ------------------------------------------------------------------------------------------
+# Each runs pdserve/text/child.py.
 
 # A small chat takes 0.002 s in a new process, and a longer one has more time, as below. A chat waits for this much work
 # of each new client whose chat came before it.

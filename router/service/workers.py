@@ -1,7 +1,8 @@
 """The router's streams to all workers: one session per endpoint, from a list and from the registry.
 
 It decides which workers belong to the cluster: a worker must serve the same model, in the same form, as the attached
-ones. It converts their messages to events for the runtime.
+ones. It converts their messages to events for the runtime, asks them for their logs, and keeps the KV links that they
+report.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from router.service.model import ModelFacts, difference, facts_of
 from router.service.session import SILENCE_S, WorkerSession
 from router.state.events import Event, WorkerConnected, WorkerForgotten, WorkerLost
 
-# --- worker logs ----------------------------------------------------------------------------------------------
-# Asks workers for the last lines of their logs, on their Attach streams.
+# --- logs of workers ------------------------------------------------------------------------------------------
+# Asks for the last lines on the workers' Attach streams.
 
 ANSWER_S: Final = 2.0  # enough, because a worker answers on its gRPC thread, even during a step
 Lines = Sequence[worker_pb2.LogLine]
@@ -66,8 +67,8 @@ class WorkerLogs:
             asked.set_result(lines[-MAX_LINES:])
 
 
-# --- links ----------------------------------------------------------------------------------------------------
-# The KV connections between workers, as prefill workers report them. For operators and traces; no decision uses them.
+# --- KV links -------------------------------------------------------------------------------------------------
+# The connections between workers, as prefill workers report them. For operators and traces; no decision uses them.
 
 MAX_LINKS: Final = 4096
 MAX_ID_CHARS: Final = 1024  # in each text field
@@ -101,7 +102,7 @@ class KvLinks:
         return self._of.get(prefill_worker, {}).get(decode_worker)
 
 
-# --- workers --------------------------------------------------------------------------------------------------
+# --- sessions -------------------------------------------------------------------------------------------------
 
 log = logging.getLogger(__name__)
 

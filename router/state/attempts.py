@@ -1,4 +1,5 @@
-"""Handles workers' messages about a request's current attempt: grant, first token, KV, tokens, end. Pure.
+"""Handles workers' messages about a request's current attempt (grant, first token, KV, tokens, end), and lost workers.
+Pure.
 
 Every message names its attempt. A message of an older attempt, of a forgotten request, or from a worker that is not
 part of the attempt is late: it is counted and ignored. The streams of the two workers are not ordered relative to each
@@ -312,8 +313,8 @@ def _is_full(request: Request) -> bool:
     return len(request.output) >= request.facts.sampling.max_tokens
 
 
-# --- recovery -------------------------------------------------------------------------------------------------
-# Handles workers that connect, disconnect or fall silent: their attempts are lost.
+# --- workers that connect, disconnect or fall silent ----------------------------------------------------------
+# Their attempts are lost.
 
 INNOCENT_TOKENS: Final = 8  # an attempt with as many output tokens has made progress
 

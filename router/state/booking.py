@@ -1,4 +1,4 @@
-"""The memory and work that one attempt needs on one worker, and the sums over a worker's attempts. Pure."""
+"""The memory and work that attempts need on one worker, and the requests that wait for that worker alone. Pure."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class Totals:
         assert self.landing_tokens == sum(one.tokens for one in bookings if one.is_landing), "landing tokens"
 
 
-# --- worker queue ---------------------------------------------------------------------------------------------
-# Requests that are bound to one prefill worker and wait until it can start them.
+# --- queue of one prefill worker ------------------------------------------------------------------------------
+# Requests that are bound to the worker, and wait until it can start them.
 #
 # The published baselines choose the prefill worker at arrival, so a request in a worker's queue counts as its load
 # before it is booked there. The sums are updated when a request is bound. These requests are not in the router's common

@@ -1,4 +1,4 @@
-"""The workers that the router knows, and the measured links between them. Pure."""
+"""What the router knows of workers, links and lengths of answers, and the request that a policy sees. Pure."""
 
 from __future__ import annotations
 
@@ -137,8 +137,8 @@ class Fleet:
             view.heard_s += gap_s
 
 
-# --- lengths --------------------------------------------------------------------------------------------------
-# Expected lengths of answers. They are unknown at arrival, so a running mean is used.
+# --- expected lengths of answers ------------------------------------------------------------------------------
+# They are unknown at arrival, so a running mean is used.
 #
 # Requests are of one class if their `max_tokens` have the same number of binary digits, because requests with a limit
 # of 16 tokens and of 4,096 differ. A new class starts with the mean over all classes.
@@ -168,8 +168,7 @@ class OutputLengths:
             self._means[key] = (seen + 1, mean + max(GAIN, 1.0 / (seen + 1)) * (tokens - mean))
 
 
-# --- policy input ---------------------------------------------------------------------------------------------
-# Describes a waiting request for policies and for the order of the queue.
+# --- a request for policies and the queue ---------------------------------------------------------------------
 
 NOTHING: Final[frozenset[Any]] = frozenset()
 NEEDS_ESTIMATE: Final = frozenset({"least-slack", "ageing", "fairness", "rejection"})

@@ -1,4 +1,4 @@
-"""Explanations of recent placements, in bounded memory. Pure.
+"""Explanations of recent placements, and the latest ended requests, in bounded memory. Pure.
 
 An explanation has the last decision that placed or rejected a request, with its predictions. `ended` adds the measured
 TTFT and TPOT when the request ends. For a running request, `live` adds the values measured so far.
@@ -138,8 +138,8 @@ def _cut(decision: Decision) -> Decision:
     return dataclasses.replace(decision, candidates=shown, reason=reason)
 
 
-# --- live log -------------------------------------------------------------------------------------------------
-# The latest ended requests, as the live view shows them, and counts of all ended requests.
+# --- ended requests -------------------------------------------------------------------------------------------
+# Shown in the live view, with counts of all requests that ended.
 
 MAX_ENDED: Final = 512  # ended requests that are kept, and therefore the maximum in one frame
 ENDED: Final = "ended"

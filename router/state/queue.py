@@ -1,18 +1,18 @@
-"""The order of waiting requests. Pure.
+"""The order of waiting requests, and fairness between tenants. Pure.
 
     1. level     requests whose client already has tokens; then priority classes, the highest first
     2. on time   requests that can still meet their target, before those that cannot: otherwise one late request makes
                  the next one late (under overload, an order by deadline alone makes every request late)
-    3. tenant    a tenant that is ahead of the least served waiting tenant yields (queue.py)
+    3. tenant    a tenant that is ahead of the least served waiting tenant yields (Fairness)
     4. key       the smallest one: when the first token is due, or the order of arrival
 
 Ageing: while late requests wait, LATE_SHARE of the placed work is credited to the late request that arrived first, of
 any level and tenant. That request is placed next when the credit covers its prefill.
 
 Bound on waiting. A waiting request becomes late at `late_at_s`, whatever the other requests are. Let W be its prefill
-seconds plus those of all earlier requests that still wait then. It is first at the latest when others with
-W / LATE_SHARE prefill seconds were placed: each of these seconds adds LATE_SHARE of credit, and only earlier requests
-use up credit, each at most its own part of W. So requests with stricter targets, of higher classes or of less served
+seconds plus those of all earlier requests that still wait then. It is first at the latest when others with W /
+LATE_SHARE prefill seconds were placed: each of these seconds adds LATE_SHARE of credit, and only earlier requests use
+up credit, each at most its own part of W. So requests with stricter targets, of higher classes or of less served
 tenants cannot make it wait forever.
 """
 
@@ -23,11 +23,11 @@ from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator
 from typing import Final, NamedTuple, final
 
-# --- fairness -------------------------------------------------------------------------------------------------
-# Fairness between tenants, by the predicted GPU-seconds that each has received. A tenant that is ahead of the least
-# served waiting tenant by more than a quantum yields to it. `_level` never decreases, and no waiting tenant is below
-# it. An idle tenant that returns starts at `_level`, so idle time earns no credit, and idle tenants that are not above
-# it need not be stored.
+# --- fairness between tenants ---------------------------------------------------------------------------------
+# It is measured by the predicted GPU-seconds that each tenant has received. A tenant that is ahead of the least served
+# waiting tenant by more than a quantum yields to it. `_level` never decreases, and no waiting tenant is below it. An
+# idle tenant that returns starts at `_level`, so idle time earns no credit, and idle tenants that are not above it need
+# not be stored.
 
 QUANTUM_REQUESTS: Final = 2.0  # a quantum is the work of this many mean requests
 MAX_IDLE: Final = 1024  # number of stored idle tenants, those that are furthest ahead
@@ -113,7 +113,7 @@ class Fairness:
         assert len(self._served_s) <= len(self._waiting) + MAX_IDLE, "tenants are not bounded"
 
 
-# --- queue ----------------------------------------------------------------------------------------------------
+# --- order of waiting requests --------------------------------------------------------------------------------
 
 LATE_SHARE: Final = 0.05
 NEVER_S: Final = float("inf")

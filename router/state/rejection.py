@@ -1,6 +1,6 @@
-"""Measures overload: the predicted capacity, the demand, and the errors of both. Pure.
+"""Which requests are rejected under overload: newcomers, and requests that have become late. Pure.
 
-From them follows which requests are rejected: newcomers, and requests that have become late.
+Overload is measured first: the predicted capacity, the demand, and the errors of both.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def clamped_retry_s(wait_s: float) -> float:
 
 
 # --- newcomers ------------------------------------------------------------------------------------------------
-# Admission control: decides which of the waiting requests are given up when a new one arrives.
+# Admission control: which of the waiting requests are given up when a new one arrives.
 #
 # If not all waiting requests can start in time, as many of them as possible should. The rule takes them in the order in
 # which their first tokens are due, which is also the order in which they start (queue.py). Whenever one of them would
@@ -102,7 +102,7 @@ def clamped_retry_s(wait_s: float) -> float:
 # A request that is given up is rejected only if serving it would cost others: if demand is above BUSY_SHARE of the
 # capacity, and above what the other workers can serve while one worker serves this request. Otherwise it is served
 # late, behind those that can meet their target. The KV that it leaves in the prefix cache helps the next turn of its
-# session. rejection.py decides about requests that become late in the queue.
+# session. The next section decides about requests that become late in the queue.
 
 
 class Forecast(NamedTuple):
@@ -197,8 +197,6 @@ def _misses_tpot(unloaded: UnloadedEstimate, tpot_s: float) -> bool:
 
 
 # --- late requests --------------------------------------------------------------------------------------------
-# Decides what happens to waiting requests that can no longer meet their target.
-#
 # A request that was admitted and has become late is rejected only if demand is certainly above capacity, if it is long,
 # or if the late requests before it take longer than its TTFT target. Otherwise it is served late, behind the requests
 # that can meet theirs.

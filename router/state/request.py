@@ -1,4 +1,4 @@
-"""The router's state of one request. Pure."""
+"""The router's state of one request, and the timeline of its phases. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from router.state.lifecycle import Move, Stage
 from router.state.view import WorkerView
 
 # --- timeline -------------------------------------------------------------------------------------------------
-# Assigns each interval of a request's time to a phase of pdserve/core/results.py.
+# It assigns each interval of a request's time to a phase of pdserve/core/results.py.
 #
 # An interval ends when the request's stage changes. Workers' reports assign parts of it to phases. The rest is assigned
 # to MESSAGES if the worker has reported all of its own work, and otherwise to the phase of the stage. So the phases

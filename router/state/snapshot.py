@@ -1,4 +1,4 @@
-"""The router's state for operators: its view of the workers, and the numbers of requests by stage. Pure."""
+"""The router's state for operators: its view of the workers, requests by stage, and frames of the live view. Pure."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ def take_snapshot(cluster: ClusterState) -> ClusterSnapshot:
     )
 
 
-# --- live -----------------------------------------------------------------------------------------------------
-# Frames of the live view: the router's state and the requests that ended since the frame before.
+# --- frames of the live view ----------------------------------------------------------------------------------
+# A frame has the router's state, and the requests that ended since the frame before.
 #
-# The size of a frame is bounded. Requests on workers come before those in the queue, and `omitted` counts the requests
-# that did not fit. Recently ended requests are kept for new viewers, and the totals also count the dropped ones.
+# Its size is bounded. Requests on workers come before those in the queue, and `omitted` counts the requests that did
+# not fit. Recently ended requests are kept for new viewers, and the totals also count the dropped ones.
 
 MAX_IN_PROGRESS: Final = 256  # requests in one frame
 _TOTALS: Final = tuple(one.name for one in fields(LiveTotals))

@@ -1,18 +1,16 @@
 """The router's decisions: `RouterState.handle(event, now_s) -> list[Command]`. Pure.
 
 It uses no clock, socket, thread or randomness, so equal events at equal times give equal commands. A recording can be
-replayed (replay.py), and the simulator runs the same class. Modules:
+replayed (router/recording/replay.py), and the simulator runs the same class. Modules of this room:
 
-    lifecycle.py      the legal events of each stage, and the next stages
-    attempts.py       worker messages about an attempt
-    attempts.py       workers that connect or are lost
-    transitions.py    ends of requests and of attempts, with all consequences
-    queue.py          the order of waiting requests; queue.py: fairness between tenants
-    placing.py        when the policy is asked, and what its decision causes
-    rejection.py      which new requests are rejected, by the predicted start of forecast.py
-    rejection.py  which waiting requests are rejected or delayed because they are late
-    history.py     explanations of placements
-    snapshot.py           frames of the live view
+    lifecycle.py    the legal events of each stage, and the next stages
+    attempts.py     worker messages about an attempt; workers that connect or are lost
+    transitions.py  ends of requests and of attempts, with all consequences
+    queue.py        the order of waiting requests, and fairness between tenants
+    placing.py      when the policy is asked, and what its decision causes
+    rejection.py    which new, waiting or late requests are rejected, by the predicted starts of forecast.py
+    history.py      explanations of placements, and ended requests
+    snapshot.py     the state for operators, and frames of the live view
 
 `handle` runs four parts in order: what is due by now, the event's handler, the transitions that it returns, and
 placing.
@@ -65,8 +63,8 @@ from router.state.settings import RouterSettings
 from router.state.snapshot import MAX_IN_PROGRESS, ClusterSnapshot, live_frame, take_snapshot
 from router.state.transitions import CARRY_OUT, Disconnect, Expire, Fail, Finish, Reject, Step
 
-# --- checking -------------------------------------------------------------------------------------------------
-# Invariants of the router's state; tests call this after every event.
+# --- invariants -----------------------------------------------------------------------------------------------
+# Tests call `check` after every event.
 
 
 def check(cluster: ClusterState) -> None:
@@ -129,7 +127,7 @@ def check(cluster: ClusterState) -> None:
     assert len(cluster.explanations) <= cluster.settings.explain_capacity, "explanations are not bounded"
 
 
-# --- state ----------------------------------------------------------------------------------------------------
+# --- handling of events ---------------------------------------------------------------------------------------
 
 RETRY_S: Final = 1.0  # after which clients of a closing router retry
 SHORTEST_WAKE_S: Final = 0.001  # lower limit of the time to WakeAt

@@ -2,7 +2,7 @@
 
 Only the worker decides about its capacity; the view predicts it. A report may be as old as a heartbeat. The router's
 own bookings are exact, but exclude other routers. So the view combines both: estimate = reported + (booked now - booked
-when the report came).
+when the report came). The end of the current step and the latency of messages are estimated too.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from router.state.booking import Booking, Totals, WorkerQueue
 from router.state.events import WorkerConnected
 from router.state.load import NO_SLACK, DecodeLoad, Slack, due_and_gap
 
-# --- step clock -----------------------------------------------------------------------------------------------
-# Estimates the remaining time of a decode worker's current step from the end of the last reported one.
+# --- end of the current step ----------------------------------------------------------------------------------
+# Estimated from the end of the last reported step of a decode worker.
 #
 # A worker reads messages between steps, so a message waits for the end of the running step. Live workers report tokens
 # after each step, and the ends of later steps are extrapolated from these reports. Times are by the router's clock: a
@@ -46,9 +46,7 @@ class StepClock:
         return step_s - since_s % step_s if since_s < MAX_STEPS * step_s else 0.5 * step_s
 
 
-# --- message latency ------------------------------------------------------------------------------------------
-# Typical recent latency of messages between router and workers.
-#
+# --- latency of messages --------------------------------------------------------------------------------------
 # On every machine about one message in ten takes far longer than the others. Such outliers would dominate a mean.
 # Predictions are made for single requests, and most requests are not outliers, so the median is used.
 
@@ -71,7 +69,7 @@ class MessageLatency:
         self.typical_s = max(median(self._seen), 0.0)
 
 
-# --- view -----------------------------------------------------------------------------------------------------
+# --- view of a worker -----------------------------------------------------------------------------------------
 
 # (decoding and arriving sequences; how many of them are arriving; tokens of all of them; available blocks)
 LoadEstimate = tuple[int, int, int, int]
