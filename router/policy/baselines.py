@@ -8,7 +8,7 @@ is no room.) Without prefill workers, one cost over the decode workers decides, 
 the published aggregated mode.
 
 Deviations, each in the baseline's favour: no request is sent to a decode worker without a free row and memory, and a
-worker where the request failed before is avoided while there are others. docs/scheduling.md has the sources.
+worker where the request failed before is avoided while there are others. docs/scheduling.md compares them.
 """
 
 from __future__ import annotations

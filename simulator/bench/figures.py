@@ -1,4 +1,4 @@
-"""The figure of a benchmark: the panels of `pdserve bench --plot`. Pure."""
+"""The figure of a benchmark, for `pdserve bench --plot`: its charts, its panels, and its page. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ from simulator.report.tables import count
 from simulator.report.time_charts import TimedRequests, frontier_panel, prediction_panel
 
 # --- charts ---------------------------------------------------------------------------------------------------
-# Draws the charts of a benchmark's page.
 
 _MOST_SPANS: Final = 240  # of the timeline; more would not be visible
 _SPAN_HEIGHT: Final = 6
@@ -208,7 +207,7 @@ def _ratio_ticks(far: float) -> list[float]:
     return sorted({*above, *(1.0 / one for one in above)})
 
 
-# --- figures --------------------------------------------------------------------------------------------------
+# --- panels ---------------------------------------------------------------------------------------------------
 
 GOOD_SHARE: Final = 0.9  # attainment at which a rate counts as served, as in the simulator
 
@@ -355,7 +354,7 @@ def _finite(slo: Slo | None) -> Slo | None:
 
 
 # --- page -----------------------------------------------------------------------------------------------------
-# The page of a benchmark: one self-contained HTML document.
+# One self-contained HTML document.
 
 _LEFT = ("load", "server", "metric", "")
 

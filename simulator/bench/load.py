@@ -1,4 +1,4 @@
-"""Plans the load of a benchmark: levels, and the requests of a turn with arrivals and lengths. Pure.
+"""Plans the load of a benchmark: levels, and the requests of a turn with arrivals, lengths and prompts. Pure.
 
 A synthetic load has the same lengths in the same order at every rate. A trace keeps its order; a rate scales its
 arrival times so that their mean rate is the given one.
@@ -154,8 +154,6 @@ def _until(requests: Iterator[TraceRequest], duration_s: float) -> Iterator[Trac
 
 
 # --- prompts --------------------------------------------------------------------------------------------------
-# Makes the prompts of a benchmark.
-#
 # A prompt is a list of random token ids. Requests with equal block ids in the trace share those tokens. Each turn has
 # new texts, so that prompts of earlier turns are not in a prefix cache. Both servers of a comparison get the same
 # texts.

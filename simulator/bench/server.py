@@ -1,4 +1,4 @@
-"""The interface between the load generator and a server under test."""
+"""The interface between the load generator and a server under test, and the measurements of one request."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import Any, Protocol
 
 from pdserve.core.types import Slo
 
-# --- answer ---------------------------------------------------------------------------------------------------
-# The load generator's measurements of one request. Pure data.
-#
+# --- measurements of one request ------------------------------------------------------------------------------
 # All times are seconds of the generator's clock since its turn began.
 
 
@@ -80,7 +78,7 @@ class BenchAnswer:
         return self.ttft_s <= slo.ttft_s and (tpot_s is None or tpot_s <= slo.tpot_s)
 
 
-# --- server ---------------------------------------------------------------------------------------------------
+# --- server under test ----------------------------------------------------------------------------------------
 
 MAX_CHUNKS_PER_TOKEN = 4  # a stream with more parts per token does not come from a language model
 SPARE_CHUNKS = 64

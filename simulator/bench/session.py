@@ -17,8 +17,8 @@ from simulator.bench.server import BenchAnswer, BenchOutcome, BenchServer, Serve
 from simulator.bench.statistics import BenchResult, BenchTurn, LevelResult
 from simulator.model import TraceRequest
 
-# --- driver ---------------------------------------------------------------------------------------------------
-# Drives one turn of load: an open loop, whose arrivals do not wait for answers, or a closed loop of callers.
+# --- one turn of load -----------------------------------------------------------------------------------------
+# An open loop, whose arrivals do not wait for answers, or a closed loop of callers.
 #
 # An open loop prepares all requests before it begins, and measures how late it sends each. A sampler measures how late
 # timers fire meanwhile, because a late event loop also reads answers late. Cancelling a turn ends its requests and
@@ -185,7 +185,7 @@ class _Turn:
         return time.perf_counter() - self._begin_s
 
 
-# --- session --------------------------------------------------------------------------------------------------
+# --- whole benchmark ------------------------------------------------------------------------------------------
 
 WARM_CALLERS: Final = 4
 

@@ -1,4 +1,4 @@
-"""Computes the figures of a benchmark from its answers. Pure.
+"""Computes the figures of a benchmark from its answers, and compares two servers. Pure.
 
 Definitions are those of `vllm bench serve`, so that figures can be compared: percentiles interpolate linearly between
 two values (numpy's default), the standard deviation is that of the whole population, TPOT has one value per request,
@@ -182,8 +182,8 @@ def _most_at_once(turn: BenchTurn) -> int:
     return most
 
 
-# --- ratios ---------------------------------------------------------------------------------------------------
-# Compares two servers that took turns with the same requests.
+# --- comparison of two servers --------------------------------------------------------------------------------
+# The servers took turns with the same requests.
 #
 # Each pair of turns gives one ratio, first server to second. The two turns of a pair are close together in time, so
 # other load on the machine affects both nearly equally; the spread of the ratios shows the rest of its effect. The
@@ -256,8 +256,8 @@ def compare_turns(pairs: Sequence[tuple[BenchSummary, BenchSummary]]) -> list[Ra
     return found
 
 
-# --- result ---------------------------------------------------------------------------------------------------
-# The result of a benchmark: the turns of each server at each level of load. Pure data.
+# --- result of a benchmark ------------------------------------------------------------------------------------
+# The turns of each server at each level of load.
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Formats a benchmark for the terminal. Pure."""
+"""Formats a benchmark for the terminal, and as fields of other tools' reports. Pure."""
 
 from __future__ import annotations
 
@@ -130,10 +130,9 @@ def level_named(levels: Sequence[LevelResult], level: LoadLevel) -> list[LevelRe
     return [one for one in levels if one.level == level]
 
 
-# --- fields ---------------------------------------------------------------------------------------------------
-# A summary as the fields of `vllm bench serve`, and as the metrics of aiperf's export.
-#
-# Times are milliseconds in both. `own_fields` are those that neither of the two has.
+# --- fields of other tools ------------------------------------------------------------------------------------
+# A summary as the fields of `vllm bench serve`, and as the metrics of aiperf's export. Times are milliseconds in both.
+# `own_fields` are those that neither of the two has.
 
 _TIME_NAMES: Final = ("ttft", "tpot", "itl", "e2el")
 

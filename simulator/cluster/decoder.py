@@ -29,8 +29,7 @@ from simulator.cluster.speed import Speed, StepTimes
 from simulator.cluster.tally import Tally
 from simulator.model import WorkerShape
 
-# --- unreported -----------------------------------------------------------------------------------------------
-# Tokens that a simulated decode worker has not reported to its routers yet.
+# --- tokens that are not reported yet -------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -97,7 +96,7 @@ class UnreportedTokens:
         return by_router
 
 
-# --- decoder --------------------------------------------------------------------------------------------------
+# --- decode worker --------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""The true duration of a worker's steps: its cost model, its slowness, and its noise. Pure."""
+"""The true duration of a worker's steps, one by one or in a row: its cost model, its slowness, and its noise. Pure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from pdserve.core.cost.latency import CostModel
 from pdserve.core.effects import StepAccount
 from simulator.model import WorkerShape
 
-# --- runs -----------------------------------------------------------------------------------------------------
-# The time of many decode steps in a row, in closed form.
+# --- many steps in a row --------------------------------------------------------------------------------------
+# Decode steps in closed form.
 #
 # With rows r and context C at the first step, each step makes the context r longer, so step i (from 0) takes
+#
 #     first + growth * i,    first = base + per_row * r + per_context_token * C,    growth = per_context_token * r
+#
 # and k steps take  first * k + growth * k * (k - 1) / 2.
 
 
@@ -46,7 +48,7 @@ class StepTimes:
         return steps
 
 
-# --- speed ----------------------------------------------------------------------------------------------------
+# --- speed of a worker ----------------------------------------------------------------------------------------
 
 LEAST_FACTOR: Final = 0.1  # minimum share of a step's time after noise
 

@@ -1,4 +1,4 @@
-"""Statistics of one worker over the whole run, including its successors. Pure."""
+"""Statistics of one worker over the whole run, including its successors, and samples over time. Pure."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import Final, final
 from pdserve.core.effects import StepAccount
 from simulator.model import Sample, WorkerRow, WorkerShape
 
-# --- over time ------------------------------------------------------------------------------------------------
-# The cluster's state and the workers' steps over time, in bounded memory.
-#
-# A run that is twice as long is sampled half as often.
+# --- samples over time ----------------------------------------------------------------------------------------
+# The cluster's state and the workers' steps, in bounded memory: a run that is twice as long is sampled half as often.
 
 FIRST_INTERVAL_S: Final = 0.1
 MOST_SAMPLES: Final = 2048
@@ -67,7 +65,7 @@ class StepShares:
             each[:] = [sum(each[number : number + 2]) for number in range(0, len(each), 2)]
 
 
-# --- tally ----------------------------------------------------------------------------------------------------
+# --- statistics of a worker -----------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)

@@ -37,8 +37,8 @@ from simulator.model import (
     WorkerShape,
 )
 
-# --- station --------------------------------------------------------------------------------------------------
-# The place of a worker and its successors: its speed, its statistics and its current instance.
+# --- a worker and its successors ------------------------------------------------------------------------------
+# Their speed, their statistics, and the current instance.
 
 
 @final
@@ -92,7 +92,7 @@ class Station:
             self.machine.update_tally()
 
 
-# --- world ----------------------------------------------------------------------------------------------------
+# --- the cluster ----------------------------------------------------------------------------------------------
 
 LONGEST_S: Final = 86_400.0  # after the last arrival; requests that have not ended by then will never end
 SETTLE_S: Final = 300.0  # after the last request has ended, for workers to release memory

@@ -1,2 +1,5 @@
-"""The commands `pdserve simulate`, `pdserve plan` and `pdserve bench`. The modules with these names define the flags
-and import little else."""
+"""The commands `pdserve simulate`, `pdserve plan` and `pdserve bench`.
+
+`simulate.py`, `plan.py` and `bench.py` define the flags, and import little else; the other modules carry the commands
+out and may import every room of the simulator. Read `simulate.py` first, then `simulation.py`.
+"""

@@ -34,8 +34,7 @@ from simulator.traces.files import FileTrace
 from simulator.traces.reshape import Reshaped, jittered
 from simulator.traces.trace_rows import MAX_TOKENS
 
-# --- bench progress -------------------------------------------------------------------------------------------
-# Shows the progress of `pdserve bench` on stderr.
+# --- progress on stderr ---------------------------------------------------------------------------------------
 
 
 @final
@@ -70,7 +69,7 @@ class BenchProgress(BenchObserver):
         return ", ".join([f"{self._ended}{of} ended", *(f"{number} {name}" for number, name in counts if number)])
 
 
-# --- bench run ------------------------------------------------------------------------------------------------
+# --- plan and results -----------------------------------------------------------------------------------------
 
 _CONCURRENCY: Final = 4
 _REQUESTS: Final = 100

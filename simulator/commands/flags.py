@@ -1,4 +1,7 @@
-"""Flags that inject faults into workers of a simulation: --kill d0@10:5, --slow p1@20:30x3, --stall d1@15:2. Pure."""
+"""Flags and defaults that commands of the simulator share. Pure.
+
+Fault flags inject faults into workers of a simulation: --kill d0@10:5, --slow p1@20:30x3, --stall d1@15:2.
+"""
 
 from __future__ import annotations
 
@@ -76,8 +79,8 @@ def _example(name: str) -> str:
     return {"kill": "d0@10:5", "slow": "p0@20:30x3", "stall": "d0@15:2"}[name]
 
 
-# --- defaults -------------------------------------------------------------------------------------------------
-# Defaults of `pdserve simulate` and `pdserve plan`, shown in their help.
+# --- defaults of simulate and plan ----------------------------------------------------------------------------
+# They are shown in the help of both commands.
 
 PROFILE: Final = "h100-sxm.llama-3.1-8b.bf16"
 WORKERS: Final = 1  # of each role

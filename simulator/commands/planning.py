@@ -1,4 +1,4 @@
-"""Carries out `pdserve plan --workers` after its flags are parsed: a search over processes; text or JSON output."""
+"""Carries out `pdserve plan --workers`: chooses the requests, searches in several processes, prints text or JSON."""
 
 from __future__ import annotations
 
@@ -35,9 +35,8 @@ from simulator.traces.files import FileTrace
 from simulator.traces.reshape import Step, first, jittered
 from simulator.traces.workloads import DEFAULT_RATE_RPS, Poisson, log_normal, make_workload
 
-# --- plan windows ---------------------------------------------------------------------------------------------
-# The requests that `pdserve plan` simulates: the first ones of a trace, or of a built-in workload that is made as long
-# as a verdict needs.
+# --- requests -------------------------------------------------------------------------------------------------
+# The first ones of a trace, or of a built-in workload that is made as long as a verdict needs.
 
 BLOCK_TOKENS: Final = 64  # for traces without block ids; a divisor of the built-in workloads' blocks
 LEAST_REQUESTS: Final = 600
@@ -103,7 +102,7 @@ def _built_in(args: argparse.Namespace, seed: int, count: int) -> Trace:
     )
 
 
-# --- planning -------------------------------------------------------------------------------------------------
+# --- search and output ----------------------------------------------------------------------------------------
 
 _MOST_SEEDS: Final = 16
 _BAR: Final = 30

@@ -1,4 +1,5 @@
-"""Carries out `pdserve simulate`: runs the simulations, and prints and writes the results."""
+"""Carries out `pdserve simulate`: makes the input from the flags, runs the simulations, and prints and writes the
+results."""
 
 from __future__ import annotations
 
@@ -38,10 +39,9 @@ from simulator.traces.recorded import RecordedCluster
 from simulator.traces.reshape import Reshaped, Step, first, jittered, rate_scaled
 from simulator.traces.workloads import make_workload
 
-# --- simulation input -----------------------------------------------------------------------------------------
-# Converts the flags of `pdserve simulate` to its input: the trace, the cluster and its settings.
-#
-# A recording contains its cluster, policy and targets. A flag about the cluster replaces all recorded workers.
+# --- input ----------------------------------------------------------------------------------------------------
+# The trace, the cluster and its settings. A recording contains its cluster, policy and targets. A flag about the
+# cluster replaces all recorded workers.
 
 _COMPARED: Final = "goodput,round-robin,colocated"
 _COMPARED_AT: Final = (1.0, 1.5, 2.0, 2.5)  # multiples of the built-in workload's rate, from low load to overload
@@ -142,7 +142,7 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
-# --- simulation -----------------------------------------------------------------------------------------------
+# --- runs and results -----------------------------------------------------------------------------------------
 
 MAX_RECORDED_BYTES: Final = 2**30
 

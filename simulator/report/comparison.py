@@ -1,4 +1,4 @@
-"""Runs for comparison: their settings and results as plain data. Pure."""
+"""Runs for comparison: their settings and results as plain data, and why the worst requests missed. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from simulator.search.bound import Bound
 from simulator.search.goodput import TARGET as TARGET
 from simulator.search.goodput import Shortage, shortage
 
-# --- misses ---------------------------------------------------------------------------------------------------
-# The worst requests, with the reasons in words.
+# --- worst requests -------------------------------------------------------------------------------------------
+# With the reasons in words.
 
 
 def worst(rows: Iterable[RequestRow], count: int) -> list[RequestRow]:
@@ -76,7 +76,7 @@ def _times(count: int) -> str:
     return "once" if count == 1 else "twice" if count == 2 else f"{count} times"
 
 
-# --- comparison -----------------------------------------------------------------------------------------------
+# --- runs as data ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The figure of simulated runs: the panels of `pdserve simulate --plot`. Pure."""
+"""The figure of simulated runs, for `pdserve simulate --plot`: its charts and panels. Pure."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ from simulator.report.comparison import TARGET, PolicyRun
 from simulator.report.tables import count, seconds
 from simulator.report.time_charts import TimedRequests, frontier_panel, prediction_panel
 
-# --- curves ---------------------------------------------------------------------------------------------------
-# Computes the points of the report's charts from runs.
+# --- charts of policies ---------------------------------------------------------------------------------------
 
 
 def colours(runs: Iterable[PolicyRun]) -> dict[str, int]:
@@ -150,8 +149,8 @@ def timeline(run: PolicyRun, number: int) -> Drawing:
     )
 
 
-# --- worker charts --------------------------------------------------------------------------------------------
-# Timelines of workers: how they spent their time, and which requests they served.
+# --- timelines of workers -------------------------------------------------------------------------------------
+# How they spent their time, and which requests they served.
 
 MAX_WORKERS: Final = 24
 MAX_REQUESTS: Final = 80  # of a timeline of requests
@@ -281,7 +280,7 @@ def _about(run: PolicyRun) -> str:
     return f"{run.policy} at {run.summary.rate_rps:.3g} requests/s"
 
 
-# --- figures --------------------------------------------------------------------------------------------------
+# --- panels of the figure -------------------------------------------------------------------------------------
 
 
 def figure(runs: Sequence[PolicyRun], *, cluster: str, origin: Sequence[str]) -> Figure:

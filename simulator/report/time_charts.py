@@ -16,11 +16,9 @@ from pdserve.plot.drawing import HALF, Axis, Drawing, swatch, thinned
 from pdserve.plot.figure import Panel
 from simulator.search.goodput import TARGET
 
-# --- frontier -------------------------------------------------------------------------------------------------
-# The attainment frontier: which pairs of targets a set of requests met.
-#
-# A pair of a TTFT and a TPOT target is attained if at least `share` of all requests met both. Requests without an
-# answer are misses of every pair.
+# --- attainment frontier --------------------------------------------------------------------------------------
+# Which pairs of targets a set of requests met. A pair of a TTFT and a TPOT target is attained if at least `share` of
+# all requests met both. Requests without an answer are misses of every pair.
 
 
 def frontier(times: Iterable[tuple[float, float]], total: int, share: float) -> list[tuple[float, float]]:
@@ -51,7 +49,7 @@ def staircase(corners: list[tuple[float, float]], most_x: float, most_y: float) 
     return [*points, (most_x, points[-1][1])]
 
 
-# --- time charts ----------------------------------------------------------------------------------------------
+# --- panels ---------------------------------------------------------------------------------------------------
 
 _LEVELS: Final = (0.5, TARGET, 0.99)  # of a single run
 _MOST_DOTS: Final = 300  # of one series

@@ -5,12 +5,12 @@ time also meets their constraints. The bound is the least of
 
     alone      the requests that an idle cluster with the best prefix cache could serve in time
     deadlines  of those, the prompts that one machine with the speed of all workers computes by their deadlines
-               (simulator.search.bound: Moore and Hodgson; Kise, Ibaraki and Mine)
+               (most_in_time: Moore and Hodgson; Kise, Ibaraki and Mine)
     periods    of those, the requests whose prompts and answers fit into the workers' time, in every period
-               (simulator.search.bound), for several ways to count the work (`_measures`)
+               (late_in_periods), for several ways to count the work (`_measures`)
 
-The work of a request is the least that it can take (simulator.search.bound_work, simulator.search.bound_work), and the
-workers' time excludes the effects of faults (simulator.search.bound_work).
+simulator/search/bound_work.py computes the least work that a request can take, and the time that workers have despite
+faults.
 
 Prefill workers compute prompts; decode workers decode, and compute prompts too. Let the prompts that are counted take F
 seconds of work, and their answers G. If decode workers compute the part L of F beside the rows that hide `hidden` of
@@ -42,7 +42,7 @@ from simulator.search.bound_work import (
     limits,
 )
 
-# --- bound deadlines ------------------------------------------------------------------------------------------
+# --- jobs that meet their deadlines ---------------------------------------------------------------------------
 # The most jobs that one machine can finish by their deadlines.
 #
 # Source: M. Moore, Management Science 15 (1968), for equal release times; H. Kise, T. Ibaraki and H. Mine, Operations
@@ -113,7 +113,7 @@ def _cheapest(kept: list[DeadlineJob], starts: list[float], end: float, before: 
     return found
 
 
-# --- bound periods --------------------------------------------------------------------------------------------
+# --- late requests of periods ---------------------------------------------------------------------------------
 # The fewest requests that must be late because of the work in some periods.
 #
 # In the period from a to b the workers do at most C(a, b) work. Of the requests whose work must be done within it, the
@@ -188,7 +188,7 @@ def _late(edges: Sequence[float], demands: Sequence[PeriodDemand], done: Sequenc
     return found
 
 
-# --- bound ----------------------------------------------------------------------------------------------------
+# --- least of the bounds --------------------------------------------------------------------------------------
 
 HIDDEN: Final = (0.0, 0.5, 1.0)  # shares of the weights' reading that decode rows pay
 PERIODS: Final = 24  # into which the arrivals are divided

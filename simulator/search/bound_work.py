@@ -1,4 +1,4 @@
-"""The least work of each request of a trace, and when it can be done. Pure.
+"""The least work of each request of a trace, when it can be done, and the most work that the workers can do. Pure.
 
 A step of a worker (pdserve.core.cost.latency) with `rows` decode rows and `u` prompt tokens takes
 
@@ -15,11 +15,11 @@ between the arrival and the latest time of the first token. The attention of the
 is not counted.
 
 Answer: of n tokens, n - 1 take a decode row each; the first one is sampled with the prompt. The rows attend to N,
-N + 1, .. tokens. The rows of a step also share `hidden` * D (simulator.search.bound_work).
+N + 1, .. tokens. The rows of a step also share `hidden` * D (section *shares of a decode step*).
 
 An answer that is preempted, or that continues after a worker has died, samples one token with its recomputed prompt
-instead of a decode row. Deaths are limited by the router's `max_attempts`; with faults, that many rows are not
-counted. A preemption is assumed to save no work: its recomputed tokens take as long as a row.
+instead of a decode row. Deaths are limited by the router's `max_attempts`; with faults, that many rows are not counted.
+A preemption is assumed to save no work: its recomputed tokens take as long as a row.
 """
 
 from __future__ import annotations
@@ -37,11 +37,9 @@ from pdserve.core.cost.latency import CostModel
 from simulator.cluster.speed import LEAST_FACTOR
 from simulator.model import SimConfig, TraceRequest, WorkerFault, WorkerFaultKind, WorkerShape
 
-# --- bound capacity -------------------------------------------------------------------------------------------
-# The work that the workers of a cluster can do in a period, at most.
-#
-# Work is counted in seconds of a worker of slowness 1, so a worker of slowness s does 1 / s per second. Faults reduce
-# it:
+# --- capacity of the workers ----------------------------------------------------------------------------------
+# The work that the workers of a cluster can do in a period, at most. It is counted in seconds of a worker of slowness
+# 1, so a worker of slowness s does 1 / s per second. Faults reduce it:
 #
 #     DIE     nothing until the successor connects
 #     STALL   nothing; a step that has begun goes on, for at most the longest step
@@ -133,7 +131,7 @@ def _of(config: SimConfig, shape: WorkerShape, kind: WorkerFaultKind) -> list[Wo
     return sorted(found, key=lambda one: one.at_s)
 
 
-# --- bound work -----------------------------------------------------------------------------------------------
+# --- work of the requests -------------------------------------------------------------------------------------
 
 ROUNDING: Final = 1e-9  # relative
 ROUNDING_S: Final = 1e-6  # the clock of a run is the sum of many steps
@@ -333,16 +331,16 @@ def _with_memory(
     ]
 
 
-# --- bound decode ---------------------------------------------------------------------------------------------
+# --- shares of a decode step ----------------------------------------------------------------------------------
 # A lower bound on the decode workers' time that each answer takes.
 #
-# A step with decode rows takes hidden * D for the weights, and e = r + c * context for each row
-# (simulator.search.bound_work). The rows share hidden * D. Three limits on the number of rows give a lower bound on
-# each row's share:
+# A step with decode rows takes hidden * D for the weights, and e = r + c * context for each row. The rows share
+# hidden * D. Three limits on the number of rows give a lower bound on each row's share:
 #
-#     ROWS    a step has at most R rows:                                    hidden * D / R MEMORY  the rows of a step
-#     hold at most K tokens of KV:               hidden * D * held / K TPOT    a step with more rows takes longer, and
-#     an answer has (n - 1) * P for the n - 1 steps in which it takes part
+#     ROWS    a step has at most R rows:                                    hidden * D / R
+#     MEMORY  the rows of a step hold at most K tokens of KV:               hidden * D * held / K
+#     TPOT    a step with more rows takes longer, and an answer has (n - 1) * P for the n - 1 steps in which it takes
+#             part
 #
 # TPOT in formulas, with D for hidden * D. Let step s take d_s = D + E_s with E_s = sum of e over its rows. For any m_i
 # >= 0, sum over the steps of i of d_s <= (n_i - 1) * P_i gives

@@ -26,14 +26,12 @@ from simulator.metrics import LATE_TOKENS, miss
 from simulator.model import RequestRow, SimConfig, Simulate, Trace, TraceRequest
 from simulator.traces.reshape import Reshaped, Step, rate_scaled
 
-# --- sufficiency ----------------------------------------------------------------------------------------------
-# Decides whether a run is long enough for a verdict on its rate.
-#
+# --- length of a run ------------------------------------------------------------------------------------------
 # A run begins and ends with an empty cluster, and few requests give only a rough attainment. So a run supports a
-# verdict on a rate only if
+# verdict on its rate only if
 #
-#     it lasts     SPANS times as long as a request stays, and as the TTFT target: otherwise overload has no time to
-#     show it has       ENOUGH requests after the first has left: otherwise the attainment is not known to MARGIN
+#     it lasts  SPANS times as long as a request stays, and as the TTFT target: otherwise overload cannot show
+#     it has    ENOUGH requests after the first has left: otherwise the attainment is not known to MARGIN
 #
 # ENOUGH is the number at which the 95 % confidence interval of an attainment of TARGET is MARGIN to either side.
 
@@ -96,7 +94,7 @@ def surely_misses(met: int, requests: int) -> bool:
     return (middle + spread) / (1.0 + z2 / requests) < TARGET
 
 
-# --- goodput --------------------------------------------------------------------------------------------------
+# --- search for the highest rate ------------------------------------------------------------------------------
 
 TOLERANCE: Final = 0.03  # relative, between the rate that meets the target and the one that does not
 # if a rate this many times below the first guess misses too: not attainable; if one this many times above meets it: no

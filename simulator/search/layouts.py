@@ -1,4 +1,4 @@
-"""Ways to divide GPUs into workers: how many prefill and decode workers, of which tensor-parallel degree. Pure."""
+"""Ways to divide GPUs into workers, by number and tensor-parallel degree, and the clusters that they form. Pure."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def _quantile(values: Sequence[int]) -> int:
     return values[min(len(values) - 1, int(TARGET * len(values)))]
 
 
-# --- cluster --------------------------------------------------------------------------------------------------
-# A cluster's workers from the profile of one kind of worker.
+# --- workers and link of a cluster ----------------------------------------------------------------------------
+# They follow from the profile of one kind of worker.
 
 MAX_WORKERS: Final = 4096
 

@@ -1,12 +1,12 @@
 """Finds the best split of a number of workers into prefill and decode workers, by simulation instead of averages. Pure.
 
 Every split runs the same requests, with their full distribution of lengths, and is judged by their arrival rate
-(simulator.search.goodput). With the goodput policy, decode workers may also prefill, and 0:K is the cluster without
+(simulator/search/goodput.py). With the goodput policy, decode workers may also prefill, and 0:K is the cluster without
 disaggregation.
 
 There are two searches. `sweep` covers all splits, coarse to fine, and gives a curve; its rounds can run in parallel,
 and the answer does not depend on the number of processes. `climb` finds only the best split; of each other split it
-tests only whether that sustains a higher rate than the best so far.
+tests only whether that sustains a higher rate than the best so far. `compare` does the same for layouts of GPUs.
 """
 
 from __future__ import annotations
@@ -239,10 +239,8 @@ def workers_for(
     return split_of(count)
 
 
-# --- gpu plan -------------------------------------------------------------------------------------------------
-# Compares layouts of a number of GPUs, with and without prefill workers, by goodput.
-#
-# The layouts form two families, colocated and disaggregated. Each is searched by itself, so that the best of both are
+# --- layouts of GPUs ------------------------------------------------------------------------------------------
+# They form two families, with and without prefill workers. Each is searched by itself, so that the best of both are
 # known: within a family, a layout runs above the best rate so far, and is abandoned if it misses there.
 
 RELAXED: Final = 1.1  # factor by which a target is relaxed, to see whether it is the one that limits

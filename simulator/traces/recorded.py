@@ -1,9 +1,9 @@
-"""A recording of a live router, read as a trace. Pure: reads lines, opens nothing.
+"""A recording of a live router, read as a trace and as a cluster. Pure: reads lines, opens nothing.
 
-Requests have their recorded arrivals and sampled lengths. So a simulation of the recorded cluster (recorded.py)
-reproduces the run, and one of another cluster or policy shows how that would have performed. An unknown length
-(rejected, failed, still running at the end) is replaced by the mean of the complete answers before it, at most the
-requested length. If a client disconnected, the length is the requested one, and the client disconnects again.
+Requests have their recorded arrivals and sampled lengths. So a simulation of the recorded cluster reproduces the run,
+and one of another cluster or policy shows how that would have performed. An unknown length (rejected, failed, still
+running at the end) is replaced by the mean of the complete answers before it, at most the requested length. If a client
+disconnected, the length is the requested one, and the client disconnects again.
 """
 
 from __future__ import annotations
@@ -183,10 +183,9 @@ def _steps(rows: Iterator[NumberedLine], name: str, wanted: set[str]) -> Iterato
         yield now_s, found
 
 
-# --- recorded cluster -----------------------------------------------------------------------------------------
-# The cluster of a recorded router: its workers, their learned costs, links and deaths.
-#
-# With read_recording's trace and `RecordedCluster.config`, a simulation reproduces the recorded run.
+# --- cluster --------------------------------------------------------------------------------------------------
+# The recorded router's workers, their learned costs, links and deaths. With the trace of `read_recording` and
+# `RecordedCluster.config`, a simulation reproduces the recorded run.
 
 _CLUSTER_KINDS: Final = (
     RequestArrived,

@@ -1,6 +1,6 @@
 """The workloads of `pdserve simulate --workload NAME`. Pure.
 
-chat       conversations with eight system prompts (workloads.py)
+chat       conversations with eight system prompts
 long-tail short prompts, and occasionally a prompt of up to 100,000 tokens
 bursts     chat lengths; requests come in bursts, with silence between them
 short      prompts of 32 to 512 tokens and short answers, for small models and slow processors
@@ -21,8 +21,8 @@ from typing import Final
 from pdserve.core.errors import ConfigError
 from simulator.model import Trace, TraceRequest
 
-# --- synthetic ------------------------------------------------------------------------------------------------
-# Synthetic workloads: Poisson arrivals, lengths from a distribution, shared prefixes.
+# --- lengths and Poisson arrivals -----------------------------------------------------------------------------
+# Lengths come from a distribution; prompts share prefixes.
 
 Draw = Callable[[random.Random], int]  # a number of tokens, at least 1
 BLOCK_TOKENS: Final = 512
@@ -106,7 +106,7 @@ def chat(*, rate_rps: float = 16.0, duration_s: float = 20.0, seed: int = 0) -> 
     )
 
 
-# --- workloads ------------------------------------------------------------------------------------------------
+# --- other arrivals, and workloads by name --------------------------------------------------------------------
 
 DEFAULT_RATE_RPS: Final = 16.0
 DEFAULT_DURATION_S: Final = 100.0  # enough for a verdict on two workers of the default profile
