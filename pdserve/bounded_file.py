@@ -1,4 +1,5 @@
-"""Reads files that other programs wrote: model folders, settings, keys, certificates, profiles and traces.
+"""Reads files that other programs wrote (model folders, settings, keys, certificates, profiles, traces), and opens
+private ones.
 
 Such a file may be anything: a device without an end, a pipe that no process writes to, or 10 GB of brackets. So each
 is a regular file (links are followed, because the Hub's cache consists of them), its size has a limit, and its JSON has
@@ -117,8 +118,8 @@ def _reason(failure: OSError | ValueError) -> str:
     return failure.strerror or str(failure) if isinstance(failure, OSError) else str(failure)
 
 
-# --- private file ---------------------------------------------------------------------------------------------
-# Opens files that this user writes and others may not read. Standard library only.
+# --- private files --------------------------------------------------------------------------------------------
+# This user writes them, and others may not read them. Standard library only.
 
 _LINKS = (errno.ELOOP, errno.EMLINK)  # of O_NOFOLLOW, by system
 

@@ -1,4 +1,4 @@
-"""Shared by all servers: why a port cannot be used, and errors of event loops. Standard library only.
+"""Shared by all servers: why a port cannot be used, errors of event loops, and file descriptors.
 
 The launcher keeps each port of its processes bound, without listening, so that no other user can bind it while a
 process is being restarted (pdserve/launch/ports.py). A server binds beside the launcher with SO_REUSEPORT, which the
@@ -61,8 +61,8 @@ def ignore_poller_races(loop: asyncio.AbstractEventLoop, context: dict[str, Any]
         loop.default_exception_handler(context)
 
 
-# --- descriptors ----------------------------------------------------------------------------------------------
-# How many file descriptors a process may need, and whether its limit allows them.
+# --- file descriptors -----------------------------------------------------------------------------------------
+# How many a process may need, and whether its limit allows them.
 
 try:
     import resource

@@ -159,8 +159,8 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-# --- explain figure -------------------------------------------------------------------------------------------
-# The figure of an explanation: the compared placements by predicted TTFT and TPOT, the targets, and what then happened.
+# --- figure of an explanation ---------------------------------------------------------------------------------
+# The compared placements by predicted TTFT and TPOT, the targets, and what then happened.
 
 _SPAN: Final = 1.5  # how far the axes go beyond the data
 #: Series with their place in the palette, which also decides the marker.

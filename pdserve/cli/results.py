@@ -1,4 +1,7 @@
-"""Where a result comes from: the version and commit of pdserve, and the machine that computed it."""
+"""What commands that compute results share: where a result comes from, and the flag `--plot`.
+
+The origin of a result is the version and commit of pdserve, and the machine that computed it.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +60,8 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-# --- plot file ------------------------------------------------------------------------------------------------
-# The flag `--plot FILE` of commands that draw charts: an SVG file or an HTML page.
+# --- --plot FILE ----------------------------------------------------------------------------------------------
+# For commands that draw charts: an SVG file or an HTML page.
 
 _PAGES: Final = (".html", ".htm")
 _DRAWINGS: Final = (".svg",)

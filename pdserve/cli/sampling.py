@@ -1,5 +1,7 @@
-"""Sampling flags that generate and chat share. A flag that is not given is not sent, so the server's default
-applies."""
+"""What generate and chat share: sampling flags, and lines that follow an answer.
+
+A flag that is not given is not sent, so the server's default applies.
+"""
 
 from __future__ import annotations
 
@@ -110,8 +112,8 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-# --- stats ----------------------------------------------------------------------------------------------------
-# Lines that are printed after an answer: its timings, and a warning if it was truncated.
+# --- lines after an answer ------------------------------------------------------------------------------------
+# Its timings, and a warning if it was truncated.
 
 
 def stats_line(done: Completion) -> str:

@@ -198,8 +198,8 @@ class BaseStream:
         return None if self._answer.has_begun else self._attempts.delay_s(failure)
 
 
-# --- calls ----------------------------------------------------------------------------------------------------
-# Calls with one request and one response, as data; Client and AsyncClient execute them.
+# --- unary calls ----------------------------------------------------------------------------------------------
+# One request and one response, as data; Client and AsyncClient execute them.
 
 Result = TypeVar("Result")
 _SERVICE: Final = "pdserve.v1.InferenceService"

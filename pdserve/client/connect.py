@@ -1,4 +1,7 @@
-"""Connection settings of both clients: address, TLS, token, channel options, metadata. No I/O."""
+"""How both clients connect: address, TLS, token, channel options and metadata, and the channels themselves.
+
+The settings do no I/O; a transport opens channels.
+"""
 
 from __future__ import annotations
 
@@ -229,10 +232,9 @@ class GrpcTransport:
         return grpc.aio.secure_channel(target.address, credentials, options=options)
 
 
-# --- reloading ------------------------------------------------------------------------------------------------
-# A transport for programs that run long: it opens a new channel when the certificate files have changed.
-#
-# Running calls keep their channel, which is closed after they have ended.
+# --- transport for programs that run long ---------------------------------------------------------------------
+# It opens a new channel when the certificate files have changed. Running calls keep their channel, which is closed
+# after they have ended.
 
 GRACE_S: Final = 600.0  # for the calls on a channel that was replaced
 

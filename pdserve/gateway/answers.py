@@ -133,8 +133,8 @@ class TokenTable:
             self._known.update(zip(asked, await client.tokens(asked), strict=True))
 
 
-# --- echo -----------------------------------------------------------------------------------------------------
-# Prompts that /v1/completions repeats before its answers (`echo`): reads their texts and token ids.
+# --- prompts before their answers -----------------------------------------------------------------------------
+# Texts and token ids of prompts that /v1/completions repeats (`echo`).
 
 
 async def with_echoes(

@@ -51,8 +51,8 @@ from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics
 from pdserve.telemetry.propagate import HEADER, trace_id_of
 
-# --- body -----------------------------------------------------------------------------------------------------
-# Reads the body of a request, with limits on its size, on the time that it takes and on what its caller holds.
+# --- body of a request ----------------------------------------------------------------------------------------
+# Read with limits on its size, on the time that it takes and on what its caller holds.
 
 # After a time of grace, a body arrives at this rate or faster. Without it, a few bytes would keep a connection.
 GRACE_S: Final = 5.0
@@ -97,8 +97,8 @@ async def read_body(receive: Any, most: int, limit_s: float, held: HeldBody) -> 
         raise DeadlineExceeded("sending its body") from None
 
 
-# --- health ---------------------------------------------------------------------------------------------------
-# Whether the router serves. The router is asked at most once per period, however many callers there are.
+# --- health of the router -------------------------------------------------------------------------------------
+# The router is asked at most once per period, however many callers there are.
 
 REMEMBER_S: Final = 0.5
 
@@ -123,7 +123,7 @@ class Health:
             return self._is_serving
 
 
-# --- app ------------------------------------------------------------------------------------------------------
+# --- application ----------------------------------------------------------------------------------------------
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The endpoints /tokenize and /detokenize, as in vLLM."""
+"""Endpoints beside OpenAI's API: /tokenize and /detokenize, as in vLLM, and those of the live view."""
 
 from __future__ import annotations
 
@@ -93,9 +93,8 @@ async def detokenize(request: DetokenizeRequest, caller: Caller) -> dict[str, An
 
 
 # --- live view ------------------------------------------------------------------------------------------------
-# The live view's endpoints: the event stream of frames, explanations, and the operator's commands.
-#
-# Frames come from the router's Watch with the viewer's own token, so the router decides who may see them.
+# The event stream of frames, explanations, and the operator's commands. Frames come from the router's Watch with the
+# viewer's own token, so the router decides who may see them.
 
 #: A page of another site cannot set this header without the gateway's permission (CORS), which it never gives.
 OWN_HEADER: Final = "x-pdserve-ui"

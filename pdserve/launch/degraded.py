@@ -1,4 +1,4 @@
-"""Checks which configured services a ready cluster lacks: a Redis or a collector that does not answer."""
+"""Checks the services of a cluster: those that do not answer, and a Redis that another cluster uses."""
 
 from __future__ import annotations
 
@@ -65,11 +65,10 @@ async def endpoint_answers(endpoint: str) -> bool:
     return True
 
 
-# --- neighbours -----------------------------------------------------------------------------------------------
-# Checks a given Redis for a running cluster of the same name.
-#
-# Its workers and ours would have the same ids. Their registrations would replace each other several times a second, and
-# the routers of both clusters would treat each as a new incarnation.
+# --- another cluster in the same Redis ------------------------------------------------------------------------
+# Checks a given Redis for a running cluster of the same name. Its workers and ours would have the same ids. Their
+# registrations would replace each other several times a second, and the routers of both clusters would treat each as a
+# new incarnation.
 
 
 async def check_alone(spec: ClusterSpec) -> None:

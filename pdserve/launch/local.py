@@ -45,7 +45,7 @@ from pdserve.telemetry.metrics import Metrics
 from pdserve.tls.certificates import certificates_of
 from pdserve.wire.status import NO_CONNECTION
 
-# --- readiness ------------------------------------------------------------------------------------------------
+# --- first answer ---------------------------------------------------------------------------------------------
 # Proves that a cluster answers: generates a real token through the router, on the remote path if there is one.
 
 # Longer than a prompt that a decode worker would prefill itself, so that the prefill worker and the transfer are tested
@@ -86,8 +86,8 @@ async def first_answer(
             await asyncio.sleep(_ASK_AGAIN_S)
 
 
-# --- launcher metrics -----------------------------------------------------------------------------------------
-# The launcher's own metrics, and the metrics ports of all its processes for Prometheus's HTTP service discovery.
+# --- metrics of the launcher ----------------------------------------------------------------------------------
+# Also lists the metrics ports of all its processes, for Prometheus's HTTP service discovery.
 
 TARGETS: Final = "/targets"
 _COMPONENTS: Final = {"prefill_worker": "prefill", "decode_worker": "decode", "pdserve.gateway": "gateway"}
@@ -158,7 +158,7 @@ class LauncherMetrics:
         self._metrics.close()
 
 
-# --- local ----------------------------------------------------------------------------------------------------
+# --- cluster of processes -------------------------------------------------------------------------------------
 
 GATEWAY: Final = "gateway"
 FIRST_TOKEN: Final = "first token"

@@ -25,7 +25,7 @@ from pdserve.core.access.hosts import is_any_host, is_loopback_host, join, local
 from pdserve.core.errors import ConfigError, PdserveError, PermissionDenied, Unauthenticated
 from pdserve.listening import PortInUse, bind_error
 
-# --- open ports -----------------------------------------------------------------------------------------------
+# --- sockets that listen --------------------------------------------------------------------------------------
 # The processes of a session that listen beyond loopback, from the kernel's tables. Linux only; empty elsewhere.
 
 _LISTEN: Final = "0A"
@@ -96,7 +96,7 @@ def _endpoint(text: str) -> tuple[str, int]:
     return str(ipaddress.ip_address(packed)), int(port, 16)
 
 
-# --- ports ----------------------------------------------------------------------------------------------------
+# --- ports that are kept --------------------------------------------------------------------------------------
 
 try:
     import fcntl

@@ -1,4 +1,4 @@
-"""Runs `pdserve up`: start, print ready, serve until a signal, drain in order."""
+"""Runs `pdserve up`: check the host, start, print ready, serve until a signal, drain in order."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from pdserve.owned_folder import sweep
 from pdserve.progress import is_on_terminal
 from pdserve.telemetry.logs import JSON, log_format
 
-# --- capacity -------------------------------------------------------------------------------------------------
-# Checks before the start whether this host has cores and memory for the workers, and how many would fit.
+# --- capacity of this host ------------------------------------------------------------------------------------
+# Checks before the start whether it has cores and memory for the workers, and how many would fit.
 
 _TOY_PROCESS_BYTES: Final = 60 * 2**20  # resident memory of interpreter and libraries after a start
 _PROCESS_BYTES: Final = 300 * 2**20
@@ -162,7 +162,7 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f} GiB"
 
 
-# --- serve ----------------------------------------------------------------------------------------------------
+# --- start, serving and drain ---------------------------------------------------------------------------------
 
 INTERRUPTED: Final = 130
 TICK_S: Final = 0.25  # between two draws of the status line

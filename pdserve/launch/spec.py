@@ -20,8 +20,8 @@ from pdserve.core.types import Role
 from pdserve.launch.keys import Kind, Value, check_settings
 from pdserve.model_source import model_name
 
-# --- cluster tls ----------------------------------------------------------------------------------------------
-# The TLS files of a cluster's processes: an operator's, or made for this start.
+# --- TLS files of the processes -------------------------------------------------------------------------------
+# An operator's, or made for this start.
 
 CALLERS: Final = ("router", "gateway")
 
@@ -57,7 +57,7 @@ class ClusterTls:
         return found
 
 
-# --- spec -----------------------------------------------------------------------------------------------------
+# --- processes and their settings -----------------------------------------------------------------------------
 
 GATEWAY_FIRST_S: Final = 1.0  # by which the router ends later than the gateway
 SPINS: Final = "1000"  # turns of the waiting loop

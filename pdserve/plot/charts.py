@@ -1,6 +1,7 @@
-"""Line charts and scatter plots. Pure.
+"""The kinds of charts: lines and points, horizontal bars, bars over time, stacked shares over time. Pure.
 
-Points outside the axes are drawn at the edge.
+In line charts, points outside the axes are drawn at the edge. Kinds of bars and shares differ by colour and also by
+height, filling or opacity, so that charts can be read without colours.
 """
 
 from __future__ import annotations
@@ -128,8 +129,8 @@ def _pairs(points: list[tuple[float, float]]) -> list[tuple[tuple[float, float],
     return list(zip([points[0], *points], points, strict=False))
 
 
-# --- bar chart ------------------------------------------------------------------------------------------------
-# Horizontal bars, one for each named choice, with the measurements behind it.
+# --- horizontal bars ------------------------------------------------------------------------------------------
+# One for each named choice, with the measurements behind it.
 
 _BAR_TOP, _BAR_RIGHT, _BAR_BOTTOM = 6, 60, 38
 _BAR_ROW: Final = 24
@@ -201,10 +202,8 @@ def _missed(x: float, y: float, shade: str) -> str:
     return f'<path class="cross" stroke="{shade}" d="{cross}" stroke-width="1.5" fill="none"/>'
 
 
-# --- gantt ----------------------------------------------------------------------------------------------------
-# Bars over time in rows, such as one row per worker.
-#
-# Kinds of bars differ by colour and by height or filling, so that charts can be read without colours.
+# --- bars over time -------------------------------------------------------------------------------------------
+# In rows, such as one row per worker.
 
 LANE_HEIGHT: Final = 9
 _GANTT_TOP, _GANTT_RIGHT, _GANTT_BOTTOM, _GANTT_GAP = 6, 14, 38, 8
@@ -310,10 +309,8 @@ def _bar(kind: BarKind, x: float, y: float, width: float, height: float, about: 
     return f"{head}><title>{safe(about)}</title></rect>" if about else f"{head}/>"
 
 
-# --- share rows -----------------------------------------------------------------------------------------------
-# Rows of stacked shares over time, such as how each worker spent its time.
-#
-# The kinds of shares differ by colour and by opacity, so that charts can be read without colours.
+# --- stacked shares over time ---------------------------------------------------------------------------------
+# In rows, such as how each worker spent its time.
 
 _SHARE_LEFT, _SHARE_TOP, _SHARE_RIGHT, _SHARE_BOTTOM, _SHARE_GAP = 96, 6, 14, 38, 8
 _SHARE_ROW: Final = 30

@@ -1,4 +1,4 @@
-"""A chart as SVG of known size, for an HTML page or as a part of an SVG file. Pure."""
+"""Elements of charts: a drawing as SVG of known size, axes, colours and marks. Pure."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def _is_allowed(one: str) -> bool:
     return one in "\t\n\r" or (code >= 0x20 and not 0xD800 <= code <= 0xDFFF and code not in (0xFFFE, 0xFFFF))
 
 
-# --- axis -----------------------------------------------------------------------------------------------------
-# Axes of charts: the place of a value, the ticks and their texts.
+# --- axes -----------------------------------------------------------------------------------------------------
+# The place of a value, the ticks and their texts.
 
 _FEWEST: Final = 3  # ticks of a logarithmic axis
 _NEAREST: Final = 0.12  # share of a logarithmic axis between two ticks
@@ -124,8 +124,8 @@ def _apart(ticks: list[float], length: float) -> list[float]:
     return kept
 
 
-# --- thinning -------------------------------------------------------------------------------------------------
-# Reduces long lists of points to as many as a chart can show.
+# --- thinning of long lists -----------------------------------------------------------------------------------
+# A chart can show only so many points.
 
 _MOST_POINTS: Final = 360  # of a timeline or a distribution; more would not be visible
 T = TypeVar("T")
@@ -147,10 +147,9 @@ def thinned(points: Sequence[T], most: int = _MOST_POINTS) -> list[T]:
     return kept if not points or kept[-1] == points[-1] else [*kept, points[-1]]
 
 
-# --- theme ----------------------------------------------------------------------------------------------------
-# Colours and styles of charts, light and dark, for pages and for SVG files.
-#
-# A drawing names a colour by its variable, so that one drawing serves both themes.
+# --- colours and styles ---------------------------------------------------------------------------------------
+# Light and dark, for pages and for SVG files. A drawing names a colour by its variable, so that one drawing serves both
+# themes.
 
 COLOURS: Final = 8  # of the palette
 _LIGHT: Final = ("#2a78d6", "#eb6834", "#1baf7a", "#eda100", "#e87ba4", "#008300", "#4a3aa7", "#e34948")
@@ -183,8 +182,8 @@ def colour(number: int) -> str:
     return f"var(--s{number % COLOURS})"
 
 
-# --- marks ----------------------------------------------------------------------------------------------------
-# How series differ: by colour, dash and marker, so that charts can be read without colours.
+# --- marks of series ------------------------------------------------------------------------------------------
+# Series differ by colour, dash and marker, so that charts can be read without colours.
 
 DASHES: Final = ("", "8 4", "2 3", "10 3 2 3", "5 5", "14 4", "3 3 8 3", "1 4")
 #: Paths around the origin, about ten pixels wide.

@@ -1,4 +1,4 @@
-"""A figure: a title, a caption and panels of charts, as an SVG file or as a page. Pure."""
+"""A figure: a title, a caption and panels of charts, as an SVG file or as a page; and the frame of our pages. Pure."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ from pdserve.plot.drawing import (
     variables,
 )
 
-# --- page -----------------------------------------------------------------------------------------------------
-# The frame of our HTML pages: one self-contained document without network and scripts, light and dark.
-#
-# Every text is escaped, whatever its source.
+# --- frame of HTML pages --------------------------------------------------------------------------------------
+# One self-contained document without network and scripts, light and dark. Every text is escaped, whatever its source.
 
 _PAGE_STYLE: Final = """
 * { box-sizing: border-box; }

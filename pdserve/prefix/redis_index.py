@@ -1,7 +1,8 @@
-"""Looks up in Redis which workers have cached a prompt's leading blocks. The schema is in keys.py.
+"""Looks up which workers have cached a prompt's leading blocks, in Redis or in memory. The schema is in
+pdserve/prefix/keys.py.
 
-Fails open: a late or missing answer counts as empty. While Redis cannot be reached, a lookup costs nothing, because
-only a background task retries.
+The lookup in Redis fails open: a late or missing answer counts as empty. While Redis cannot be reached, a lookup costs
+nothing, because only a background task retries.
 """
 
 from __future__ import annotations
@@ -253,8 +254,7 @@ def _between(probes: Sequence[int], holders: Mapping[int, int], alive: int) -> l
     return wanted
 
 
-# --- lookup ---------------------------------------------------------------------------------------------------
-# The router's interface to a prefix index, and its implementation in memory.
+# --- interface, and index in memory ---------------------------------------------------------------------------
 
 
 class PrefixLookup(Protocol):

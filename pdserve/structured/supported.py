@@ -20,8 +20,8 @@ from typing import Any, Final, NoReturn, TypeGuard, final
 from pdserve.core.errors import shortened
 from pdserve.core.json_schema import DEFINITIONS, Path, localized, path_of, pointer, resolve, subschemas
 
-# --- formats --------------------------------------------------------------------------------------------------
-# Patterns of the string formats that are enforced. A value of a format matches all patterns of it.
+# --- string formats -------------------------------------------------------------------------------------------
+# The patterns of the formats that are enforced. A value of a format matches all patterns of it.
 #
 # They are narrower than the RFCs where strict readers are: what `datetime.fromisoformat`, `ipaddress`, `uuid`,
 # email-validator or a URL parser rejects is not generated. Regexes are Rust's, without look-around, so that a condition
@@ -113,7 +113,7 @@ _PATTERNS: Final = {
 FORMATS: Final = {name: tuple(f"^(?:{one})$" for one in patterns) for name, patterns in _PATTERNS.items()}
 
 
-# --- supported ------------------------------------------------------------------------------------------------
+# --- conversion of a schema -----------------------------------------------------------------------------------
 
 _NEVER: Final = ("$dynamicRef", "$recursiveRef")
 _COUNTS: Final = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")

@@ -1,4 +1,5 @@
-"""Log format of all processes, on stderr: a line of text per record, with its fields behind, or a JSON object.
+"""Log format of all processes, on stderr: a line of text per record, with its fields behind, or a JSON object. Also the
+last records, for the live view.
 
 2026-11-21 01:11:12,219 INFO router router.service.workers: a worker is attached worker_id=d0 role=decode
 
@@ -119,8 +120,8 @@ def _shown(value: object) -> str:
     return repr(text) if not text or " " in text or not text.isprintable() else text  # no other space is printable
 
 
-# --- recent log -----------------------------------------------------------------------------------------------
-# The last records of this process's log, in bounded memory, for the live view.
+# --- last records ---------------------------------------------------------------------------------------------
+# Kept in bounded memory, for the live view.
 
 
 @final

@@ -1,7 +1,7 @@
 """Counters, gauges and histograms of one process, served to Prometheus. Does nothing if it is off.
 
 Each process has its own registry, so that tests can run several in one interpreter. All metrics are declared in
-metric_names.py.
+pdserve/telemetry/metric_names.py.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pdserve.telemetry.metric_names import METRICS, MetricSpec
 from pdserve.telemetry.names import Process
 from pdserve.tls.certificates import ReloadingCertificates
 
-# --- metrics server -------------------------------------------------------------------------------------------
-# The HTTP or HTTPS server of /metrics: one thread for each connection, at most MAX_CONNECTIONS at a time.
+# --- server of /metrics ---------------------------------------------------------------------------------------
+# HTTP or HTTPS: one thread for each connection, at most MAX_CONNECTIONS at a time.
 
 MAX_CONNECTIONS: Final = 16
 MAX_REQUEST_BYTES: Final = 16_384  # request line and headers; bodies are not read
@@ -124,7 +124,7 @@ def _hang_up(request: Any) -> None:
         request.shutdown(socket.SHUT_RDWR)
 
 
-# --- metrics --------------------------------------------------------------------------------------------------
+# --- metrics of a process -------------------------------------------------------------------------------------
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,7 @@
-"""The attributes that the GenAI conventions ask for, of a GenerateRequest. Never a text of the caller. Pure."""
+"""What the router's spans record of a request, and which traces are kept. Pure.
+
+The attributes are those of the GenAI conventions, read from a GenerateRequest. They never contain a text of the caller.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +49,6 @@ def request_attributes(request: Any) -> dict[str, AttributeValue]:
 
 
 # --- tail sampling --------------------------------------------------------------------------------------------
-# Which traces are kept when their request has ended (tail sampling).
-#
 # A trace is kept if the caller had sampled it, if its request was rejected, failed, slow or retried, or if it belongs
 # to the share of all others that the operator keeps (docs/decisions/0023-one-process-records-a-trace.md).
 

@@ -32,10 +32,8 @@ from pdserve.text.stops import MISTRAL_MARKS, THINK_MARKS
 from pdserve.text.template_forms import PROBE_TOOL, find_forms, tool_format
 from pdserve.text.tokenizer import NAMED_TOKENS, named_token, read_tokenizer_config
 
-# --- chat sandbox ---------------------------------------------------------------------------------------------
-# The environment in which chat templates run: jinja2's immutable sandbox with the helpers of Hugging Face templates.
-#
-# It bounds neither time nor memory: templates run in a child process that does (pdserve/text/child.py).
+# --- sandbox of the templates ---------------------------------------------------------------------------------
+# It bounds neither time nor memory: the child process does.
 
 
 class TemplateRefusal(jinja2.TemplateError):
@@ -117,7 +115,7 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-# --- chat -----------------------------------------------------------------------------------------------------
+# --- chats and templates --------------------------------------------------------------------------------------
 
 MAX_SOURCE_CHARS: Final = 2**20
 MAX_TEMPLATE_BYTES: Final = 2**20  # of a file; the largest known has 100 KB

@@ -1,4 +1,4 @@
-"""Finds stop strings in text that arrives in pieces. Pure.
+"""Finds stop strings, and the end of the reasoning before them, in text that arrives in pieces. Pure.
 
 The first complete stop string ends the text, wherever the pieces are divided; of several that end at the same
 character, the longest is used. Text that may be the beginning of a stop string is held back until that is decided,
@@ -78,10 +78,9 @@ class StopMatcher:
         return 0
 
 
-# --- reasoning ------------------------------------------------------------------------------------------------
-# Where the reasoning of an answer ends: stop strings apply to the text after it.
-#
-# The marks are those of pdserve/gateway/tools/plan.py, which separates the same reasoning from the answer.
+# --- end of the reasoning -------------------------------------------------------------------------------------
+# Stop strings apply to the text after it. The marks are those of pdserve/gateway/tools/plan.py, which separates the
+# same reasoning from the answer.
 
 
 class ReasoningState(StrEnum):

@@ -1,7 +1,8 @@
-"""In which form a chat template takes optional values, found once by rendering a short history. Pure.
+"""Facts about a chat template: in which form it takes optional values, and how its model writes tool calls. Pure.
 
-Templates disagree about three things. A call's arguments are an object that they write as JSON, or text that they join.
-An assistant's missing content is null, absent or an empty text. A message's content is text, or a list of parts.
+The forms are found once by rendering a short history, because templates disagree about three things. A call's arguments
+are an object that they write as JSON, or text that they join. An assistant's missing content is null, absent or an
+empty text. A message's content is text, or a list of parts.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ def _history(content: Content, arguments: Any, takes_parts: bool) -> list[dict[s
     ]
 
 
-# --- tool format ----------------------------------------------------------------------------------------------
-# Recognises how a model writes tool calls, by its chat template.
+# --- format of tool calls -------------------------------------------------------------------------------------
+# Recognised by texts in the template.
 
 #: The texts in a template that together only templates of this family have, by format.
 _MARKS: Final = (

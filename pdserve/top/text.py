@@ -1,4 +1,4 @@
-"""Numbers, bars and rows of `pdserve top` as text, readable without colour. Pure."""
+"""What `pdserve top` shows, readable without colour: the last minute in numbers; bars and rows as text. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pdserve.core.installation import versions_text
 from pdserve.core.live import LiveFrame, LiveRequest, LiveWorker, LogLine
 from pdserve.core.results import nearest_rank
 
-# --- history --------------------------------------------------------------------------------------------------
-# What the terminal shows of the last minute: rates and percentiles from frames, in bounded memory.
+# --- the last minute ------------------------------------------------------------------------------------------
+# Rates and percentiles from frames, in bounded memory.
 
 WINDOW_S: Final = 60.0  # of ended requests
 RATE_S: Final = 5.0  # of tokens and bytes
@@ -143,7 +143,7 @@ def percentile(values: Sequence[float], share: float) -> float | None:
     return nearest_rank(sorted(values), share)
 
 
-# --- text -----------------------------------------------------------------------------------------------------
+# --- numbers, bars and rows -----------------------------------------------------------------------------------
 
 NONE: Final = "-"
 #: Letter of each phase in a request's bar.

@@ -1,4 +1,4 @@
-"""Common parts of the gRPC servers and channels between a cluster's own processes: options, listening, rejections."""
+"""Common parts of the gRPC servers and channels of a cluster: options, listening, rejections, health."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pdserve.wire.peers import FOLLOW, OnRejected, ProofInterceptor
 from pdserve.wire.requests import RequestCheck
 from pdserve.wire.tls_credentials import peer_port
 
-# --- port options ---------------------------------------------------------------------------------------------
-# gRPC options of a public port, which limit what a foreign client can keep open. No I/O.
+# --- options of a public port ---------------------------------------------------------------------------------
+# They limit what a foreign client can keep open.
 #
 # connections   at most so many at a time; further ones are closed as they are accepted
 # half-open     a connection that has not sent its HTTP/2 preface within HANDSHAKE_S is closed
@@ -53,7 +53,7 @@ def _ms(seconds: float) -> int:
     return min(int(seconds * 1000), _MOST_MS)
 
 
-# --- peer server ----------------------------------------------------------------------------------------------
+# --- servers and channels of the cluster's processes ----------------------------------------------------------
 
 Options = tuple[tuple[str, int], ...]
 
@@ -117,9 +117,9 @@ async def abort(context: Any, error: PdserveError) -> None:
     await context.abort(_CODES.get(type(error), grpc.StatusCode.INVALID_ARGUMENT), error.message)
 
 
-# --- health ---------------------------------------------------------------------------------------------------
-# gRPC's standard health service with all its methods: the package's servicer lacks List. No import of the package,
-# because not every host has it.
+# --- health service -------------------------------------------------------------------------------------------
+# gRPC's standard service with all its methods: the package's servicer lacks List. The package is not imported, because
+# not every host has it.
 
 
 def make_health_servicer() -> Any:

@@ -1,4 +1,5 @@
-"""The codec of each message between router and worker, and the Attach stream's envelopes around them. No I/O.
+"""Codecs of messages: those between router and worker with the Attach stream's envelopes, results, and the live view.
+No I/O.
 
 Two parts are written by hand: messages with a request's Sequence, which the router builds once and extends for each
 attempt, and the columns of PlainTokens, which contain nearly all tokens and are the hot path.
@@ -136,7 +137,7 @@ def _plain_rows(worker_id: str, message: worker_pb2.PlainTokens) -> list[pr.Toke
 
 
 # --- sequence -------------------------------------------------------------------------------------------------
-# The codec of a Sequence: the data that a worker needs to compute a request's tokens. No I/O.
+# The data that a worker needs to compute a request's tokens.
 
 # The worker computes the `given` fields from its clock, its hash seed and the `ignored` fields of the message.
 SEQUENCE: Final = Codec(
@@ -149,8 +150,8 @@ SEQUENCE: Final = Codec(
 )
 
 
-# --- results --------------------------------------------------------------------------------------------------
-# Codecs of the results of a request, which the router encodes and the SDK decodes.
+# --- results of a request -------------------------------------------------------------------------------------
+# The router encodes them and the SDK decodes them.
 
 SAMPLING_DEFAULTS: Final = Codec(SamplingDefaults, inference_pb2.SamplingDefaults)
 USAGE: Final = Codec(Usage, inference_pb2.Usage)
@@ -158,8 +159,7 @@ PHASES: Final = Codec(Phases, inference_pb2.Phases, is_lenient=True)
 TIMINGS: Final = Codec(Timings, inference_pb2.Timings, nested=(PHASES,), is_lenient=True)
 
 
-# --- live -----------------------------------------------------------------------------------------------------
-# The codec of the live view's frames.
+# --- frames of the live view ----------------------------------------------------------------------------------
 
 #: Lenient, because the times of a router's clock have no bound.
 FRAME: Final = Codec(
@@ -179,7 +179,6 @@ FRAME: Final = Codec(
 )
 
 
-# --- log line -------------------------------------------------------------------------------------------------
-# The codec of a log's lines.
+# --- lines of a log -------------------------------------------------------------------------------------------
 
 LOG_LINE: Final = Codec(LogLine, worker_pb2.LogLine, is_lenient=True)  # a time of day is no duration

@@ -1,4 +1,4 @@
-"""The OpenAPI document, made from the models of requests and answers. Pure."""
+"""The OpenAPI document, made from the models of requests and answers, as JSON and as a page. Pure."""
 
 from __future__ import annotations
 
@@ -188,8 +188,8 @@ def _definitions(models: list[type[BaseModel]], mode: Literal["validation", "ser
     return found
 
 
-# --- docs page ------------------------------------------------------------------------------------------------
-# The OpenAPI document as a page without scripts: nothing outside of it is loaded.
+# --- page -----------------------------------------------------------------------------------------------------
+# It has no scripts, and loads nothing from outside.
 
 _STYLE: Final = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"

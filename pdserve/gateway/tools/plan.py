@@ -2,7 +2,8 @@
 
 With `auto` the model decides whether to call; the form of its calls is found from its chat template. `required` and a
 named function are enforced by a grammar, so their arguments always validate, and the answer is JSON in our own form.
-They win over a schema for the answer. With `auto` and such a schema a grammar allows either (grammars.py).
+They win over a schema for the answer. With `auto` and such a schema a grammar allows either
+(pdserve/gateway/tools/grammars.py). The reader also splits reasoning from the rest of the answer.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from pdserve.gateway.tools.grammars import MAX_CALLS, calls_or_answer, calls_sch
 from pdserve.gateway.tools.readers import ArrayReader, FirstCharReader, NamedReader, make_reader
 from pdserve.gateway.tools.reading import SPACE, Event, Mark, Reader, Reasoning, Text, joined
 
-# --- reasoning ------------------------------------------------------------------------------------------------
-# Splits reasoning between marks, at the beginning of an answer, from the rest.
+# --- reader of reasoning --------------------------------------------------------------------------------------
+# Reasoning is between marks, at the beginning of an answer.
 
 
 @final
@@ -111,7 +112,7 @@ class ReasoningReader(Reader):
         return found
 
 
-# --- plan -----------------------------------------------------------------------------------------------------
+# --- plan for the tools of a request --------------------------------------------------------------------------
 
 UNKNOWN: Final = "other"  # Model.tool_format of a template that takes tools, but shows no known form of calls
 _FIRST: Final = {"hermes": "<", "qwen3_coder": "<"}  # the first character of a call; JSON begins with another

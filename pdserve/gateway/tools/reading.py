@@ -1,4 +1,4 @@
-"""What the readers of tool calls share. Pure."""
+"""What the readers of tool calls share: their events, reading by characters, and marks. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final, Protocol, final
 from pdserve.gateway.tools.call_object import CallObject
 
 # --- events ---------------------------------------------------------------------------------------------------
-# The events that a reader finds in an answer's text.
+# What a reader finds in an answer's text.
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def joined(events: Sequence[Event]) -> list[Event]:
     return found
 
 
-# --- call reader ----------------------------------------------------------------------------------------------
+# --- readers by character -------------------------------------------------------------------------------------
 
 SPACE: Final = " \t\r\n"
 SEPARATORS: Final = SPACE + ",;"  # may stand between calls
@@ -176,7 +176,6 @@ class CallReader(CharReader):
 
 
 # --- marks ----------------------------------------------------------------------------------------------------
-# Finds marks in a text that arrives character by character.
 
 
 @final

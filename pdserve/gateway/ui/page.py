@@ -16,11 +16,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-# --- bundle ---------------------------------------------------------------------------------------------------
-# Joins ES modules into one script, in the order of their imports.
-#
-# The joined modules share one scope. A name that two modules define, an import of a name that is not exported, and a
-# cycle of imports are therefore errors.
+# --- one script from modules ----------------------------------------------------------------------------------
+# ES modules are joined in the order of their imports. They share one scope. A name that two modules define, an import
+# of a name that is not exported, and a cycle of imports are therefore errors.
 
 _IMPORT: Final = re.compile(r'^import \{([^}]*)\} from "\./([\w.-]+)";\n', re.MULTILINE)
 _EXPORT: Final = re.compile(r"^export (?=(?:async )?(?:const|let|function|class)\b)", re.MULTILINE)
@@ -79,7 +77,7 @@ def _check_imports(name: str, source: str, exported: Mapping[str, set[str]]) -> 
                 raise ValueError(f"{name} imports {symbol}, which {other} does not export")
 
 
-# --- page -----------------------------------------------------------------------------------------------------
+# --- documents ------------------------------------------------------------------------------------------------
 
 _FOLDER: Final = Path(__file__).parent
 _TITLE: Final = "pdserve"
