@@ -125,6 +125,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m scripts.structure
 	cd proto && ../$(BIN)/buf lint
 	$(BIN)/python scripts/reference.py --check
 	$(BIN)/python -m scripts.dashboards --check
