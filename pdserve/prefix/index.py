@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final, final
+from typing import Final, Protocol, final
 
 from pdserve.core.kv.blocks import CacheChange
 
@@ -175,3 +175,30 @@ def slots_of(bits: int) -> list[int]:
         slots.append(low.bit_length() - 1)
         bits ^= low
     return slots
+
+
+# --- lookups --------------------------------------------------------------------------------------------------
+
+
+class PrefixLookup(Protocol):
+    @property
+    def is_available(self) -> bool:
+        """False while the index cannot be reached; an empty answer then has no meaning."""
+
+    async def lookup(self, hashes: Sequence[bytes]) -> Mapping[str, int]:
+        """The number of leading blocks of the chain `hashes` that each worker has cached, by worker id.
+
+        Never raises: an index that cannot answer in time returns nothing, and routing continues by load.
+        """
+
+
+@final
+class MemoryLookup:
+    """Answers from an index that this process feeds itself."""
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+        self.is_available = True
+
+    async def lookup(self, hashes: Sequence[bytes]) -> Mapping[str, int]:
+        return self._index.lookup(hashes)

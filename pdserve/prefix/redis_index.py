@@ -1,7 +1,6 @@
-"""Looks up which workers have cached a prompt's leading blocks, in Redis or in memory. The schema is in
-pdserve/prefix/keys.py.
+"""Looks up in Redis which workers have cached a prompt's leading blocks. The schema is in pdserve/prefix/keys.py.
 
-The lookup in Redis fails open: a late or missing answer counts as empty. While Redis cannot be reached, a lookup costs
+It fails open: a late or missing answer counts as empty. While Redis cannot be reached, a lookup costs
 nothing, because only a background task retries.
 """
 
@@ -12,13 +11,13 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, final
+from typing import Final, final
 
 from pdserve.core.urls import hide_password
 from pdserve.outage_log import OutageLog, PeerLog
 from pdserve.prefix import scripts
 from pdserve.prefix.connection import TROUBLE, Backoff, connect, heed_cancellation
-from pdserve.prefix.index import PrefixIndex, leading_blocks
+from pdserve.prefix.index import leading_blocks
 from pdserve.prefix.keys import bitmap, fetched, fingerprint_of, index_tag, slots_bits, worker_of
 
 log = logging.getLogger(__name__)
@@ -252,32 +251,3 @@ def _between(probes: Sequence[int], holders: Mapping[int, int], alive: int) -> l
             wanted.extend(range(before + 1, at))
         alive, before = still, at
     return wanted
-
-
-# --- interface, and index in memory ---------------------------------------------------------------------------
-
-
-class PrefixLookup(Protocol):
-    @property
-    def is_available(self) -> bool:
-        """False while the index cannot be reached; an empty answer then has no meaning."""
-        ...
-
-    async def lookup(self, hashes: Sequence[bytes]) -> Mapping[str, int]:
-        """The number of leading blocks of the chain `hashes` that each worker has cached, by worker id.
-
-        Never raises: an index that cannot answer in time returns nothing, and routing continues by load.
-        """
-        ...
-
-
-@final
-class MemoryLookup:
-    """Answers from an index that this process feeds itself."""
-
-    def __init__(self, index: PrefixIndex) -> None:
-        self._index = index
-        self.is_available = True
-
-    async def lookup(self, hashes: Sequence[bytes]) -> Mapping[str, int]:
-        return self._index.lookup(hashes)

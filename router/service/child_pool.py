@@ -22,7 +22,6 @@ from typing import Any, Final, final
 from pdserve.core.errors import InternalError, InvalidRequest, Overloaded
 from pdserve.core.grammar import Grammar
 from pdserve.isolated.child import LATE, TOO_LONG
-from pdserve.isolated.child import TOO_LONG as OVER_CPU
 from pdserve.isolated.process import ChildEnded, ChildProcess
 from router.service.fair_queue import ANONYMOUS, ClientKey, FairQueue, QueueLimits
 from router.service.model import ModelFacts
@@ -339,6 +338,6 @@ class GrammarCheck:
         except LoadFailed as error:
             raise InvalidRequest("structured_output", "a grammar", f"none: {error}") from None
         if "ended" in answer:
-            return TOO_LONG_TO_COMPILE if answer["ended"] == OVER_CPU else TOO_LARGE
+            return TOO_LONG_TO_COMPILE if answer["ended"] == TOO_LONG else TOO_LARGE
         rejected: str | None = answer["rejected"]
         return rejected

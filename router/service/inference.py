@@ -20,7 +20,7 @@ from pdserve.core.access.key_file import Tenant
 from pdserve.core.access.shares import Shares, caller_of
 from pdserve.core.attempt import Attempt, AttemptKey
 from pdserve.core.errors import NONE_YET, Cancelled, IdInUse, InternalError, NoWorkers, PdserveError, QuotaExceeded
-from pdserve.prefix.redis_index import PrefixLookup
+from pdserve.prefix.index import PrefixLookup
 from pdserve.telemetry import names, propagate
 from pdserve.telemetry.tracing import OpenSpan
 from pdserve.v1 import inference_pb2, inference_pb2_grpc

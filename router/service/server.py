@@ -27,8 +27,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.types import NO_DEFAULTS, Role, SamplingDefaults, Slo
 from pdserve.listening import PortInUse, bind_error, is_held
 from pdserve.model_source import TOY_MODELS, model_name
-from pdserve.prefix.index import PrefixIndex
-from pdserve.prefix.redis_index import MemoryLookup, PrefixLookup
+from pdserve.prefix.index import MemoryLookup, PrefixIndex, PrefixLookup
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics, make_metrics
 from pdserve.telemetry.tracing import Service, make_tracing

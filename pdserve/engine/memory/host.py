@@ -9,7 +9,6 @@ of size.
 
 from __future__ import annotations
 
-import fcntl
 import math
 import mmap
 import os
@@ -52,6 +51,8 @@ class HostMemory:
 
 def is_sealed(descriptor: int) -> bool:
     """Whether the file can no longer shrink. Raises OSError if it is no memory file."""
+    import fcntl  # Linux only, and the commands of clients import this file
+
     return bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
 
 
@@ -69,6 +70,8 @@ def _memory_file(num_bytes: int) -> int | None:
 
 def _seal(descriptor: int) -> bool:
     """False if the kernel has no seal against later writable mappings (before Linux 5.1)."""
+    import fcntl  # Linux only, and the commands of clients import this file
+
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | _SEAL_FUTURE_WRITE
     try:
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)

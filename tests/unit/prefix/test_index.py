@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from pdserve.core.kv.blocks import CacheChange
 from pdserve.core.kv.hashing import block_hashes, chain_key
-from pdserve.prefix.index import Applied, PrefixIndex, leading_blocks
-from pdserve.prefix.redis_index import MemoryLookup
+from pdserve.prefix.index import Applied, MemoryLookup, PrefixIndex, leading_blocks
 from tests.support.examples import examples
 from tests.unit.prefix.given import chain
 
