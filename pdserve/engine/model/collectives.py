@@ -81,7 +81,7 @@ class Ranks:
         both have read it. Raises Unauthenticated."""
         self.shard = shard
         self._has_nccl = device.type == "cuda"
-        timeout = timedelta(seconds=timeout_s)
+        self._timeout = timeout = timedelta(seconds=timeout_s)
         self._orders: Any = _gloo(_dist.PrefixStore("orders", store), shard, _FOREVER, host)
         groups = {"orders": self._orders}
         self._tensors: Any
@@ -120,14 +120,16 @@ class Ranks:
         return int(one[0])
 
     def send_order(self, words: Sequence[int] | np.ndarray[Any, Any]) -> None:
-        """Sends the leader's order, 64-bit numbers, to all other ranks."""
+        """Sends the leader's order, 64-bit numbers, to all other ranks.
+
+        Without a time limit it could wait for ever for a rank that has died or does not read."""
         order = torch.zeros(_FIRST_WORDS, dtype=torch.int64)
         body = torch.from_numpy(np.asarray(words, np.int64))
         order[0] = len(words)
         order[1 : 1 + len(words)] = body[: _FIRST_WORDS - 1]
-        self._broadcast_order(order)
+        self._broadcast_order(order, self._timeout)
         if len(words) >= _FIRST_WORDS:
-            self._broadcast_order(body[_FIRST_WORDS - 1 :].clone())
+            self._broadcast_order(body[_FIRST_WORDS - 1 :].clone(), self._timeout)
 
     def receive_order(self) -> list[int]:
         """Waits for the next order without a time limit."""
@@ -148,13 +150,16 @@ class Ranks:
         if not self._has_nccl:  # graphs may still hold NCCL's communicators
             self._tensors = None
 
-    def _broadcast_order(self, x: Tensor) -> None:
-        self._orders.broadcast([x], _from_leader()).wait()
+    def _broadcast_order(self, x: Tensor, timeout: timedelta = _FOREVER) -> None:
+        self._orders.broadcast([x], _from_leader(timeout)).wait()
 
 
-def _from_leader() -> Any:
+def _from_leader(timeout: timedelta | None = None) -> Any:
+    """`timeout` None: the group's."""
     options = _dist.BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
+    if timeout is not None:
+        options.timeout = timeout
     return options
 
 

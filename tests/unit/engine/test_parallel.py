@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pdserve.core.errors import ConfigError, InternalError, ModelError
@@ -140,6 +141,20 @@ def test_a_dead_rank_fails_the_engine_without_hanging(open_engine: Callable[...,
         with pytest.raises(InternalError, match="failed before"):
             engine.step([row])
     finally:
+        engine.close()
+
+
+def test_an_order_that_a_rank_does_not_read_fails(open_engine: Callable[..., Any]) -> None:
+    engine = open_engine(BUNDLED, tensor_parallel=2, stall_s=1.0)
+    follower = engine._followers[0].pid
+    os.kill(follower, signal.SIGSTOP)
+    try:
+        began_s = time.monotonic()
+        with pytest.raises(RuntimeError, match="Timed out"):
+            engine._ranks.send_order(np.zeros(4 * 2**20, np.int64))  # more than the sockets between them hold
+        assert time.monotonic() - began_s < 30.0
+    finally:
+        os.kill(follower, signal.SIGKILL)
         engine.close()
 
 
