@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import redis
@@ -230,12 +231,12 @@ async def test_a_redis_whose_name_moves_is_found_again(mortal: EmbeddedRedis, mo
         return resolve(hosts[0] if host == "redis.example" else host, *args, **kwargs)
 
     monkeypatch.setattr(socket, "getaddrinfo", resolved)
-    url, blocks = mortal.url.replace("127.0.0.1", "redis.example"), chain(3)
-    assert url != mortal.url
+    known, blocks = listen_on_tcp(mortal), chain(3)
+    url = known.replace("127.0.0.1", "redis.example")
     registry = Registry(url, "test", poll_s=0.02)
-    with EmbeddedRedis.start(password=mortal.password) as other:
+    with EmbeddedRedis.start() as other:
         async with (
-            forwarding("127.0.0.2", mortal.port, other.port),
+            forwarding("127.0.0.2", port_of(known), port_of(listen_on_tcp(other))),
             following(url) as index,
             publishing(url, "w") as worker,
         ):
@@ -249,6 +250,12 @@ async def test_a_redis_whose_name_moves_is_found_again(mortal: EmbeddedRedis, mo
                 await until_found(index, blocks, {"w": 3, "late": 1})
                 await until(lambda: [one.worker_id for one in registry.workers] == ["late", "w"])
             watching.cancel()
+
+
+def port_of(url: str) -> int:
+    port = urlsplit(url).port
+    assert port is not None
+    return port
 
 
 @asynccontextmanager
