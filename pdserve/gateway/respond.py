@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, final
 
 from pdserve.client.aio import AsyncClient
 from pdserve.client.results import Model, Piece, TokenLogprob
@@ -26,7 +25,6 @@ from pdserve.gateway.api.replies import ChatWriter, Head, TextWriter, Writer
 from pdserve.gateway.api.responses_writer import ResponsesWriter
 from pdserve.gateway.api.sdk_call import SdkCall
 
-Written = TypeVar("Written")
 PAUSE_BYTES: Final = 65_536  # encoded or written between two pauses
 LEARNED_TOKENS: Final = 512  # with their logprobs, between two pauses
 WRITERS: Final[Mapping[Endpoint, Callable[[Head, SdkCall, TokenTable], Writer]]] = {
@@ -143,7 +141,8 @@ class Responder:
             await self._begin_prompt(writer, echoes, number, one.prompt_logprobs, client)
             for choice in one.choices:
                 await self._learn(client, choice.logprobs)
-        answer = await _written(is_scored, lambda: writer.answer(completions))
+        # Written in a thread if it may be long, so that others do not wait for it.
+        answer = await asyncio.to_thread(writer.answer, completions) if is_scored else writer.answer(completions)
         await send_json(send, 200, await encoded(answer), headers)
         return 200
 
@@ -170,10 +169,11 @@ class Responder:
             if piece.logprobs:
                 await self._tokens.learn(client, logprobs.token_ids(piece.logprobs))
             prompt_tokens = answers.prompt_tokens[prompt]
-            # The prompt's tokens come in one frame.
-            write = functools.partial(writer.pieces, (piece,), prompt_tokens)
-            if frames := await _written(is_scored and bool(echoes), write):
-                await send({"type": "http.response.body", "body": frames, "more_body": True})
+            frames = writer.pieces((piece,), prompt_tokens)
+            if is_scored and echoes:  # The prompt's tokens come in one frame.
+                frames = [await asyncio.to_thread(b"".join, frames)]
+            async for part in _parts(frames):
+                await send({"type": "http.response.body", "body": part, "more_body": True})
             piece = await anext(pieces, None)
         if watch.done():
             return 499
@@ -199,11 +199,6 @@ class Responder:
         for start in range(0, len(scored), LEARNED_TOKENS):
             await self._tokens.learn(client, logprobs.token_ids(scored[start : start + LEARNED_TOKENS]))
             await asyncio.sleep(0)
-
-
-async def _written(is_long: bool, write: Callable[[], Written]) -> Written:
-    """A part of an answer, which is written in a thread if it may be long, so that others do not wait for it."""
-    return await asyncio.to_thread(write) if is_long else write()
 
 
 def _headers(request_id: str, ignored: Iterable[str]) -> tuple[tuple[bytes, bytes], ...]:

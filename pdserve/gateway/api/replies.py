@@ -41,8 +41,9 @@ class Writer(ABC):
         """The whole answer. Its long arrays may be iterators, which are read while it is encoded."""
 
     @abstractmethod
-    def pieces(self, pieces: Iterable[Piece], prompt_tokens: int) -> bytes:
-        """The frames of some pieces; may be empty, because a piece may have no text yet."""
+    def pieces(self, pieces: Iterable[Piece], prompt_tokens: int) -> Iterable[bytes]:
+        """The frames of some pieces, made while they are read; none if no piece has text yet. Long ones are in pieces
+        of some KiB, except a prompt that is repeated."""
 
     @abstractmethod
     def end(self, completions: Sequence[Completion]) -> Iterable[bytes]:
@@ -91,8 +92,8 @@ class ReplyWriter(Writer):
 
     # --- a stream
 
-    def pieces(self, pieces: Iterable[Piece], prompt_tokens: int) -> bytes:
-        return b"".join(self._piece(one, prompt_tokens) for one in pieces)
+    def pieces(self, pieces: Iterable[Piece], prompt_tokens: int) -> Iterable[bytes]:
+        return (self._piece(one, prompt_tokens) for one in pieces)
 
     def error(self, reply: ErrorReply) -> Iterable[bytes]:
         """No [DONE] follows: the answer is not complete."""

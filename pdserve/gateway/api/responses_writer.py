@@ -32,16 +32,19 @@ class ResponsesWriter(Writer):
         list(self._close(one.finish_reason))
         return self._response(one)
 
-    def pieces(self, pieces: Iterable[Piece], prompt_tokens: int) -> bytes:
-        return b"".join([*self._begin(), *(self._frame(event) for piece in pieces for event in self._piece(piece))])
+    def pieces(self, pieces: Iterable[Piece], prompt_tokens: int) -> Iterable[bytes]:
+        yield from self._begin()
+        for piece in pieces:
+            for event in self._feed(piece.text, piece.logprobs):
+                yield from self._frame(event)
 
     def end(self, completions: Sequence[Completion]) -> Iterable[bytes]:
         [one] = completions
         yield from self._begin()
         for event in self._close(one.finish_reason):
-            yield from self._long_frame(event)
+            yield from self._frame(event)
         response = self._response(one)
-        yield from self._long_frame({"type": f"response.{response['status']}", "response": response})
+        yield from self._frame({"type": f"response.{response['status']}", "response": response})
 
     def error(self, reply: ErrorReply) -> Iterable[bytes]:
         failed = {
@@ -49,7 +52,7 @@ class ResponsesWriter(Writer):
             "error": {"code": "server_error", "message": reply.body["error"]["message"]},
             "output": self._output.shown(),
         }
-        return self._long_frame({"type": "response.failed", "response": failed})
+        return self._frame({"type": "response.failed", "response": failed})
 
     # ------------------------------------------------------------------------------------------------------------
 
@@ -57,10 +60,7 @@ class ResponsesWriter(Writer):
         if not self._has_begun:
             self._has_begun = True
             for kind in ("response.created", "response.in_progress"):
-                yield self._frame({"type": kind, "response": {**self._base("in_progress"), "output": []}})
-
-    def _piece(self, piece: Piece) -> Iterable[_Event]:
-        return self._feed(piece.text, piece.logprobs)
+                yield from self._frame({"type": kind, "response": {**self._base("in_progress"), "output": []}})
 
     def _feed(self, text: str, scored: Sequence[TokenLogprob]) -> Iterable[_Event]:
         deltas = [{"content": text}] if self._tools is None else self._tools.feed(text)
@@ -103,15 +103,14 @@ class ResponsesWriter(Writer):
             **self._call.echoed,
         }
 
-    def _frame(self, event: _Event) -> bytes:
-        if not event["type"].endswith(".delta"):  # others may have the logprobs of the whole answer
-            return b"".join(self._long_frame(event))
-        make = sse.padded_frame if self._call.shown.is_padded else sse.frame
-        return _name(event) + make(self._numbered(event))
-
-    def _long_frame(self, event: _Event) -> Iterable[bytes]:
-        yield _name(event)
-        yield from sse.frame_pieces(self._numbered(event))
+    def _frame(self, event: _Event) -> Iterable[bytes]:
+        """Whole if it is a delta. Others may have the logprobs of the whole answer, and come in pieces."""
+        if event["type"].endswith(".delta"):
+            make = sse.padded_frame if self._call.shown.is_padded else sse.frame
+            yield _name(event) + make(self._numbered(event))
+        else:
+            yield _name(event)
+            yield from sse.frame_pieces(self._numbered(event))
 
     def _numbered(self, event: _Event) -> _Event:
         self._sequence += 1

@@ -21,11 +21,14 @@ from pdserve.gateway.api.replies import Head
 from pdserve.gateway.api.responses_writer import ResponsesWriter
 from pdserve.gateway.api.sdk_call import SCORE_BYTES, TOKEN_BYTES, SdkCall
 from pdserve.gateway.app import GENERATION_PATHS
-from pdserve.gateway.respond import Responder, Sender
+from pdserve.gateway.respond import PAUSE_BYTES, Responder, Sender
 from pdserve.testing import MockTransport
 from pdserve.v1 import inference_pb2
 from tests.unit.gateway.test_steps import BESIDE, MODEL, READ
 
+LONGEST_PIECE = 8192
+CALL = "<tool_call>\n<function=get>\n</function>\n</tool_call>"
+FUNCTION = {"name": "get", "parameters": {"type": "object", "properties": {}}}
 TOP = 5  # the most likely tokens beside each one
 FIELDS: Mapping[str, dict[str, Any]] = {
     "/v1/completions": {"logprobs": TOP},
@@ -39,8 +42,8 @@ def scored(number: int) -> inference_pb2.TokenLogprobs:
     return inference_pb2.TokenLogprobs(token_id=number % TOP, logprob=-1.0 / 3, top=top)
 
 
-def answer(request: Any, num_tokens: int, each: int) -> Iterator[inference_pb2.GenerateResponse]:
-    """`each` tokens in a message."""
+def answer(request: Any, num_tokens: int, each: int, tail: str) -> Iterator[inference_pb2.GenerateResponse]:
+    """`each` tokens in a message. `tail`: the text of the last token."""
     yield inference_pb2.GenerateResponse(started=inference_pb2.Started(request_id="r", prompt_tokens=1))
     if request.sampling.HasField("prompt_logprobs"):
         tokens = list(map(scored, range(len(request.token_ids.ids) - 1)))
@@ -50,7 +53,8 @@ def answer(request: Any, num_tokens: int, each: int) -> Iterator[inference_pb2.G
         tokens = list(map(scored, range(begin, min(begin + each, num_tokens))))
         ids = [one.token_id for one in tokens]
         for index in range(request.n or 1):
-            delta = inference_pb2.Delta(index=index, text="x" * len(ids), token_ids=ids, logprobs=tokens)
+            text = "x" * len(ids) + (tail if begin + each >= num_tokens else "")
+            delta = inference_pb2.Delta(index=index, text=text, token_ids=ids, logprobs=tokens)
             yield inference_pb2.GenerateResponse(delta=delta)
     usage = inference_pb2.Usage(prompt_tokens=1, completion_tokens=num_tokens)
     for index in range(request.n or 1):
@@ -63,9 +67,10 @@ class Held:
     most: int = 0  # bytes at any time
     charge: int = 0
     sent: int = 0
+    longest: int = 0  # of the parts that were sent
 
 
-def hold(path: str, num_tokens: int, each: int = MAX_DELTA_TOKENS, **fields: Any) -> Held:
+def hold(path: str, num_tokens: int, each: int = MAX_DELTA_TOKENS, tail: str = "", **fields: Any) -> Held:
     """Answers one request whose client reads each part of the answer late."""
     model = replace(MODEL, max_new_tokens=num_tokens)
     most = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
@@ -77,7 +82,7 @@ def hold(path: str, num_tokens: int, each: int = MAX_DELTA_TOKENS, **fields: Any
             return inference_pb2.GetTokenBytesResponse(token_bytes=[b"x%d" % one for one in request.token_ids])
         if isinstance(request, inference_pb2.DetokenizeRequest):
             return inference_pb2.DetokenizeResponse(text="x1" * len(request.token_ids))
-        return answer(request, num_tokens, each)
+        return answer(request, num_tokens, each, tail)
 
     async def never() -> Any:
         await asyncio.Event().wait()
@@ -89,6 +94,7 @@ def hold(path: str, num_tokens: int, each: int = MAX_DELTA_TOKENS, **fields: Any
             nonlocal buffered
             buffered = bytes(message.get("body", b""))  # of the connection, until the next part
             held.sent += len(buffered)
+            held.longest = max(held.longest, len(buffered))
             await asyncio.sleep(0)
 
         responder = Responder()
@@ -140,14 +146,26 @@ def test_a_stream_of_texts_holds_as_much_as_it_is_charged_for(num_tokens: int, f
     assert held.charge / 6 < held.most <= held.charge
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_a_stream_with_calls_holds_as_much_as_it_is_charged_for(path: str) -> None:
+    """Each call of a response ends the message before it, whose events repeat its logprobs."""
+    function = FUNCTION if path == "/v1/responses" else {"function": FUNCTION}
+    fields: dict[str, Any] = {"tools": [{"type": "function", **function}]}
+    hold(path, 4, tail=CALL, **fields)
+    held = hold(path, 24 * MAX_DELTA_TOKENS, tail=CALL, **fields)
+    assert held.most <= held.charge
+    assert held.longest < PAUSE_BYTES + LONGEST_PIECE
+
+
 def test_a_failed_stream_of_responses_is_written_in_parts() -> None:
     call = READ["/v1/responses"]({**BESIDE["/v1/responses"], **FIELDS["/v1/responses"]})
     writer = ResponsesWriter(Head(request_id="r", model="toy", created_s=0), call, lambda token_id: b"x")
     top = tuple((number, -1.0) for number in range(TOP))
     scored = tuple(TokenLogprob(token_id=1, logprob=-1.0, top=top) for _ in range(1000))
-    writer.pieces([Piece(text="x" * 1000, token_ids=(1,) * 1000, logprobs=scored)], 1)
+    begun = list(writer.pieces([Piece(text="x" * 1000, token_ids=(1,) * 1000, logprobs=scored)], 1))
+    assert begun[0] == b"event: response.created\n"
     pieces = list(writer.error(reply(ShuttingDown())))
-    assert max(map(len, pieces)) < 8192
+    assert max(map(len, pieces)) < LONGEST_PIECE
     name, _, data = b"".join(pieces).partition(b"\n")
     assert name == b"event: response.failed"
     [item] = json.loads(data.removeprefix(b"data: "))["response"]["output"]
