@@ -35,6 +35,15 @@ class ChildEnded(Exception):
         self.status = status
 
 
+def outcome(status: int) -> str:
+    """How a process has ended, `status` as in ChildEnded."""
+    if status >= 0:
+        return f"ended with status {status}"
+    with contextlib.suppress(ValueError):  # most real-time signals have no name
+        return f"was ended by {signal.Signals(-status).name}"
+    return f"was ended by signal {-status}"
+
+
 @final
 class ChildProcess:
     """Answers one message at a time. It is started for the first message, and after it has ended."""

@@ -169,11 +169,3 @@ def end_session(leader_pid: int) -> None:
     for pid in session_of(leader_pid):
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
-
-
-def outcome(code: int) -> str:
-    if code >= 0:
-        return f"ended with status {code}"
-    with contextlib.suppress(ValueError):
-        return f"was ended by {signal.Signals(-code).name}"
-    return f"was ended by signal {-code}"

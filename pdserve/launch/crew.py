@@ -17,7 +17,8 @@ from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
 from pdserve.config_flags import FLAGS_FILE, live_flags
 from pdserve.core.errors import PdserveError
 from pdserve.core.progress import PROGRESS_ENV
-from pdserve.launch.child import Child, StartFailed, outcome
+from pdserve.isolated.process import outcome
+from pdserve.launch.child import Child, StartFailed
 from pdserve.launch.ports import HeldPorts
 from pdserve.launch.report import LauncherReport
 from pdserve.launch.spec import Process

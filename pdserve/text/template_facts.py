@@ -11,12 +11,13 @@ from typing import Any, Final, final
 
 from pdserve.core.errors import InternalError, ModelError, PdserveError
 from pdserve.isolated.child import LATE
-from pdserve.isolated.process import START_S, BlockingChild, ChildEnded
+from pdserve.isolated.process import START_S, BlockingChild, ChildEnded, outcome
 from pdserve.text.chat import TemplateSources
 from pdserve.text.child import load_message, part_of
 
 MODULE: Final = "pdserve.text.child"
-_AT_LIMIT: Final = {signal.SIGPROF: "CPU time", signal.SIGABRT: "memory"}  # native code aborts without memory
+# Native code aborts without memory.
+_AT_LIMIT: Final[Mapping[int, str]] = {signal.SIGPROF: "CPU time", signal.SIGABRT: "memory"}
 
 
 @final
@@ -58,13 +59,12 @@ def not_loaded(cause: BaseException | None, load: Mapping[str, Any]) -> PdserveE
     status = cause.status if isinstance(cause, ChildEnded) else None
     if status is None or status == LATE:
         return InternalError(f"{process} was not ready within {START_S:g} s: this machine is too busy; try again")
-    if status > 0:  # no limit ends it in this way
-        return InternalError(f"{process} ended with status {status}: try `{sys.executable} -m {MODULE}`")
-    if -status in _AT_LIMIT:
-        what = _AT_LIMIT[signal.Signals(-status)]
+    if status >= 0:  # no limit ends it in this way
+        return InternalError(f"{process} {outcome(status)}: try `{sys.executable} -m {MODULE}`")
+    if (what := _AT_LIMIT.get(-status)) is not None:
         return ModelError(part_of(load), f"one that needs too much {what}", f"one that loads with less {what}")
     advice = "; if by the kernel, this machine has too little memory" if status == -signal.SIGKILL else ""
-    return InternalError(f"{process} was ended by {signal.Signals(-status).name}{advice}")
+    return InternalError(f"{process} {outcome(status)}{advice}")
 
 
 def ask_once(load: dict[str, Any], *messages: dict[str, Any]) -> list[dict[str, Any]]:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.launch.child import Child, StartFailed, outcome
+from pdserve.isolated.process import outcome
+from pdserve.launch.child import Child, StartFailed
 from pdserve.launch.ports import check_free, free_ports, is_free
 
 from .conftest import is_alive

@@ -227,7 +227,11 @@ async def test_a_router_does_not_start_with_files_it_cannot_read(
 
 @pytest.mark.parametrize(
     ("program", "why"),
-    [("/bin/false", "ended with status 1"), ("/no/such/python", "cannot be started: .*No such file")],
+    [
+        ("/bin/false", "ended with status 1"),
+        ("/bin/true", "ended with status 0"),
+        ("/no/such/python", "cannot be started: .*No such file"),
+    ],
 )
 async def test_a_child_that_does_not_start_names_the_reason(
     make: Make, monkeypatch: pytest.MonkeyPatch, program: str, why: str
@@ -249,10 +253,11 @@ async def test_a_child_that_does_not_start_names_the_reason(
         (signal.SIGALRM, InternalError, "this machine is too busy"),
         (signal.SIGKILL, InternalError, "ended by SIGKILL; if by the kernel, this machine has too little memory"),
         (signal.SIGSEGV, InternalError, "ended by SIGSEGV"),
+        (signal.SIGRTMIN + 1, InternalError, f"ended by signal {signal.SIGRTMIN + 1}"),  # it has no name
     ],
 )
 async def test_a_child_that_ends_while_it_loads_names_the_reason(
-    make: Make, number: signal.Signals, kind: type[Exception], why: str
+    make: Make, number: int, kind: type[Exception], why: str
 ) -> None:
     admission = await make(ON_DEMAND)
     waiting = asyncio.create_task(admission.load())
@@ -288,6 +293,12 @@ async def test_a_router_and_a_launcher_name_why_no_child_starts(monkeypatch: pyt
     await within(server.stop())
     with pytest.raises(InternalError, match=why), finding_facts(TemplateSources(ON_DEMAND, None, {})):
         pass
+    monkeypatch.setattr(sys, "executable", "/bin/true")
+    with (
+        pytest.raises(InternalError, match="chat_template ended with status 0"),
+        finding_facts(TemplateSources(ON_DEMAND, None, {})) as found,
+    ):
+        found()
     assert children() == held
 
 
