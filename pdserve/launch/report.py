@@ -66,8 +66,8 @@ class LauncherReport:
         is_json: bool = False,
         holds_details: bool = False,
     ) -> None:
-        """`holds_details`: until `ready`, lines of level INFO are held back, and shown only if the start fails. Those
-        in files or JSON are always written."""
+        """`holds_details`: until `ready`, lines of level INFO are held back, and shown only by `failed`. Those in
+        files or JSON are always written."""
         self._held: deque[str] | None = deque(maxlen=_MOST_HELD) if holds_details else None
         self._began_s = time.monotonic()
         self._log_dir, self._log_limits = log_dir, log_limits or LogLimits()
@@ -178,7 +178,7 @@ class LauncherReport:
     # -- the end of the start ------------------------------------------------------------------------------------
 
     def failed(self) -> None:
-        """Shows what was held back."""
+        """Shows what was held back, which is nothing after `ready`."""
         held, self._held = self._held or (), None
         for line in held:
             self._err(line)

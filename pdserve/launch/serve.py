@@ -205,11 +205,7 @@ async def serve(asked: Asked, read_again: Callable[[], Asked]) -> int:
     tasks = [asyncio.create_task(_tick(report))]
     is_graceful = False
     try:
-        try:
-            address = await _unless_set(stop, cluster)
-        except PdserveError:
-            report.failed()
-            raise
+        address = await _unless_set(stop, cluster)
         if address is None:
             return INTERRUPTED
         report.table()
@@ -227,6 +223,7 @@ async def serve(asked: Asked, read_again: Callable[[], Asked]) -> int:
         report.say("launcher", "draining; a second signal ends everything at once")
         return 0
     finally:
+        report.failed()
         await _stop(cluster, hurry, is_graceful=is_graceful)
         for task in tasks:
             task.cancel()

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
-from collections.abc import Callable
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import final
 
 import pytest
 
-from pdserve.core.errors import ConfigError
+from pdserve.core.errors import ConfigError, NoWorkers
 from pdserve.engine.memory.plan import MemoryPlan
+from pdserve.launch import serve
 from pdserve.launch.report import LauncherReport, LogFile, LogLimits
+from pdserve.launch.settings import read
+from pdserve.launch.spec import ClusterSpec
 
 
 def test_each_process_has_its_file(tmp_path: Path) -> None:
@@ -50,6 +59,53 @@ def test_details_of_the_start_are_held_until_it_fails(
         assert words.endswith("launcher   2 log lines of the start are not shown; --log-level info shows them")
     take(detail)
     assert capsys.readouterr().err.splitlines() == [f"d0         | {detail}"], "only the start is quiet"
+
+
+@final
+class Starting:
+    """A cluster whose process has said a line before its start ends in some way."""
+
+    def __init__(self, report: LauncherReport, start: Callable[[], Awaitable[str]]) -> None:
+        self.spec = ClusterSpec(model="toy")
+        self._report, self._start = report, start
+
+    async def start(self) -> str:
+        self._report.relay("d0")("2026-11-27 14:22:04,758 INFO d0 pdserve.worker: text")
+        return await self._start()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        raise AssertionError("it does not start")
+
+    async def stop(self, *, is_graceful: bool) -> None:
+        sys.stderr.write("stopped\n")
+
+    def reload(self, settings: object, log_level: str) -> None: ...
+
+
+async def is_interrupted() -> str:
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.Event().wait()
+    raise AssertionError("unreachable")
+
+
+async def fails() -> str:
+    raise NoWorkers("decode")
+
+
+async def has_a_defect() -> str:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("start", [is_interrupted, fails, has_a_defect])
+def test_details_are_shown_however_the_start_ends(
+    start: Callable[[], Awaitable[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = read({"model": "toy"}, None, [])
+    monkeypatch.setattr(serve, "_cluster", lambda asked, report: Starting(report, start))
+    with contextlib.suppress(NoWorkers, ZeroDivisionError):
+        assert asyncio.run(serve.serve(asked, lambda: asked)) == serve.INTERRUPTED
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-2:] == ["d0         | 2026-11-27 14:22:04,758 INFO d0 pdserve.worker: text", "stopped"]
 
 
 @pytest.mark.parametrize(("is_json", "is_in_files"), [(True, False), (False, True)])
