@@ -128,10 +128,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.DetokenizeRequest, context: Any
     ) -> inference_pb2.DetokenizeResponse:
         try:
-            model = self._model()
+            tenant, model = current_tenant(), self._model()
             if model is None:
                 raise NoWorkers("decode", states=NONE_YET)
-            tenant = current_tenant()
             client = client_of(context.peer(), tenant.name)
             with self._claim(tenant), self._hold(tenant, request):
                 text = await self._admission.detokenize(request, model, client)
@@ -145,6 +144,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.GetTokenBytesResponse:
         # No quota: it is a lookup, and the gateway needs it within answers that have their slot already.
         try:
+            current_tenant()
             return self._admission.token_bytes(request)
         except PdserveError as error:
             self._measure.rejected(error)

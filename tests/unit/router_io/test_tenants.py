@@ -117,8 +117,32 @@ async def test_a_call_is_authorised_before_and_after_its_message(
     monkeypatch.setattr(auth, "authorised", counted)
     async with presenting(front, ACME) as client:
         await client.generate("hello", max_tokens=3, n=2)
-        await client.detokenize(await client.tokenize("hello"))
-    assert methods == ["Generate"] * 2 + ["Tokenize"] * 2 + ["Detokenize"] * 2
+        ids = await client.tokenize("hello")
+        await client.detokenize(ids)
+        await client.token_bytes(ids)
+        await client.model()
+    names = ["Generate", "Tokenize", "Detokenize", "GetTokenBytes", "GetModel"]
+    assert methods == [name for name in names for _ in range(2)]
+
+
+async def test_a_call_is_authorised_after_its_message_before_anything_else(
+    connect: Connect, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No model is known yet, and only callers may learn that."""
+    front, allowed = await connect(key_file=str(keys)), [True]
+
+    def once(*args: Any) -> Tenant:
+        if not allowed.pop():
+            raise Unauthenticated("revoked")
+        return authorised(*args)
+
+    monkeypatch.setattr(auth, "authorised", once)
+    async with presenting(front, ACME) as client:
+        for call in (client.generate("x"), client.tokenize("x"), client.detokenize([1]), client.token_bytes([1])):
+            allowed[:] = [False, True]
+            with pytest.raises(Unauthenticated):
+                await call
+            assert not allowed
 
 
 async def test_revoked_keys_end_and_new_keys_begin(connect: Connect, decode: Program, keys: Path) -> None:
