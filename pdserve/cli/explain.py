@@ -26,7 +26,8 @@ HEAD: Final = ("", "PREFILL", "DECODE", "TTFT", "TPOT", "SLACK", "KEEPS TPOT", "
 COST_NOTES: Final = (
     "LOST        time that this and other requests lose by the placement, in shares of their targets",
     "PREFERENCE  against (+) a decode worker alone while a prefill worker is free; for it (-) with a short prompt",
-    "COST        LOST + PREFERENCE; the lowest one is chosen",
+    "COST        LOST + PREFERENCE; the lowest one is chosen of those that meet every target and can start now,",
+    "            unless one that must wait for a busy worker costs over 3 points less",
 )
 
 

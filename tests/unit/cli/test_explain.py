@@ -11,6 +11,7 @@ from pdserve import Client
 from pdserve.cli.explain import render
 from pdserve.cli.main import main
 from pdserve.client.results import ExplainedCandidate, Explanation
+from router.policy.candidates import WORTH_WAITING
 from router.state.settings import RouterSettings
 
 PROMPT = "a prompt that is longer than what a decode worker reads itself, and of its own kind"
@@ -136,6 +137,7 @@ def test_predicted_and_actual_times_count_from_arrival() -> None:
         ["2.1%", "+3.0%", "5.1%"],
     ]
     assert {"LOST", "PREFERENCE", "COST"} <= {line.split()[0] for line in lines if line.strip()}, "each is explained"
+    assert lines[-1].endswith(f"costs over {100 * WORTH_WAITING:g} points less"), "the policy's own number"
 
 
 def test_costs_of_other_routers_and_policies_are_shown_as_far_as_known() -> None:
