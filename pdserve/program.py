@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, Protocol, final
 
-from pdserve.config import LOG_LEVEL_ENV, SECRETS, GatewayConfig, RouterConfig, WorkerConfig, forget_secrets
+from pdserve.config import LOG_LEVEL_ENV, SECRETS, GatewayConfig, RouterConfig, WorkerConfig, forget_secrets, from_env
 from pdserve.config_flags import Config, log_flags, parse_flags, with_file
 from pdserve.core.access.hosts import is_loopback_host
-from pdserve.core.errors import PdserveError
+from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.core.installation import missing
 from pdserve.core.setting import live_names
 from pdserve.listening import allow_descriptors, needed_by
@@ -124,7 +124,7 @@ class Reloading:
             os.environ[LOG_LEVEL_ENV] = level
 
     def follow(self, host: Host) -> None:
-        """Returns immediately, if there was no SIGHUP. An invalid file changes nothing."""
+        """Returns immediately, if there was no SIGHUP. An invalid file of flags changes nothing."""
         if not self._is_asked.is_set() or self.given is None:
             return
         self._is_asked.clear()
@@ -132,8 +132,8 @@ class Reloading:
         try:
             words = with_file(self._argv, self._prog)
             secrets = {one.metadata["env"]: getattr(before, one.name) for one in dataclasses.fields(before)}
-            for name, path in self._secret_files.items():
-                secrets |= {name: "", f"{name}_FILE": path}
+            for name in self._secret_files.keys() & secrets.keys():
+                secrets[name] = self._read_secret(name, secrets[name])
             after = parse_flags(self._kind, words, self._prog, secrets)
             self.set_level(words)
             level = log_level()
@@ -156,6 +156,16 @@ class Reloading:
             log.warning("SIGHUP: these settings change at the next start only", extra={"settings": ", ".join(fixed)})
         root.setLevel(level)
         host.reload(live)
+
+    def _read_secret(self, name: str, known: str) -> str:
+        """`known` if its file can no longer be read: it may be removed after the start."""
+        try:
+            return from_env(name, {f"{name}_FILE": self._secret_files[name]})
+        except ConfigError as error:
+            log.warning(
+                "SIGHUP: the file of a secret cannot be read, and the secret stays", extra={"why": error.message}
+            )
+            return known
 
 
 def _own_id(config: WorkerConfig | RouterConfig | GatewayConfig) -> str:

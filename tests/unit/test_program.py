@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,27 @@ def test_a_changed_file_of_a_secret_is_named(
     assert named == ([] if is_in_variable else ["token"])
     assert host.changes == [{}, {}]
     assert "another-token" not in caplog.text
+
+
+def test_a_secret_whose_file_is_gone_stays(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    secret = tmp_path / "token"
+    for name in SECRETS:
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(f"{name}_FILE", str(secret))
+    host, reloading = Host(), started(file, "--host=0.0.0.0", "--insecure")
+    before = reloading.given
+    forget_secrets()
+    file.write_text("--drain-s=7")
+    hang_up(reloading, host)
+    assert host.changes == [{"drain_s": 7.0}]
+    assert isinstance(before, RouterConfig)
+    assert reloading.given == replace(before, drain_s=7.0)
+    secrets = {one.metadata["env"] for one in fields(RouterConfig)} - {""}
+    warnings = [one for one in caplog.records if one.levelname == "WARNING"]
+    assert {one.__dict__["why"].partition(":")[0] for one in warnings} == {f"{name}_FILE" for name in secrets}
+    assert len(warnings) == len(secrets)
 
 
 @pytest.mark.parametrize("kind", [WorkerConfig, RouterConfig, GatewayConfig])
