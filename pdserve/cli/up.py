@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -230,8 +231,8 @@ def run(args: argparse.Namespace) -> int:
     if "log_format" in flags:
         os.environ[FORMAT_ENV] = flags.pop("log_format")  # the processes inherit it
 
-    def read() -> settings.Asked:
-        return settings.read(flags, Path(args.config) if args.config else None, args.set, defaults)
+    def read(earlier: settings.Asked | None = None) -> settings.Asked:
+        return settings.read(flags, Path(args.config) if args.config else None, args.set, defaults, earlier)
 
     try:
         asked = read()
@@ -241,4 +242,4 @@ def run(args: argparse.Namespace) -> int:
         print(f"pdserve {args.command}: error: {error}{hint}", file=sys.stderr)
         return 2
     os.environ[LOG_LEVEL_ENV] = asked.log_level  # the processes inherit it
-    return asyncio.run(serve(asked, read))
+    return asyncio.run(serve(asked, partial(read, asked)))

@@ -246,6 +246,8 @@ async def _follow_hangups(
         except PdserveError as error:
             report.say("launcher", f"SIGHUP: the settings are invalid and stay as they are: {error}")
             continue
+        for why in wanted.unread:
+            report.say("launcher", f"SIGHUP: WARNING: the file of a secret cannot be read, and the secret stays: {why}")
         asked, changed, fixed = merge(asked, wanted)
         report.limit_files(asked.log_limits)
         cluster.reload(asked.spec.settings, asked.log_level)

@@ -52,12 +52,18 @@ class Asked:
     log_level: str
     is_level_given: bool  # by a flag, the file or the environment
     own_secrets: frozenset[str]  # settings that the launcher chose at random, because none was given
+    unread: tuple[str, ...] = ()  # why files of secrets could not be read again
 
 
 def read(
-    flags: Mapping[str, Any], file: Path | None, words: Sequence[str], defaults: Mapping[str, Any] | None = None
+    flags: Mapping[str, Any],
+    file: Path | None,
+    words: Sequence[str],
+    defaults: Mapping[str, Any] | None = None,
+    earlier: Asked | None = None,
 ) -> Asked:
-    """`flags` contains only the given ones; `defaults` are of the command. Raises ConfigError naming the key."""
+    """`flags` contains only the given ones; `defaults` are of the command. If the file of a secret is gone since
+    `earlier`, the secret stays. Raises ConfigError naming the key."""
     found: dict[str, Any] = {**(defaults or {}), **({} if file is None else _from_file(file))}
     shown: dict[str, Any] = dict(flags)
     for word in words:
@@ -96,15 +102,16 @@ def read(
         _check_writable("record", Path(tables["router"]["record"]))
     if not found.get("ray"):  # workers on other hosts have their own files
         _check_tls_files(tables)
-    if token := from_env(TOKEN_ENV):
+    secrets, unread = _secrets(earlier)
+    if token := secrets[TOKEN_ENV]:
         tables.setdefault("router", {}).setdefault("token", token)
     own_secrets = set()
     if _read_key_file(tables, found.get("key_file", "")):
         own_secrets.add("router.token")
-    if not (cluster_secret := from_env(SECRET_ENV)):
+    if not (cluster_secret := secrets[SECRET_ENV]):
         cluster_secret = _own_secret(tables.values())
         own_secrets.add("cluster_secret")
-    found.setdefault("redis", from_env(REDIS_ENV))
+    found.setdefault("redis", secrets[REDIS_ENV])
     if "metrics" in found and found.get("ray") is not None:
         raise ConfigError(
             "metrics",
@@ -153,7 +160,23 @@ def read(
         log_level=log_level,
         is_level_given="log_level" in found,
         own_secrets=frozenset(own_secrets),
+        unread=tuple(unread),
     )
+
+
+def _secrets(earlier: Asked | None) -> tuple[dict[str, str], list[str]]:
+    """Secrets of the environment and its files, by variable, and why some of them are those of `earlier`."""
+    if earlier is None:
+        return {name: from_env(name) for name in (TOKEN_ENV, SECRET_ENV, REDIS_ENV)}, []
+    spec = earlier.spec
+    token = spec.settings.get("router", {}).get("token", "")
+    found, unread = {TOKEN_ENV: str(token), SECRET_ENV: spec.cluster_secret, REDIS_ENV: spec.redis}, []
+    for name in found:
+        try:
+            found[name] = from_env(name)
+        except ConfigError as error:
+            unread.append(error.message)
+    return found, unread
 
 
 def merge(running: Asked, wanted: Asked) -> tuple[Asked, list[str], list[str]]:

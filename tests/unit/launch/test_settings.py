@@ -508,6 +508,27 @@ def test_a_changed_secret_is_named(field: str, before: str, tmp_path: Path, monk
         assert merge(running, read(None, text[field], folder=tmp_path)) == (running, [], [name])
 
 
+def test_a_secret_whose_file_is_gone_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = "PDSERVE_TOKEN", "PDSERVE_CLUSTER_SECRET", "PDSERVE_REDIS"
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(f"{name}_FILE", str(tmp_path / name))
+        (tmp_path / name).write_text("redis://:p@127.0.0.1:1" if name == "PDSERVE_REDIS" else "a-secret-of-20-chars")
+    running = read(None, RUNNING, folder=tmp_path)
+    assert running.unread == ()
+    for name in names:
+        (tmp_path / name).unlink()
+    text = tmp_path / "cluster.toml"
+    text.write_text(RUNNING.replace("1.0", "2.0"))
+    wanted = settings.read({}, text, (), earlier=running)
+    assert [why.partition(":")[0] for why in wanted.unread] == [f"{name}_FILE" for name in names]
+    merged, changed, fixed = merge(running, wanted)
+    assert (fixed, merged.unread) == ([], ())
+    assert changed == ["router.slo_ttft_s"]
+    with pytest.raises(ConfigError, match=r"PDSERVE_TOKEN_FILE"):
+        settings.read({}, text, ())
+
+
 def test_a_token_beside_a_key_file_is_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PDSERVE_TOKEN", raising=False)
     keys = tmp_path / "keys.toml"
