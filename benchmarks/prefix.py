@@ -1,6 +1,6 @@
 """Prefix index in Redis: seconds per lookup, compared with one pipelined HKEYS per block in the same run.
 
-    python benchmarks/prefix.py [--repeats 300] [--tcp]
+    python benchmarks/prefix.py [--repeats 300]
 
 HKEYS per block is the schema of llm-d (one hash per block, one field per pod). Both answer the same question about the
 same chains with the same server and client library; rounds alternate. "Two depths": half of the workers hold the whole
