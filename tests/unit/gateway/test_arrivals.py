@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
-import resource
 import socket
 import struct
+from typing import Any, final
 
 import pytest
 
@@ -110,32 +111,39 @@ def test_a_connection_that_its_client_has_closed_makes_room(toy: Served, raw: Co
         until(lambda: host._connections.num_open == 0 and not host._connections.lingering)
 
 
+@final
+class FullListener(socket.socket):
+    """Has no descriptors for connections while `is_full`. A limit of the whole process could fail other threads."""
+
+    is_full = True
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if self.is_full:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return super().accept()
+
+
 def test_accepting_goes_on_when_descriptors_are_free_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(arrivals, "RETRY_S", 0.01)
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     async def accept() -> int:
-        with socket.socket() as listener, socket.socket() as client:
+        with FullListener() as listener, socket.socket() as client:
             listener.bind(("127.0.0.1", 0))
             connections = Connections(limits=_connection_limits(GatewayConfig(router="h:1")))
             accepting = Arrivals(listener, connections, asyncio.Protocol, b"")
             try:
-                free = os.dup(0)
-                os.close(free)
-                resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
                 client.setblocking(False)
                 client.connect_ex(listener.getsockname())
                 async with asyncio.timeout(WAIT_S):
                     while not caplog.records:
                         await asyncio.sleep(0.01)
                     assert connections.num_open == 0
-                    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+                    listener.is_full = False
                     while connections.num_open == 0:
                         await asyncio.sleep(0.01)
             finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, before)
                 accepting.close()
             return connections.num_open
 
