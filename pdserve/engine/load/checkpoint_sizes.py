@@ -75,18 +75,19 @@ _LAYER: Final = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
 def check_sizes(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> None:
-    """Raises ModelError at the first difference. A tensor that is absent, or packed, is not compared."""
+    """Raises ModelError at the first difference. A tensor that is absent, or packed, is not compared. Fused experts are
+    compared before they are split, because a split names only the tensor."""
     layers = {int(found[1]) for name in stored if (found := _LAYER.match(name))}
     count = len(layers)
     if layers == set(range(count)) and count not in (0, config.num_layers):
         expected = f"{count}, because the weights have the layers 0 to {count - 1}"
         raise ModelError("config.json: num_hidden_layers", config.num_layers, expected)
-    stored = split_experts(config, stored)
     for name, dimension, field, size in _sizes(config):
         tensor = stored.get(name)
         if tensor is not None and dimension < len(tensor.shape) and tensor.shape[dimension] != size:
             expected = f"{tensor.shape[dimension]}, because {name} has the shape {list(tensor.shape)}"
             raise ModelError(f"config.json: {field}", size, expected)
+    split_experts(config, stored)
 
 
 def _sizes(config: ModelConfig) -> Iterator[tuple[str, int, str, int]]:
@@ -106,7 +107,8 @@ def _sizes(config: ModelConfig) -> Iterator[tuple[str, int, str, int]]:
         yield f"model.layers.{index}.mlp.gate_proj.weight", 0, "intermediate_size", config.mlp_size
     if experts is not None:
         for index in sorted(with_experts)[:1]:
-            block = f"model.layers.{index}.{experts.names.block}"
-            yield f"{block}.gate.weight", 0, "the number of experts", experts.num_experts
-            gate = f"{block}.experts.0.{experts.names.parts[0]}.weight"
-            yield gate, 0, "the intermediate size of each expert", experts.mlp_size
+            block, fused = f"model.layers.{index}.{experts.names.block}", f"model.layers.{index}.mlp"
+            for name in (f"{block}.gate.weight", f"{fused}.gate.weight", f"{fused}.experts.down_proj"):
+                yield name, 0, experts.count_field, experts.num_experts
+            yield f"{block}.experts.0.{experts.names.parts[0]}.weight", 0, experts.size_field, experts.mlp_size
+            yield f"{fused}.experts.down_proj", 2, experts.size_field, experts.mlp_size

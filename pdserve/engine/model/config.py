@@ -7,6 +7,7 @@ names it. The windows and experts of layers, and the frequencies of the rotation
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from pdserve.engine.model.quantisation import PLAIN, Quantisation, read_quantisa
 # --- which layers have an attention window, and which have experts --------------------------------------------
 
 MAX_LAYER_EXPERTS: Final = 2**14
+_COUNTS: Final = "num_experts", "num_local_experts"
 _DEFAULT_FULL_LAYERS: Final = 28  # Qwen's max_window_layers
 _KINDS: Final = {"full_attention": False, "sliding_attention": True}
 
@@ -34,6 +36,8 @@ class ExpertsConfig:
     mlp_size: int  # of each expert
     is_renormalised: bool  # the weights of a token's experts are normalised to 1
     layers: frozenset[int]  # the others have one mlp for all tokens
+    count_field: str = dataclasses.field(compare=False)  # of config.json, which says num_experts
+    size_field: str  # of config.json, which says mlp_size
 
 
 def read_windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
@@ -66,15 +70,17 @@ def read_windows(fields: Fields, family: Family, num_layers: int) -> tuple[int |
 
 
 def read_experts(fields: Fields, family: ExpertFamily, dense_mlp_size: int, num_layers: int) -> ExpertsConfig:
-    num_experts = _alias(fields, ("num_experts", "num_local_experts")) or family.default_num_experts
+    num_experts = _alias(fields, _COUNTS) or family.default_num_experts
+    count_field = next((name for name in _COUNTS if fields.get(name) is not None), _COUNTS[0])
     num_chosen = fields.integer("num_experts_per_tok", family.default_num_chosen)
     if num_chosen > num_experts:
         raise fields.error("num_experts_per_tok", num_chosen, f"at most {num_experts}, the number of experts")
     if num_experts > MAX_LAYER_EXPERTS:
-        raise fields.error("num_experts", num_experts, f"at most {MAX_LAYER_EXPERTS}")
-    mlp_size, is_renormalised = dense_mlp_size, family.is_renormalised
+        raise fields.error(count_field, num_experts, f"at most {MAX_LAYER_EXPERTS}")
+    size_field, mlp_size, is_renormalised = "intermediate_size", dense_mlp_size, family.is_renormalised
     if family.default_mlp_size is not None:
-        mlp_size = fields.integer("moe_intermediate_size", family.default_mlp_size, high=2**20)
+        size_field = "moe_intermediate_size"
+        mlp_size = fields.integer(size_field, family.default_mlp_size, high=2**20)
     if is_renormalised is None:
         is_renormalised = fields.flag("norm_topk_prob", False)
     return ExpertsConfig(
@@ -84,6 +90,8 @@ def read_experts(fields: Fields, family: ExpertFamily, dense_mlp_size: int, num_
         mlp_size=mlp_size,
         is_renormalised=is_renormalised,
         layers=_expert_layers(fields, num_layers) if family.has_dense_layers else frozenset(range(num_layers)),
+        count_field=count_field,
+        size_field=size_field,
     )
 
 
@@ -390,7 +398,7 @@ def _check_size(config: ModelConfig) -> None:
             sizes[layer] = experts.num_experts * experts.mlp_size
         if experts.num_experts * len(experts.layers) > MAX_EXPERTS:
             seen = f"{experts.num_experts} experts in each of {len(experts.layers)} layers"
-            raise ModelError("num_experts", seen, f"at most {MAX_EXPERTS} in all layers")
+            raise ModelError(experts.count_field, seen, f"at most {MAX_EXPERTS} in all layers")
     heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
     count = config.hidden_size * (config.num_layers * heads + 3 * sum(sizes) + 2 * config.vocab_size)
     if count > MAX_WEIGHTS:

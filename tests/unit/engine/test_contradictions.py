@@ -228,7 +228,7 @@ CONTRADICTIONS: Mapping[str, tuple[str, Callable[[Tensors], object] | None, Conf
     "norms of queries of all heads": ("qwen3", put(f"{LAYER}self_attn.q_norm.weight", 128), {}, "q_norm"),
     "more experts": ("qwen3-moe-renormalised", None, {"num_local_experts": 17}, "experts"),
     "fewer experts": ("qwen3-moe-renormalised", None, {"num_local_experts": 15}, "experts"),
-    "experts of another size": ("qwen3-moe-renormalised", None, {"moe_intermediate_size": 16}, "size of each expert"),
+    "experts of another size": ("qwen3-moe-renormalised", None, {"moe_intermediate_size": 16}, "moe_intermediate_size"),
     "a dense layer with experts": ("qwen3-moe-renormalised", None, {"mlp_only_layers": [0]}, "model.layers.0.mlp."),
     "experts in a dense layer": ("qwen3-moe", None, {"mlp_only_layers": []}, "model.layers.1.mlp."),
     "norms after the mlp": ("gemma2", drop(f"{LAYER}post_feedforward_layernorm.weight"), {}, "post_feedforward"),
@@ -270,7 +270,14 @@ SIZES: Mapping[str, tuple[str, Config, str]] = {
     ),
     "head size": ("qwen3", {"head_dim": 8}, "config.json: head_dim: got 8, expected "),
     "keys": ("llama", {"num_key_value_heads": 4}, "config.json: num_key_value_heads * head_dim: got 64, expected 32, "),
-    "experts": ("qwen3-moe-renormalised", {"num_local_experts": 17}, "config.json: the number of experts: got 17, "),
+    "experts": ("qwen3-moe-renormalised", {"num_local_experts": 17}, "config.json: num_local_experts: got 17, "),
+    "experts by another name": (
+        "qwen3-moe-renormalised",
+        {"num_local_experts": None, "num_experts": 17},
+        "config.json: num_experts: got 17, expected 16, because model.layers.0.mlp.gate.weight has the shape [16, ",
+    ),
+    "wide experts": ("qwen3-moe-renormalised", {"moe_intermediate_size": 16}, "config.json: moe_intermediate_size: "),
+    "experts as wide as others": ("mixtral-window", {"intermediate_size": 80}, "config.json: intermediate_size: "),
 }
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from pdserve.core.errors import ModelError
 from pdserve.engine.cpu import ops
 from pdserve.engine.interface import Engine, Row
-from pdserve.engine.load.checkpoint_sizes import split_experts
+from pdserve.engine.load.checkpoint_sizes import check_sizes, split_experts
 from pdserve.engine.load.safetensors_file import open_checkpoint
 from pdserve.engine.load.weights import load_weights
 from pdserve.engine.model.config import ExpertsConfig, read_config
@@ -27,7 +27,14 @@ from pdserve.engine.model.parameters import ExpertWeights, MlpWeights
 
 NAMES = ExpertNames(block="mlp", parts=("gate_proj", "up_proj", "down_proj"))
 CONFIG = ExpertsConfig(
-    names=NAMES, num_experts=6, num_chosen=2, mlp_size=24, is_renormalised=True, layers=frozenset({0})
+    names=NAMES,
+    num_experts=6,
+    num_chosen=2,
+    mlp_size=24,
+    is_renormalised=True,
+    layers=frozenset({0}),
+    count_field="num_experts",
+    size_field="moe_intermediate_size",
 )
 
 
@@ -130,6 +137,24 @@ def test_experts_stored_as_one_tensor_are_the_same_experts(
                 wide = ours.experts.mlp_size if ours.experts is not None else 0
                 assert torch.equal(a.down(torch.eye(wide)), b.down(torch.eye(wide)))
     assert open_engine(tmp_path).step([Row(tokens=[5, 9], start=0, blocks=[1])])
+
+
+@pytest.mark.parametrize(
+    ("name", "num_experts", "size", "field"),
+    [
+        ("mixtral-window", 5, 96, "num_local_experts: got 4, expected 5"),
+        ("mixtral-window", 4, 80, "intermediate_size: got 96, expected 80"),
+        ("qwen3-moe-renormalised", 15, 32, "num_local_experts: got 16, expected 15"),
+        ("qwen3-moe-renormalised", 16, 40, "moe_intermediate_size: got 32, expected 40"),
+    ],
+)
+def test_sizes_of_fused_experts_are_named_as_in_the_config(
+    name: str, num_experts: int, size: int, field: str, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    stored = {f"model.layers.{n}.mlp.experts.down_proj": torch.ones(num_experts, 64, size) for n in range(3)}
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=f"config.json: {field}, because model.layers.0.mlp.experts.down_proj has"):
+        check_sizes(read_config(tiny(name)), open_checkpoint(tmp_path).tensors)
 
 
 def test_invalid_expert_tensors_are_named(tiny: Callable[[str], Path], tmp_path: Path) -> None:
