@@ -32,6 +32,7 @@ from pdserve.launch.spec import ClusterSpec, processes
 from pdserve.listening import HELD_ENV
 from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.v1 import rank_pb2_grpc
+from tests.cluster.cluster import free_ports
 from tests.support.tls_files import TestAuthority
 
 TEXT = "a secret of the tests, 32 letters"
@@ -179,11 +180,12 @@ def test_a_leader_that_starts_later_is_joined(lead: Callable[..., Leader]) -> No
 
 def test_a_leader_listens_beside_its_launcher(lead: Callable[..., Leader], monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher keeps the port of a rendezvous, so that no other user can bind it while the worker restarts."""
+    address = f"127.0.0.1:{free_ports(2)}"  # a worker adds its number, and connections take ports like free_address
     spec = ClusterSpec(
         model="toy",
         port=0,
         cluster_secret=TEXT,
-        settings={"decode_worker": {"rendezvous": free_address(), "tensor_parallel": 2, "local_ranks": 1}},
+        settings={"decode_worker": {"rendezvous": address, "tensor_parallel": 2, "local_ranks": 1}},
     )
     held = HeldPorts()
     [address] = [one.config.rendezvous for one in processes(with_ports(spec, held)) if one.name == "d0"]
