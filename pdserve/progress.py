@@ -14,6 +14,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import ClassVar, Final, Self, TextIO, final
 
+from pdserve.core.errors import ConfigError
 from pdserve.core.progress import PROGRESS_ENV, PhaseProgress, Progress, bar_line, log_text, phase_line
 
 PATIENCE_S: Final = 1.0  # shorter tasks show nothing on a terminal
@@ -28,6 +29,12 @@ Clock = Callable[[], float]
 def is_on_terminal() -> bool:
     """Whether the end of a terminal, which sends SIGHUP, must end this process."""
     return sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty()
+
+
+def require_terminal(otherwise: str) -> None:
+    """Raises ConfigError if standard output is not a terminal. `otherwise` names what a program would call instead."""
+    if not sys.stdout.isatty():
+        raise ConfigError("stdout", "no terminal", f"a terminal; {otherwise}")
 
 
 def first_s(*, is_terminal: bool) -> float:

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import Final
 
 from pdserve.cli.sampling import add_sampling_flags, options, stats_line
-from pdserve.cli.target import add_target_flags, connect
 from pdserve.client.request import Prompt
 from pdserve.client.sync import Client
+from pdserve.client.target_flags import add_target_flags, connect
 from pdserve.core.errors import PdserveError
 
 HELP = "chat with the model"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
-from pdserve.cli.target import add_target_flags, connect
+from pdserve.client.target_flags import add_target_flags, connect
 
 HELP = "send no new requests to a worker, until undrain or its next start; running requests finish"
 #: Of draining the last worker of a role.

@@ -11,14 +11,14 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from pdserve.cli.results import add_plot_flag, check_plot, write_plot
-from pdserve.cli.target import add_target_flags, connect
 from pdserve.client.results import ExplainedCandidate, Explanation
+from pdserve.client.target_flags import add_target_flags, connect
 from pdserve.core.errors import ConfigError, NotFound, PdserveError
 from pdserve.core.json_text import to_json
 from pdserve.plot.charts import Rule, Series, line_chart
 from pdserve.plot.drawing import Axis, swatch
 from pdserve.plot.figure import CONTENT, Figure, Panel
+from pdserve.plot_flag import add_plot_flag, check_plot, origin, write_plot
 
 HELP = "explain the placement of a request"
 HEAD: Final = ("", "PREFILL", "DECODE", "TTFT", "TPOT", "SLACK", "KEEPS TPOT", "LOST", "PREFERENCE", "COST")
@@ -49,7 +49,6 @@ def run(args: argparse.Namespace) -> int:
     check_plot(args)
     found = ask(args)
     if args.plot:
-        from pdserve.cli.results import origin
         from pdserve.plot.figure import figure_page, figure_svg
 
         figure = explain_figure(found, origin=origin())

@@ -19,10 +19,10 @@ from pdserve.cli.sampling import (
     truncation_warnings,
     versions_line,
 )
-from pdserve.cli.target import add_target_flags, connect
 from pdserve.client.beam import EarlyStopping
 from pdserve.client.results import Completion
 from pdserve.client.sync import Stream
+from pdserve.client.target_flags import add_target_flags, connect
 from pdserve.core.errors import InvalidRequest, PdserveError
 from pdserve.core.json_text import to_json
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 
-from pdserve.cli.target import add_target_flags, async_client
-from pdserve.cli.terminal import require_terminal
+from pdserve.client.target_flags import add_target_flags, async_client
+from pdserve.progress import require_terminal
 
 HELP = "watch workers, requests and KV transfers in the terminal"
 

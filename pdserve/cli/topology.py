@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from pdserve.cli.target import add_target_flags, connect
 from pdserve.client.results import Topology, Worker
+from pdserve.client.target_flags import add_target_flags, connect
 from pdserve.core.installation import versions_text
 from pdserve.core.json_text import to_json
 

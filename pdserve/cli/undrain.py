@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from pdserve.cli.target import add_target_flags, connect
+from pdserve.client.target_flags import add_target_flags, connect
 
 HELP = "send new requests to a drained worker again"
 

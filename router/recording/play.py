@@ -15,6 +15,7 @@ from typing import Final, final
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.live import PERIOD_S, LiveFrame
+from pdserve.progress import require_terminal
 from router.recording import replay
 from router.state.history import DecisionRecord
 from router.state.state import RouterState
@@ -109,7 +110,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from pdserve.cli.terminal import require_terminal
     from pdserve.client.results import EXPLANATION
     from pdserve.core.live import frame_to_json
     from pdserve.gateway.ui.page import recording_page

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import argparse
 
-from pdserve.cli.results import add_plot_flag
-from pdserve.cli.target import add_target_flags
+from pdserve.client.target_flags import add_target_flags
 from pdserve.config_flags import read_as
+from pdserve.plot_flag import add_plot_flag
 from simulator.commands.flags import COMPARE_TOKEN_ENV
 from simulator.commands.simulate import FORMAT_NAMES
 

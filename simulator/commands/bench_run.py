@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, final
 
-from pdserve.cli.results import check_plot, origin, write_plot
-from pdserve.cli.target import ssl_context, tls_of
+from pdserve.client.target_flags import ssl_context, tls_of
 from pdserve.config import TOKEN_ENV, from_env
 from pdserve.core.errors import ConfigError
 from pdserve.core.json_text import to_json
 from pdserve.core.types import Slo
 from pdserve.listening import ignore_poller_races
 from pdserve.plot.figure import figure_svg
+from pdserve.plot_flag import check_plot, origin, write_plot
 from pdserve.progress import ProgressLine
 from simulator.bench.figures import bench_figure, bench_page
 from simulator.bench.load import DEFAULT_IDS, LoadLevel, LoadPlan, SyntheticLoad

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-from pdserve.cli.results import check_plot
 from pdserve.core.cost.profile import Profile
 from pdserve.core.errors import ConfigError
 from pdserve.core.json_text import to_json
+from pdserve.plot_flag import check_plot
 from pdserve.profiles import load_degrees
 from pdserve.progress import ProgressLine
 from simulator.cluster.world import simulate

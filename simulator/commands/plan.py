@@ -9,8 +9,8 @@ import argparse
 import os
 from typing import Final
 
-from pdserve.cli.results import add_plot_flag
 from pdserve.config_flags import read_as
+from pdserve.plot_flag import add_plot_flag
 from simulator.commands import flags
 from simulator.commands.simulate import FORMAT_NAMES, POLICY_NAMES, WORKLOAD_NAMES
 

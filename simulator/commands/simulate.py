@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
-from pdserve.cli.results import add_plot_flag
 from pdserve.config_flags import read_as
 from pdserve.core.policies import POLICIES
+from pdserve.plot_flag import add_plot_flag
 from simulator.commands import flags
 from simulator.commands.flags import add_fault_flags
 

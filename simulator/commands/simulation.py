@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
-from pdserve.cli.results import check_plot, origin, write_plot
 from pdserve.core.errors import ConfigError
 from pdserve.core.json_text import to_json
 from pdserve.core.policies import POLICIES
 from pdserve.core.types import Role, Slo
 from pdserve.plot.figure import figure_svg
+from pdserve.plot_flag import check_plot, origin, write_plot
 from pdserve.profiles import load_profile
 from pdserve.progress import ProgressLine
 from router.policy.interface import check_rules

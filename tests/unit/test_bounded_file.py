@@ -282,12 +282,12 @@ def test_a_command_ends_with_one_line(tmp_path: Path) -> None:
 #: Modules that open files by other means, and which: files of the system or of pdserve itself, or files to write.
 OWN = {
     "pdserve/bounded_file.py",
-    *("pdserve/cli/results.py", "pdserve/engine/memory/host.py", "pdserve/launch/ports.py"),  # /proc, /sys
+    *("pdserve/plot_flag.py", "pdserve/engine/memory/host.py", "pdserve/launch/ports.py"),  # /proc, /sys
     *("pdserve/launch/ports.py", "kvtransfer/devices/shared.py", "kvtransfer/checks.py"),
     *("pdserve/structured/checker.py", "pdserve/cli/main.py", "pdserve/image_check.py"),
     *("pdserve/gateway/ui/page.py", "scripts/phases_page.py", "scripts/states_page.py"),  # in the package
     *("pdserve/engine/cpu/kernels/jit.py", "pdserve/owned_folder.py"),
-    *("pdserve/cli/results.py", "pdserve/launch/report.py", "simulator/commands/simulation.py"),  # written
+    *("pdserve/plot_flag.py", "pdserve/launch/report.py", "simulator/commands/simulation.py"),  # written
     *("pdserve/tls/authority.py", "pdserve/launch/own_ray.py", "router/recording/recording.py"),
     *("pdserve/key_file_access.py", "pdserve/isolated/child.py"),  # a folder, for its lock; /dev/null
 }

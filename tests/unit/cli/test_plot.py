@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 import pdserve
-from pdserve.cli import results
+from pdserve import plot_flag
 from pdserve.cli.explain import explain_figure
 from pdserve.cli.main import main
-from pdserve.cli.results import check_plot, write_plot
 from pdserve.core.errors import ConfigError
 from pdserve.plot.figure import figure_page, figure_svg
+from pdserve.plot_flag import check_plot, write_plot
 from tests.unit.cli.test_explain import EXPLANATION, served
 from tests.unit.simulator.test_report import read
 
@@ -39,15 +39,15 @@ def test_another_ending_is_an_error(tmp_path: Path, name: str) -> None:
 
 
 def test_the_origin_names_version_commit_and_machine(tmp_path: Path) -> None:
-    assert f"pdserve {pdserve.__version__}" in results.origin()
-    assert results.machine() in results.origin()
-    assert results._commit(tmp_path) == ""
+    assert f"pdserve {pdserve.__version__}" in plot_flag.origin()
+    assert plot_flag.machine() in plot_flag.origin()
+    assert plot_flag._commit(tmp_path) == ""
     git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@example.org"]
     for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
         subprocess.run([*git, *words], check=True)
     head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
-    assert head.startswith(results._commit(tmp_path))
-    assert len(results._commit(tmp_path)) == 10
+    assert head.startswith(plot_flag._commit(tmp_path))
+    assert len(plot_flag._commit(tmp_path)) == 10
 
 
 def test_an_explanation_shows_each_placement_and_what_happened() -> None:

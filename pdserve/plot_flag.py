@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-import pdserve
 from pdserve.core.errors import ConfigError
+from pdserve.core.installation import VERSION
 
-_ROOT: Final = Path(pdserve.__file__).parents[1]
+_ROOT: Final = Path(__file__).parents[1]
 _TIMEOUT_S: Final = 2.0
 _CPU_INFO: Final = Path("/proc/cpuinfo")
 
@@ -29,7 +29,7 @@ def origin() -> str:
 
 def version() -> str:
     """With the commit, if pdserve runs from a checkout; `-dirty` if files in it have changed."""
-    name = f"pdserve {pdserve.__version__}"
+    name = f"pdserve {VERSION}"
     commit = _commit(_ROOT)
     return f"{name}, commit {commit}" if commit else name
 
@@ -95,4 +95,4 @@ def write_plot(args: argparse.Namespace, *, svg: Callable[[], str], page: Callab
     if args.plot is not None:
         make = svg if args.plot.lower().endswith(_DRAWINGS) else page
         Path(args.plot).write_text(make(), encoding="utf-8", errors="replace")
-        print(f"wrote {args.plot}", file=sys.stderr)
+        sys.stderr.write(f"wrote {args.plot}\n")
