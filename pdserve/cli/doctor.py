@@ -9,7 +9,6 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 HELP = "check whether this host can run a cluster"
 _MARKS: Final[dict[Level, str]] = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
-_KV: Final = "kvtransfer.checks"  # loaded by name, because pdserve imports no package above it
 _FILES_WANTED: Final = 1024
 _MEMORY_WANTED_GIB: Final = 2
 
@@ -38,17 +36,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_platform(sys.platform)
+    from kvtransfer.checks import pairs, shared_memory
+
     checks: list[Callable[[], Iterator[CheckResult]]] = [
         _python,
         lambda: _packages(args.model),
         _memory,
         _limits,
         lambda: _port(args.port),
-        import_module(_KV).shared_memory,
+        shared_memory,
         _redis,
         lambda: _torch(args.model),
         lambda: _model(args.model),
-        *(() if args.skip_pairs else (import_module(_KV).pairs,)),
+        *(() if args.skip_pairs else (pairs,)),
     ]
     findings: list[CheckResult] = []
     for check in checks:

@@ -10,35 +10,13 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module
-from typing import Final, Protocol, cast
+from typing import Final, Protocol
 
 from pdserve.build import FULL_VERSION
 from pdserve.config_flags import Parser
 from pdserve.core.errors import NONE_YET, NotFound, NoWorkers, PdserveError, Unauthenticated
 from pdserve.core.installation import missing
 
-#: The module of each command. `router` and `simulator` may import pdserve, but not the reverse, so the modules are
-#: imported by name.
-COMMANDS: Final = {
-    "up": "pdserve.cli.up",
-    "serve": "pdserve.cli.up",
-    "generate": "pdserve.cli.generate",
-    "chat": "pdserve.cli.chat",
-    "topology": "pdserve.cli.topology",
-    "top": "pdserve.cli.top",
-    "drain": "pdserve.cli.drain",
-    "undrain": "pdserve.cli.undrain",
-    "explain": "pdserve.cli.explain",
-    "replay": "router.recording.replay_command",
-    "play": "router.recording.play",
-    "simulate": "simulator.commands.simulate",
-    "plan": "simulator.commands.plan",
-    "keys": "pdserve.cli.keys",
-    "bench": "simulator.commands.bench",
-    "rank": "pdserve.cli.rank",
-    "doctor": "pdserve.cli.doctor",
-}
 #: Of commands that share a module with another one.
 HELPS: Final = {"serve": "the same as `up --http 8000`, as vLLM's command"}
 
@@ -55,16 +33,43 @@ class Command(Protocol):
         ...
 
 
+def commands() -> dict[str, Command]:
+    """Imported here, because gRPC reads `GRPC_VERBOSITY`, which `main` sets, when it is imported."""
+    from pdserve.cli import chat, doctor, drain, explain, generate, keys, rank, top, topology, undrain, up
+    from router.recording import play, replay_command
+    from simulator.commands import bench, plan, simulate
+
+    return {
+        "up": up,
+        "serve": up,
+        "generate": generate,
+        "chat": chat,
+        "topology": topology,
+        "top": top,
+        "drain": drain,
+        "undrain": undrain,
+        "explain": explain,
+        "replay": replay_command,
+        "play": play,
+        "simulate": simulate,
+        "plan": plan,
+        "keys": keys,
+        "bench": bench,
+        "rank": rank,
+        "doctor": doctor,
+    }
+
+
 def make_parsers() -> tuple[Parser, dict[str, Parser], dict[str, Command]]:
     """The parser of `pdserve`, and the parser and the module of each command."""
     parser = Parser(
         prog="pdserve", description="Serve a large language model with separate prefill and decode workers."
     )
     parser.add_argument("--version", action="version", version=f"pdserve {FULL_VERSION}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    loaded: dict[str, Command] = {name: cast(Command, import_module(path)) for name, path in COMMANDS.items()}
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    loaded = commands()
     parser_of = {
-        name: commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        name: subparsers.add_parser(name, help=text, description=text, allow_abbrev=False)
         for name, text in ((name, HELPS.get(name, command.HELP)) for name, command in loaded.items())
     }
     for name, command in loaded.items():

@@ -9,7 +9,6 @@ it, so losing its control plane stops no request. Reports events on stdout as `@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import logging
 import math
 import os
@@ -20,12 +19,13 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 from pdserve.config import REDIS_ENV, SECRET_ENV, WorkerConfig, forget_secrets, from_env
 from pdserve.config_flags import parse_flags, to_env, to_flags
 from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.core.progress import PhaseProgress, phase_line
+from pdserve.core.types import Role
 from pdserve.launch import own_ray
 from pdserve.launch.child import StartFailed
 from pdserve.launch.driver_words import (
@@ -59,6 +59,9 @@ from pdserve.owned_folder import OwnedFolder
 from pdserve.progress import PhaseReport
 from pdserve.telemetry.logs import log_to_stderr
 
+if TYPE_CHECKING:
+    from pdserve.worker.host import WorkerHost
+
 if __name__ == "__main__":  # before the import of ray, which reads its environment at import
     FOLDER: OwnedFolder | None = None
     if sys.argv[1]:
@@ -83,12 +86,23 @@ _QUIET_S: Final = 10.0  # interval between two reports that Ray does not answer
 _LOOPBACK: Final = re.compile(r"unix:|rediss?://(.*@)?(127\.|localhost|\[::1\])")
 
 
+def _make_host(module: str, config: WorkerConfig) -> WorkerHost:
+    """Imports the role's program in the actor's process alone: the driver needs no engine."""
+    if module == MODULES[Role.PREFILL]:
+        import prefill_worker.program
+
+        return prefill_worker.program.make_host(config)
+    import decode_worker.program
+
+    return decode_worker.program.make_host(config)
+
+
 class WorkerActor:
     """One worker process under Ray. The constructor runs again at each restart; health has its own thread."""
 
     def __init__(self, module: str, flags: Sequence[str], hidden: Mapping[str, str], is_on_many_hosts: bool) -> None:
         """Returns at once, so that `health` can be asked how far the start is."""
-        self._host: Any = None
+        self._host: WorkerHost | None = None
         self._address = ""
         self._error = ""
         self._stage = IMPORTING
@@ -109,7 +123,7 @@ class WorkerActor:
                 rendezvous = f"{here}:{config.rendezvous.rpartition(':')[2]}"
                 config = dataclasses.replace(config, host=here, rendezvous=rendezvous)
             config = dataclasses.replace(config, model=find_model(config.model))
-            self._host = importlib.import_module(f"{module}.program").make_host(config)
+            self._host = _make_host(module, config)
             self._address = self._host.start()
         except PdserveError as error:  # reported by health(), because Ray would wrap it in its own traceback
             self._error = str(error)
@@ -123,13 +137,13 @@ class WorkerActor:
 
     @ray.method(concurrency_group="health")
     def health(self) -> ActorHealth:
-        has_started = bool(self._address)
+        started = self._host if self._address else None
         return ActorHealth(
             pid=os.getpid(),
             address=self._address,
-            is_healthy=has_started and bool(self._host.is_healthy()),
+            is_healthy=started is not None and started.is_healthy(),
             error=self._error,
-            memory=str(self._host.memory) if has_started else "",
+            memory="" if started is None else started.memory,
             stage=self._stage,
             phases=tuple(self._phases.values()),
         )

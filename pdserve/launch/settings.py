@@ -12,7 +12,6 @@ import secrets
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,7 +32,6 @@ from pdserve.launch.report import LogLimits
 from pdserve.launch.spec import ClusterSpec, ClusterTls, Process, gateway, processes
 from pdserve.model_source import BUNDLED, TOY_MODELS, find_model, is_on_hub
 
-FAULTS: Final = "kvtransfer.faults.plan"  # loaded by name, because pdserve imports no package above it
 _TLS_FILES: Final = {"tls_cert", "tls_key", "tls_ca", "tls_client_ca", "router_cert", "router_key"}
 _NOT_ASKED: Final = {"settings", "cores", "gpus"}  # of a ClusterSpec, that `merge` does not compare
 _OF_WORKER_TABLES: Final = ("worker", "prefill_worker", "decode_worker")
@@ -75,7 +73,9 @@ def read(
     found.update(flags)
     faults = found.pop("inject_faults", "")
     if faults:
-        import_module(FAULTS).parse(faults)
+        from kvtransfer.faults.plan import parse as parse_faults
+
+        parse_faults(faults)
     tables = {kind: _table(kind, found.pop(kind)) for kind in KINDS if kind in found}
     for values in (found, tables.get("router", {})):
         if "served_model_name" in values:

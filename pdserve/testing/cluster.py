@@ -6,9 +6,10 @@ import asyncio
 import secrets
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
 from typing import Any, Final, Self, final
 
+import decode_worker.program
+import prefill_worker.program
 from pdserve.config import RouterConfig, WorkerConfig
 from pdserve.core.errors import ConfigError, InternalError, NotFound
 from pdserve.core.types import Role
@@ -17,13 +18,14 @@ from pdserve.launch.local import first_answer, tls_to
 from pdserve.listening import ignore_poller_races
 from pdserve.program import Host
 from pdserve.text.tokenizer import load_tokenizer
+from pdserve.worker.host import WorkerHost
+from router.service.program import RouterHost
 
 MAX_WORKERS: Final = 16  # of each role: a process has few cores, and each worker has three threads
 START_S: Final = 30.0
 _SETTINGS: Final = {"model": "toy", "host": "127.0.0.1", "port": 0}
 _WORKER_SETTINGS: Final = {**_SETTINGS, "heartbeat_s": 0.05}
-#: Packages above pdserve are loaded by name.
-_MODULES: Final = {Role.PREFILL: "prefill_worker.program", Role.DECODE: "decode_worker.program"}
+_BUILD: Final = {Role.PREFILL: prefill_worker.program.build, Role.DECODE: decode_worker.program.build}
 
 
 @final
@@ -80,7 +82,7 @@ class Cluster:
             config = RouterConfig(
                 **{**_SETTINGS, "workers": tuple(addresses), "cluster_secret": self._secret, **self._router}
             )
-            self._hosts["router"] = host = import_module("router.service.program").RouterHost(config, on_fatal=_ignore)
+            self._hosts["router"] = host = RouterHost(config, on_fatal=_ignore)
             self.address = host.start()
             with ThreadPoolExecutor(1) as thread:  # this thread may run an event loop
                 thread.submit(asyncio.run, self._ready(config, len(addresses))).result()
@@ -125,10 +127,8 @@ class Cluster:
     def _start_worker(self, name: str) -> str:
         role, settings = self._workers[name]
         config = WorkerConfig(**{**_WORKER_SETTINGS, "worker_id": name, "cluster_secret": self._secret, **settings})
-        host_of = import_module("pdserve.worker.host").WorkerHost
-        build = import_module(_MODULES[role]).build
-        self._hosts[name] = host = host_of(config, role, build, on_fatal=_ignore, on_stall=_ignore)
-        return str(host.start())
+        self._hosts[name] = host = WorkerHost(config, role, _BUILD[role], on_fatal=_ignore, on_stall=_ignore)
+        return host.start()
 
 
 def toy_answer(prompt: str, max_tokens: int) -> str:

@@ -118,12 +118,11 @@ def test_every_command_is_valid(page: str) -> None:
 @cache
 def flags_of(command: str) -> str:
     import argparse
-    from importlib import import_module
 
-    from pdserve.cli.main import COMMANDS
+    from pdserve.cli.main import commands
 
-    if command not in COMMANDS:
+    if command not in commands():
         return ""
     parser = argparse.ArgumentParser()
-    import_module(COMMANDS[command]).add_flags(parser)
+    commands()[command].add_flags(parser)
     return parser.format_help()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Final, NoReturn
 
 import pytest
 
 from pdserve import Client, Slo
-from pdserve.cli.main import COMMANDS, main
+from pdserve.cli.main import commands, main
 from tests.unit.cli.test_replay import recorded
 
 HOPELESS: Final = "hopeless"  # A request whose targets cannot be met.
@@ -48,9 +47,9 @@ def strict(text: str) -> object:
 
 def with_json() -> set[str]:
     found = set()
-    for name, module in COMMANDS.items():
+    for name, module in commands().items():
         parser = argparse.ArgumentParser()
-        import_module(module).add_flags(parser)
+        module.add_flags(parser)
         if "--json" in parser._option_string_actions:
             found.add(name)
     return found
