@@ -1,4 +1,5 @@
-"""Checks that the packages stay readable: no cycle of imports, no large folder, few small files with one importer.
+"""Checks that the packages stay readable: no cycle of imports, no import by a string, no large folder, few small files
+with one importer.
 
     python -m scripts.structure      prints totals; the exit status is 1 if a limit is exceeded
 
@@ -8,8 +9,10 @@ and of files in a folder are what the project has reached; lower them with it.
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections import Counter
+from collections.abc import Collection, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Final
@@ -21,7 +24,19 @@ PACKAGES: Final = ("pdserve", "router", "prefill_worker", "decode_worker", "kvtr
 SMALL_LINES: Final = 120
 MAX_SMALL: Final = 15  # small files with exactly one importer
 MAX_FILES: Final = 20  # in a folder, with __init__.py
-GENERATED: Final = "pdserve.v1."
+GENERATED: Final = "pdserve.v1"
+COMMANDS: Final = "pdserve.cli.main"  # imports each command, a file of its own, once
+#: What imports or runs a module that a string names. The contracts of import-linter cannot see such an import.
+BY_STRING: Final = frozenset(
+    {"import_module", "__import__", "run_module", "run_path", "resolve_name", "exec_module", "entry_points"}
+)
+#: The modules that may, and why.
+MAY_USE_STRINGS: Final = {
+    "pdserve": "lazy exports of the SDK",
+    "pdserve.telemetry.tracing": "OpenTelemetry is optional, and the client must not import it",
+    "pdserve.image_check": "tries to import every module",
+    "pdserve.launch.tether": "runs a program by its name",
+}
 
 
 def path_of(module: str) -> Path:
@@ -31,6 +46,34 @@ def path_of(module: str) -> Path:
 
 def num_lines(path: Path) -> int:
     return len(path.read_text().splitlines())
+
+
+def string_imports(source: str, modules: Collection[str], programs: Collection[str]) -> Iterator[str]:
+    """Where a source imports a module by a string, or names a module of `modules` that is not one of `programs`.
+
+    A program may be named, because another process runs it: `python -m NAME`.
+    """
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name) if name in BY_STRING:
+                yield f"line {getattr(node, 'lineno', 0)} uses {name}"
+            case ast.Constant(value=str(text)) if "." in text:
+                module = text.partition(":")[0]
+                if module in modules and module not in programs:
+                    yield f"line {node.lineno} names the module {module} in a string"
+
+
+def is_program(module: str, source: str) -> bool:
+    return 'if __name__ == "__main__":' in source or path_of(f"{module}.__main__").exists()
+
+
+def all_string_imports(modules: Collection[str]) -> Iterator[str]:
+    """In all of `modules`, except for those in MAY_USE_STRINGS."""
+    sources = {one: path_of(one).read_text() for one in modules}
+    programs = {one for one, source in sources.items() if is_program(one, source)}
+    for one in sources.keys() - MAY_USE_STRINGS.keys():
+        for found in string_imports(sources[one], modules, programs):
+            yield f"{path_of(one).relative_to(ROOT)} {found}: import it plainly, inside a function if it is slow"
 
 
 def main() -> int:
@@ -44,6 +87,8 @@ def main() -> int:
     except CycleError as error:
         problems.append(f"modules import each other in a circle: {' -> '.join(error.args[1])}")
 
+    problems += sorted(all_string_imports(modules))
+
     for folder, count in Counter(path.parent for path in modules.values()).items():
         if count > MAX_FILES:
             problems.append(
@@ -55,7 +100,8 @@ def main() -> int:
         for one, path in modules.items()
         if path.name not in ("__init__.py", "__main__.py")
         and num_lines(path) < SMALL_LINES
-        and len(graph.find_modules_that_directly_import(one)) == 1
+        and len(importers := graph.find_modules_that_directly_import(one)) == 1
+        and importers != {COMMANDS}
     ]
     if len(small) > MAX_SMALL:
         problems.append(

@@ -7,7 +7,6 @@ pdserve/telemetry/metric_names.py.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 import logging
 import socket
@@ -140,7 +139,8 @@ class Metrics:
         self._by_name: dict[str, Any] | None = None
         if by is None:
             return
-        prometheus = importlib.import_module("prometheus_client")
+        import prometheus_client as prometheus
+
         self._registry = prometheus.CollectorRegistry()
         self._by_name = {
             spec.name: _declared(prometheus, spec, self._registry) for spec in METRICS.values() if spec.by == by
@@ -183,7 +183,8 @@ class Metrics:
         """
         if self._by_name is None:
             return 0
-        prometheus = importlib.import_module("prometheus_client")
+        import prometheus_client as prometheus
+
         try:
             app = _with_pages(prometheus.make_wsgi_app(self._registry), pages or {})
             self._server = MetricsServer(host, port, app, tls)
@@ -197,7 +198,8 @@ class Metrics:
         """The text of /metrics; empty if it is off."""
         if self._by_name is None:
             return ""
-        prometheus = importlib.import_module("prometheus_client")
+        import prometheus_client as prometheus
+
         return str(prometheus.generate_latest(self._registry).decode())
 
     def close(self) -> None:

@@ -170,7 +170,7 @@ class Tracing:
         def at_ns(at_s: float) -> int:
             return began_ns + round((at_s - opened.started_s) * 1e9)
 
-        below = _otel().set_span_in_context(span, _empty_context())
+        below = _api().set_span_in_context(span, _empty_context())
         for part in opened.parts:
             self._tracer_of(part.service or self._service).start_span(
                 part.name,
@@ -181,13 +181,13 @@ class Tracing:
             ).end(at_ns(part.end_s))
         span.set_attributes(opened.attributes)
         if names.ERROR_TYPE in opened.attributes:
-            span.set_status(_otel().StatusCode.ERROR)
+            span.set_status(_api().StatusCode.ERROR)
         span.end(at_ns(ended_s))
 
     def _make_tracer(self, service: Service) -> Any:
-        sdk = importlib.import_module("opentelemetry.sdk.trace")
-        sampling = importlib.import_module("opentelemetry.sdk.trace.sampling")
-        resources = importlib.import_module("opentelemetry.sdk.resources")
+        sdk = _otel("sdk.trace")
+        sampling = _otel("sdk.trace.sampling")
+        resources = _otel("sdk.resources")
         attributes = {"service.name": service.name, "service.instance.id": service.instance}
         provider = sdk.TracerProvider(
             resource=resources.Resource.create(attributes, names.SCHEMA_URL),
@@ -208,8 +208,8 @@ def make_tracing(service: Service, otlp_endpoint: str, *, share: float = 1.0) ->
     if not 0.0 <= share <= 1.0:
         raise ConfigError("trace_share", share, "between 0 and 1")
     try:
-        exporters = importlib.import_module("opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
-        export = importlib.import_module("opentelemetry.sdk.trace.export")
+        exporters = _otel("exporter.otlp.proto.grpc.trace_exporter")
+        export = _otel("sdk.trace.export")
     except ImportError as error:
         log.warning("no traces: install pdserve[otel]", extra={"missing": error.name, "otlp": otlp_endpoint})
         return Tracing.off()
@@ -229,19 +229,24 @@ def make_tracing(service: Service, otlp_endpoint: str, *, share: float = 1.0) ->
     return Tracing(service, exporter, processor, share)
 
 
+def _otel(name: str) -> Any:
+    """A module of OpenTelemetry, by its name: the extra `otel` is optional, and the light client imports this file."""
+    return importlib.import_module(f"opentelemetry.{name}")
+
+
 @functools.cache
-def _otel() -> Any:
-    return importlib.import_module("opentelemetry.trace")
+def _api() -> Any:
+    return _otel("trace")
 
 
 @functools.cache
 def _empty_context() -> Any:
-    return importlib.import_module("opentelemetry.context").Context()
+    return _otel("context").Context()
 
 
 @functools.cache
 def _kind(key: str) -> Any:
-    return _otel().SpanKind[names.SPANS[key].kind.upper()]
+    return _api().SpanKind[names.SPANS[key].kind.upper()]
 
 
 def _context(parent: TraceContext | None) -> Any:
@@ -249,7 +254,7 @@ def _context(parent: TraceContext | None) -> Any:
     empty = _empty_context()
     if parent is None:
         return empty
-    otel = _otel()
+    otel = _api()
     remote = otel.SpanContext(
         parent.trace_id, parent.span_id, is_remote=True, trace_flags=otel.TraceFlags(otel.TraceFlags.SAMPLED)
     )

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts.structure import all_string_imports, string_imports
+
 ROOT = Path(__file__).parents[2]
 ACTING = ("grpc", "torch", "ray", "redis", "asyncio", "opentelemetry", "threading", "socket", "numpy")
 
@@ -138,3 +140,30 @@ def test_a_light_module_does_not_import_the_heavy_libraries(module: str, light: 
 
 def test_the_import_check_detects_imports(light: dict[str, list[str]]) -> None:
     assert light[ACTIVE] == ["socket"]
+
+
+def test_no_module_is_imported_by_a_string() -> None:
+    modules = [module_of(path) for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    assert list(all_string_imports([one for one in modules if not one.startswith("pdserve.v1")])) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from importlib import import_module",
+        "import importlib\nimportlib.import_module(name)",
+        "from importlib import import_module as load",
+        "load = __import__",
+        "import runpy\nrunpy.run_path(file)",
+        "host = sys.modules['router.service.program']",
+        "PLACES = {'decode': 'decode_worker.program:build'}",
+    ],
+)
+def test_an_import_by_a_string_is_found(source: str) -> None:
+    modules = ("router.service.program", "decode_worker.program", "pdserve.gateway")
+    assert list(string_imports(source, modules, ("pdserve.gateway",)))
+
+
+def test_a_program_may_be_named() -> None:
+    source = "command = [sys.executable, '-m', 'pdserve.gateway']\nlabel = 'pdserve.request.id'\nimport router"
+    assert list(string_imports(source, ("pdserve.gateway", "router"), ("pdserve.gateway",))) == []
