@@ -5,10 +5,15 @@ A pool is block-major: block b is one run of bytes with the values [layers, plan
 are keys, then values. A layout with heads first has [layers, planes, heads, tokens, head_dim]. In an int8 or fp8 block,
 the values are followed by a float32 scale for each row of head_dim values, in the same order. Two workers of one model
 may differ in block size, in the stored dtype and in their tensor-parallel degree. All other properties must be equal.
+
+The order of the values in a layout `opaque.NAME`, of an engine that is not ours, is unknown here, so its shapes must be
+equal. Its block has [layers, tokens, heads, head_dim] values in whichever order; head_dim counts what the engine stores
+for a token and head, such as a key and a value.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -41,6 +46,21 @@ LAYOUTS: Final = {
     "block-major-heads-fp8.v1": Layout("attention-heads", ("float8_e4m3fn",), planes=2, heads_first=True),
     "toy.v1": Layout("toy", ("uint64",), planes=1),
 }
+_OPAQUE: Final = re.compile(r"opaque\.[A-Za-z0-9._-]{1,64}")
+_OPAQUE_DTYPES: Final = tuple(dtype for dtype in ITEM_BYTES if dtype not in SCALED)
+
+
+def is_opaque(layout: str) -> bool:
+    return _OPAQUE.fullmatch(layout) is not None
+
+
+def layout_of(name: str) -> Layout:
+    """Raises ConfigError for an unknown layout."""
+    if is_opaque(name):
+        return Layout(name, _OPAQUE_DTYPES, planes=1)
+    if name not in LAYOUTS:
+        raise _wrong("layout", name, "one of " + ", ".join(LAYOUTS) + ", or opaque.NAME")
+    return LAYOUTS[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +146,7 @@ class KvShape:
     tp_rank: int = 0
 
     def __post_init__(self) -> None:
-        layout = LAYOUTS.get(self.layout)
-        if layout is None:
-            raise _wrong("layout", self.layout, "one of " + ", ".join(LAYOUTS))
+        layout = layout_of(self.layout)
         if self.dtype not in layout.dtypes:
             raise _wrong("dtype", self.dtype, " or ".join(layout.dtypes) + f", the dtypes of {self.layout}")
         for name in ("num_layers", "num_kv_heads", "head_dim", "block_size", "tp_degree"):
@@ -157,7 +175,7 @@ class KvShape:
 
     @property
     def form(self) -> BlockForm:
-        layout = LAYOUTS[self.layout]
+        layout = layout_of(self.layout)
         return BlockForm(
             self.dtype,
             layout.planes,
@@ -179,16 +197,24 @@ def check_convertible(source: KvShape, target: KvShape) -> Loss:
         seen, expected = getattr(source, name), getattr(target, name)
         if seen != expected:
             raise _wrong(name, seen, f"{expected}, as on the receiving worker")
-    if LAYOUTS[source.layout].family != LAYOUTS[target.layout].family:
+    if layout_of(source.layout).family != layout_of(target.layout).family:
         raise _wrong("layout", source.layout, f"a layout that can be converted to {target.layout}")
+    if is_opaque(source.layout):
+        for name in ("dtype", "block_size", "tp_degree"):
+            seen, expected = getattr(source, name), getattr(target, name)
+            if seen != expected:
+                raise _wrong(
+                    name, seen, f"{expected}, as on the receiving worker: blocks of {source.layout} are opaque"
+                )
     return LOSSES[source.dtype, target.dtype]
 
 
 def wire_dtype(source: KvShape, target: KvShape, *, is_quantised: bool = False) -> str:
     """The dtype that is sent: the narrower one of both. The receiver converts it without further loss.
 
-    With `is_quantised`, it is int8 if both sides store floats.
+    With `is_quantised`, it is int8 if both sides store floats in a known order.
     """
+    is_quantised = is_quantised and not is_opaque(source.layout)
     narrower = min(source.dtype, target.dtype, key=lambda dtype: ITEM_BYTES[dtype])
     return "int8" if is_quantised and (narrower, "int8") in LOSSES and narrower not in SCALED else narrower
 
