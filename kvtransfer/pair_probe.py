@@ -71,6 +71,7 @@ class ProbePool:
     """Plain memory."""
 
     is_on_host = True
+    runs_per_block = 1
 
     def __init__(self) -> None:
         self.num_blocks, self.block_bytes = NUM_BLOCKS, _SHAPE.block_bytes

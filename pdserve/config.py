@@ -14,7 +14,7 @@ from pdserve.core.access.hosts import PORTS, check_endpoint, check_token, is_loo
 from pdserve.core.durations import DAY_S
 from pdserve.core.errors import ConfigError
 from pdserve.core.policies import POLICIES
-from pdserve.core.setting import LARGEST_COUNT, CallerTlsSettings, TlsSettings, check_fields, check_tls, setting
+from pdserve.core.setting import AUTO, LARGEST_COUNT, CallerTlsSettings, TlsSettings, check_fields, check_tls, setting
 
 TRANSPORTS: Final = ("auto", "shm", "tcp", "nccl", "cuda_ipc", "nixl")
 DTYPES: Final = ("auto", "float32", "bfloat16", "int8", "int4", "fp8")
@@ -62,6 +62,11 @@ class WorkerConfig(TlsSettings):
     )
     transport: str = setting(
         "transport for KV blocks; auto chooses one for each pair of workers", "auto", choices=TRANSPORTS
+    )
+    engine: str = setting(
+        "engine: torch, toy, or the name of an installed one; auto takes toy for a toy model, otherwise torch",
+        AUTO,
+        is_name=True,
     )
     device: str = setting("device of the model; auto takes CUDA if a GPU is there", "auto", choices=DEVICES)
     dtype: str = setting(

@@ -34,6 +34,7 @@ BY_STRING: Final = frozenset(
 MAY_USE_STRINGS: Final = {
     "pdserve": "lazy exports of the SDK",
     "pdserve.telemetry.tracing": "OpenTelemetry is optional, and the client must not import it",
+    "pdserve.engine.load_engine": "engines of other distributions are entry points",
     "pdserve.image_check": "tries to import every module",
     "pdserve.launch.tether": "runs a program by its name",
 }

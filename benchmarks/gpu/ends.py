@@ -43,6 +43,7 @@ class CudaPool:
     """Blocks on the GPU, such as an engine's, filled with noise."""
 
     is_on_host = False
+    runs_per_block = 1
     descriptor = None
 
     def __init__(self, num_blocks: int, block_bytes: int, seed: int) -> None:

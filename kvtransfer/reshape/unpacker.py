@@ -26,6 +26,7 @@ from pdserve.engine.memory.host import HostMemory
 @final
 class StagingPool:
     is_on_host = True
+    runs_per_block = 1
 
     def __init__(self, form: BlockForm, num_blocks: int) -> None:
         self.num_blocks, self.block_bytes = num_blocks, form.block_bytes

@@ -1,4 +1,5 @@
-"""The interface between a worker and an engine. Pure; implemented by the torch engine and the toy engine.
+"""The interface between a worker and an engine. Pure; implemented by the torch engine, the toy engine, and engines of
+other distributions (docs/engine.md).
 
 An engine keeps no request between calls: each row of a step contains its tokens, their position in the sequence, and
 the blocks of its KV. So preemption, migration and recovery need nothing from the engine.
@@ -24,7 +25,7 @@ class EngineSpec:
     model: str  # name of the folder
     weights_hash: str  # hash of the config and of the weights' headers, sizes and samples; part of the fingerprint
     dtype: str
-    layout: str  # names the KV layout, such as "block-major.v1"
+    layout: str  # names the KV layout: "block-major.v1", or "opaque.NAME" of an engine that is not ours
     vocab_size: int
     max_context_tokens: int
     eos_token_ids: tuple[int, ...]
@@ -178,13 +179,21 @@ def kept(sampled: Sequence[TokenOut], drafts: Sequence[int]) -> tuple[TokenOut, 
 
 
 class KvPool(Protocol):
-    """Memory of all KV blocks; block b is bytes [b * block_bytes, (b + 1) * block_bytes)."""
+    """Memory of all KV blocks. `runs_per_block` says where block b is:
+
+    1: bytes [b * block_bytes, (b + 1) * block_bytes), one run over all layers.
+    spec.num_layers: one run for each layer, of run_bytes = block_bytes / runs_per_block; that of layer l begins at
+    (l * num_blocks + b) * run_bytes. Workers reject such a pool, because KV transfers move a block as one run.
+    """
 
     @property
     def num_blocks(self) -> int: ...
 
     @property
     def block_bytes(self) -> int: ...
+
+    @property
+    def runs_per_block(self) -> int: ...
 
     @property
     def is_on_host(self) -> bool:

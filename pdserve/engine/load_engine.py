@@ -1,30 +1,120 @@
-"""Creates the engine of a worker's config. torch is imported only when a model is loaded."""
+"""Opens the engine of a worker's config: ours, or one of another distribution. torch is imported only when a model is
+loaded.
+
+An engine is a factory, which takes the worker's settings and role and returns an Engine with its KvPool. Another
+distribution registers its factory as an entry point of the group `pdserve.engines` (docs/engine.md).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError
+from pdserve.core.setting import AUTO
 from pdserve.core.types import Role
-from pdserve.engine.interface import Engine
+from pdserve.engine.interface import Engine, EngineSpec
 from pdserve.engine.toy import CELL_BYTES, MARKS, ToyEngine
-from pdserve.model_source import TOY_MODELS
+from pdserve.model_source import TOY_MODELS, model_name
 
+GROUP: Final = "pdserve.engines"
 TOY_CONTEXT_TOKENS: Final = 8192
 TOY_MAX_BLOCKS: Final = 8192  # size of its pool, independent of the available memory
+_MEMBERS: Final = ("spec", "pool", "step", "close")  # of an engine
+_OF_POOL: Final = ("num_blocks", "block_bytes", "runs_per_block", "is_on_host", "descriptor")
+
+EngineFactory = Callable[[WorkerConfig, Role], Engine]
 
 
 def load_engine(config: WorkerConfig, role: Role) -> Engine:
     """The engine of `config`, ready for steps.
 
-    `toy` gives the same tokens on every worker. With `toy-marked`, prefill workers mark the cells that they write.
-    Raises ModelError if the folder cannot be served.
+    Raises ModelError if the folder cannot be served, and ConfigError if there is no such engine, or workers cannot use
+    it.
     """
+    name = engine_name(config.engine, config.model)
+    engine = find_engine(name)(config, role)
+    try:
+        _check(name, engine, model_name(config.model))
+    except BaseException:
+        if hasattr(engine, "close"):
+            engine.close()
+        raise
+    return engine
+
+
+def engine_name(asked: str, model: str) -> str:
+    """The engine that `auto` chooses for `model`; any other name stays."""
+    if asked != AUTO:
+        return asked
+    return "toy" if model in TOY_MODELS else "torch"
+
+
+def find_engine(name: str) -> EngineFactory:
+    """Raises ConfigError as `registered`, and if the engine cannot be imported."""
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    found = registered(name)
+    try:
+        factory = found.load()
+    except Exception as error:  # the code of another distribution
+        raise ConfigError("engine", name, f"an engine that can be imported; {_owner(found)}: {error!r}") from error
+    if not callable(factory):
+        expected = f"a function of settings and role; {_owner(found)} registers {found.value}"
+        raise ConfigError("engine", name, expected)
+    checked: EngineFactory = factory
+    return checked
+
+
+def registered(name: str) -> EntryPoint:
+    """An engine that is not ours, without importing it. Raises ConfigError, which lists the installed engines, unless
+    one package registers the name."""
+    found = [one for one in entry_points(group=GROUP) if one.name == name]
+    if not found:
+        expected = f"{AUTO}, or an installed engine: {', '.join(engine_names())}. Install the package that registers it"
+        raise ConfigError("engine", name, expected)
+    if len(found) > 1:
+        owners = " and ".join(sorted(map(_owner, found)))
+        raise ConfigError("engine", name, f"one package of this engine; {owners} register it, so uninstall one")
+    return found[0]
+
+
+def engine_names() -> list[str]:
+    """Of all installed engines."""
+    return sorted({*BUILT_IN, *(one.name for one in entry_points(group=GROUP))})
+
+
+def _owner(one: EntryPoint) -> str:
+    return one.value if one.dist is None else f"{one.dist.name} {one.dist.version}"
+
+
+def _check(name: str, engine: Engine, model: str) -> None:
+    """Raises ConfigError unless workers and routers can use the engine. `model` is the name that routers expect."""
+    absent = [member for member in _MEMBERS if not hasattr(engine, member)]
+    absent = absent or [f"pool.{member}" for member in _OF_POOL if not hasattr(engine.pool, member)]
+    if absent:
+        raise ConfigError("engine", name, f"an Engine; {type(engine).__name__} lacks {', '.join(absent)}")
+    spec, pool = engine.spec, engine.pool
+    if not isinstance(spec, EngineSpec):
+        raise ConfigError("engine.spec", type(spec).__name__, "an EngineSpec")
+    if spec.model != model:
+        raise ConfigError("engine.model", spec.model, f"{model}, as routers call it (model_name)")
+    for field in ("num_blocks", "block_bytes"):
+        if getattr(pool, field) != getattr(spec, field):
+            raise ConfigError(f"engine.{field}", getattr(spec, field), f"{getattr(pool, field)}, as in its pool")
+    if pool.runs_per_block != 1:
+        expected = "1: KV transfers move a block as one run of bytes. Choose a layout with a block's layers together"
+        raise ConfigError("engine.runs_per_block", pool.runs_per_block, expected)
+
+
+# --- our engines ----------------------------------------------------------------------------------------------
+
+
+def _torch(config: WorkerConfig, role: Role) -> Engine:
     if config.model in TOY_MODELS:
-        if config.tensor_parallel > 1:
-            raise ConfigError("tensor_parallel", config.tensor_parallel, "1: a toy has nothing to divide")
-        return _toy(config, role)
+        raise ConfigError("engine", "torch", f"auto or toy: the model {config.model} has no weights")
     if config.tensor_parallel > 1:
         from pdserve.engine.ranks.leader import open_parallel_engine
 
@@ -34,13 +124,13 @@ def load_engine(config: WorkerConfig, role: Role) -> Engine:
     return open_engine(config, role)
 
 
-def toy_blocks(config: WorkerConfig) -> int:
-    if config.kv_blocks or not config.kv_memory_bytes:
-        return config.kv_blocks or TOY_MAX_BLOCKS
-    return max(1, min(TOY_MAX_BLOCKS, config.kv_memory_bytes // (CELL_BYTES * config.block_size)))
-
-
 def _toy(config: WorkerConfig, role: Role) -> ToyEngine:
+    """`toy` gives the same tokens on every worker. With `toy-marked`, prefill workers mark the cells that they
+    write."""
+    if config.model not in TOY_MODELS:
+        raise ConfigError("engine", "toy", f"auto, or one of the models {', '.join(TOY_MODELS)}")
+    if config.tensor_parallel > 1:
+        raise ConfigError("tensor_parallel", config.tensor_parallel, "1: a toy has nothing to divide")
     is_marked = config.model == "toy-marked"
     return ToyEngine(
         num_blocks=toy_blocks(config),
@@ -50,3 +140,13 @@ def _toy(config: WorkerConfig, role: Role) -> ToyEngine:
         is_marked=is_marked,
         step_s=config.toy_step_s,
     )
+
+
+def toy_blocks(config: WorkerConfig) -> int:
+    if config.kv_blocks or not config.kv_memory_bytes:
+        return config.kv_blocks or TOY_MAX_BLOCKS
+    return max(1, min(TOY_MAX_BLOCKS, config.kv_memory_bytes // (CELL_BYTES * config.block_size)))
+
+
+BUILT_IN: Final[Mapping[str, EngineFactory]] = {"torch": _torch, "toy": _toy}
+OURS: Final = frozenset({AUTO, *BUILT_IN})  # values of the setting `engine`

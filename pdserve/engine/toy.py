@@ -56,6 +56,7 @@ class ToyPool:
     """All cells in one run of bytes."""
 
     is_on_host = True
+    runs_per_block = 1
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self.num_blocks = num_blocks

@@ -19,7 +19,7 @@ from pdserve.core.urls import place
 from pdserve.engine.cpu.kernels.rounding import INT4_BYTES
 from pdserve.engine.load.checkpoint_sizes import check_sizes
 from pdserve.engine.load.safetensors_file import Checkpoint, open_checkpoint
-from pdserve.engine.load_engine import toy_blocks
+from pdserve.engine.load_engine import OURS, toy_blocks
 from pdserve.engine.memory.host import free_bytes, usable_cores
 from pdserve.engine.memory.plan import PoolUnit, host_blocks
 from pdserve.engine.model.config import ModelConfig, read_config
@@ -63,8 +63,10 @@ class Footprint:
 
 def capacity_warnings(spec: ClusterSpec) -> list[str]:
     """Reads the model's headers. Raises ModelError if the folder cannot be served."""
-    model = None if spec.model in TOY_MODELS else read_config(Path(spec.model))
     configs = [worker_config(spec, index)[1] for index in range(spec.prefill + spec.decode)]
+    if not {one.engine for one in configs} <= OURS:  # how much memory another engine takes is unknown
+        return []
+    model = None if spec.model in TOY_MODELS else read_config(Path(spec.model))
     stored = None if model is None or configs[0].load != "auto" else open_checkpoint(Path(spec.model))
     if model is not None and stored is not None:
         check_sizes(model, stored.tensors)

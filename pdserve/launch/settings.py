@@ -22,6 +22,7 @@ from pdserve.config_flags import words
 from pdserve.core.access.key_file import parse
 from pdserve.core.errors import ConfigError
 from pdserve.core.setting import AUTO
+from pdserve.engine.load_engine import OURS, registered
 from pdserve.engine.memory.host import usable_cores
 from pdserve.engine.model.config import read_config
 from pdserve.key_file_access import read_bytes
@@ -118,8 +119,12 @@ def read(
             found["metrics"],
             "no --ray beside it: its workers may be on other hosts. Set worker.metrics_port",
         )
+    engines = {tables.get(kind, {}).get("engine", AUTO) for kind in _OF_WORKER_TABLES}
+    if found.get("ray") is None:  # each host of a Ray cluster has its own engines
+        for engine in engines - OURS:
+            registered(engine)
     spec = ClusterSpec(
-        model=_model(found.get("model"), is_here=not found.get("ray")),
+        model=_model(found.get("model"), is_here=not found.get("ray"), is_ours=engines <= OURS),
         cores=usable_cores(),
         gpus=_gpus(),
         inject_faults=faults,
@@ -292,8 +297,9 @@ def _check_writable(name: str, file: Path) -> None:
         raise ConfigError(name, file, "a file, not a link to one")
 
 
-def _model(asked: str | None, *, is_here: bool) -> str:
-    """Absolute, because actors have another working directory.
+def _model(asked: str | None, *, is_here: bool, is_ours: bool) -> str:
+    """Absolute, because actors have another working directory. `is_ours` False: an engine that is not ours reads the
+    config, and may know other models.
 
     Raises ModelError if the model is not found, or its config or tokenizer cannot be read. Checked here, because the
     router needs them only after the workers have loaded their weights.
@@ -306,7 +312,8 @@ def _model(asked: str | None, *, is_here: bool) -> str:
         return asked if asked in TOY_MODELS or is_on_hub(asked) else str(Path(asked).expanduser().absolute())
     model = find_model(asked)
     if model not in TOY_MODELS:
-        read_config(Path(model))
+        if is_ours:
+            read_config(Path(model))
         _check_texts(Path(model))
     return model
 

@@ -31,6 +31,7 @@ class HostPool:
     """A pool of blocks in host memory, without an engine."""
 
     is_on_host = True
+    runs_per_block = 1
 
     def __init__(self, num_blocks: int, block_bytes: int = BLOCK_BYTES, seed: int | None = None) -> None:
         self.num_blocks, self.block_bytes = num_blocks, block_bytes

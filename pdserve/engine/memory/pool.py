@@ -81,6 +81,8 @@ class TorchPool:
     share the memory, `heads` are the blocks' heads of this rank, and K counts only them.
     """
 
+    runs_per_block = 1
+
     def __init__(
         self,
         *,
