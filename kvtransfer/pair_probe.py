@@ -33,6 +33,7 @@ from pdserve.core.errors import PdserveError, TransferFailed
 from pdserve.core.kv.kv_shape import Fingerprint, Grant, KvShape, TransferKey
 from pdserve.engine.interface import KvPool
 from pdserve.engine.memory.host import HostMemory
+from pdserve.isolated.tied_program import tied_command
 from pdserve.v1.transfer_pb2_grpc import add_TransferServiceServicer_to_server
 from pdserve.wire.peer_server import listen, make_peer_server, server_options
 
@@ -188,9 +189,8 @@ class _Child:
     def __init__(self, device: str) -> None:
         text = secrets.token_hex(32)
         self.secret = ClusterSecret(text)
-        tether = [sys.executable, "-m", "pdserve.launch.tether", str(os.getpid()), "module"]
         self._process = subprocess.Popen(
-            [*tether, "kvtransfer.pair_probe", device],
+            tied_command("kvtransfer.pair_probe", device),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

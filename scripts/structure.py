@@ -36,7 +36,7 @@ MAY_USE_STRINGS: Final = {
     "pdserve.telemetry.tracing": "OpenTelemetry is optional, and the client must not import it",
     "pdserve.engine.load_engine": "engines of other distributions are entry points",
     "pdserve.image_check": "tries to import every module",
-    "pdserve.launch.tether": "runs a program by its name",
+    "pdserve.isolated.tied_program": "runs a program by its name",
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 import time
@@ -71,10 +70,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_once(args: argparse.Namespace) -> list[int]:
     """Exit statuses of all ranks here; if one ends, the others are ended."""
+    from pdserve.isolated.tied_program import tied_command  # Linux only, and all commands import this file
+
     flags = [f"--count={args.count}", f"--wait-s={args.wait_s}"]
     flags += [f"--{name}={value}" for name in FLAGS if (value := getattr(args, name.replace("-", "_")))]
-    tether = [sys.executable, "-m", "pdserve.launch.tether", str(os.getpid()), "module", PROGRAM, args.rendezvous]
-    ranks = [subprocess.Popen([*tether, str(index), *flags], stdin=subprocess.DEVNULL) for index in range(args.count)]
+    commands = [tied_command(PROGRAM, args.rendezvous, str(index), *flags) for index in range(args.count)]
+    ranks = [subprocess.Popen(command, stdin=subprocess.DEVNULL) for command in commands]
     try:
         while all(rank.poll() is None for rank in ranks):
             time.sleep(_POLL_S)

@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any, Final, final
 from pdserve.config import without_secrets
 from pdserve.core.errors import PdserveError
 from pdserve.core.progress import phase_of
+from pdserve.isolated.tied_program import tied_command
 from pdserve.launch.ports import session_of
 from pdserve.launch.spec import waiting_env
 
@@ -85,11 +85,7 @@ class Child:
     async def spawn(self) -> None:
         began_s = time.monotonic()
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "pdserve.launch.tether",
-            str(os.getpid()),
-            *self._program,
+            *tied_command(*self._program),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

@@ -18,7 +18,6 @@ from pdserve.client.retry import Retries
 from pdserve.config import RouterConfig
 from pdserve.core.access.hosts import join, local_host
 from pdserve.core.errors import ConfigError, Overloaded, Unavailable
-from pdserve.launch.crew import REDIS, Crew, member, side_by_side
 from pdserve.launch.degraded import check_alone
 from pdserve.launch.keys import Kind, Value
 from pdserve.launch.make_tls import make_certificates
@@ -36,6 +35,7 @@ from pdserve.launch.spec import (
     router_config,
     served_names,
 )
+from pdserve.launch.supervisor import REDIS, Supervisor, side_by_side, supervised
 from pdserve.listening import PortInUse
 from pdserve.owned_folder import OwnedFolder
 from pdserve.prefix.embedded import SOCKET as REDIS_SOCKET
@@ -176,49 +176,49 @@ class LocalCluster:
         spec, self._sockets = with_sockets(with_ports(spec, self._held))
         self.spec, self._certificates = make_certificates(spec)
         self._metrics = LauncherMetrics(self.spec)
-        self._crew = Crew(report, self._held, self._metrics.process_started)
+        self._supervisor = Supervisor(report, self._held, self._metrics.process_started)
 
     async def start(self) -> str:
         """Returns the router's address after a real token has come through it. Raises the error otherwise."""
         self._metrics.start()
         self._report.expect("starting", start_steps(self.spec, has_own_redis=self._has_own_redis))
         if self._has_own_redis:
-            await self._crew.start_redis(redis_path(self._sockets))
+            await self._supervisor.start_redis(redis_path(self._sockets))
         else:
             await check_alone(self.spec)
         *workers, last = processes(self.spec)
-        await side_by_side(self._crew.start(member(process)) for process in workers)
-        await self._crew.start(member(last))
-        address = self._crew.address(last.name)
-        await self._crew.unless_ended(ask_first(self.spec, address, self._report))
-        await start_gateway(self._crew, self.spec, address)
-        self._crew.keep()
+        await side_by_side(self._supervisor.start(supervised(process)) for process in workers)
+        await self._supervisor.start(supervised(last))
+        address = self._supervisor.address(last.name)
+        await self._supervisor.unless_ended(ask_first(self.spec, address, self._report))
+        await start_gateway(self._supervisor, self.spec, address)
+        self._supervisor.keep()
         if words := self._metrics.describe():
             self._report.say("launcher", words)
         return address
 
     async def run(self, stop: asyncio.Event) -> None:
         """Returns when `stop` is set; restarts processes that die until then."""
-        await self._crew.run(stop)
+        await self._supervisor.run(stop)
 
     def reload(self, settings: Mapping[Kind, Mapping[str, Value]], log_level: str) -> None:
         """Gives the processes of this host new values of the settings that may change."""
         self.spec = dataclasses.replace(self.spec, settings=settings)
         http = gateway(self.spec, "")
-        self._crew.reload([*processes(self.spec), *([] if http is None else [http])], log_level)
+        self._supervisor.reload([*processes(self.spec), *([] if http is None else [http])], log_level)
 
     async def stop(self, *, is_graceful: bool) -> None:
         """Stops the gateway and the router first, so that no new work comes, then the workers together, Redis last."""
-        await self._crew.release()
+        await self._supervisor.release()
         # The first two drain together, so that one drain_s bounds both.
         stages = ([GATEWAY, "router"], self.spec.worker_ids)
         if is_graceful:
-            self._crew.expect_stop(stages)
+            self._supervisor.expect_stop(stages)
         for names in stages:
-            await self._crew.stop(names, is_graceful=is_graceful)
-        await self._crew.stop_redis()
+            await self._supervisor.stop(names, is_graceful=is_graceful)
+        await self._supervisor.stop_redis()
         self._metrics.close()
-        self._crew.close()
+        self._supervisor.close()
         self._held.release()
         self._sockets.remove()
         if self._certificates is not None:
@@ -296,11 +296,11 @@ async def ask_first(spec: ClusterSpec, address: str, report: LauncherReport) -> 
     report.phase(FIRST_TOKEN, time.monotonic() - began_s)
 
 
-async def start_gateway(crew: Crew, spec: ClusterSpec, address: str) -> None:
+async def start_gateway(supervisor: Supervisor, spec: ClusterSpec, address: str) -> None:
     """Starts the HTTP gateway of the router at `address`, if the spec has one. Raises StartFailed."""
     process = gateway(spec, _own_address(spec, address))
     if process is not None:
-        await crew.start(member(process))
+        await supervisor.start(supervised(process))
 
 
 def _own_address(spec: ClusterSpec, address: str) -> str:

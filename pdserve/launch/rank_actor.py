@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping
 from typing import Final
+
+from pdserve.isolated.tied_program import tied_command
 
 _AGAIN_S: Final = 0.5
 
@@ -26,8 +27,8 @@ class RankActor:
         tls: Mapping[str, str],
     ) -> None:
         """`hidden`: environment variables of secrets. `tls`: settings with files, at the same path on every node."""
-        tether = [sys.executable, "-m", "pdserve.launch.tether", str(os.getpid()), "module", "pdserve"]
-        command = [*tether, "rank", rendezvous, f"--count={count}", f"--model={model}", f"--wait-s={wait_s}"]
+        flags = (f"--count={count}", f"--model={model}", f"--wait-s={wait_s}")
+        command = tied_command("pdserve", "rank", rendezvous, *flags)
         command += [f"--{name.replace('_', '-')}={value}" for name, value in tls.items() if value]
         self._process = subprocess.Popen(command, env={**os.environ, **hidden}, stdin=subprocess.DEVNULL)
         threading.Thread(target=self._watch, daemon=True).start()

@@ -28,7 +28,9 @@ from pdserve.core.progress import PhaseProgress, phase_line
 from pdserve.core.types import Role
 from pdserve.launch import own_ray
 from pdserve.launch.child import StartFailed
-from pdserve.launch.driver_words import (
+from pdserve.launch.ports import listeners, session_of
+from pdserve.launch.rank_actor import RankActor
+from pdserve.launch.ray_messages import (
     BEGINS,
     IMPORTING,
     LOADING,
@@ -41,8 +43,6 @@ from pdserve.launch.driver_words import (
     emit,
     last_line,
 )
-from pdserve.launch.ports import listeners, session_of
-from pdserve.launch.rank_actor import RankActor
 from pdserve.launch.spec import (
     MODULES,
     ClusterSpec,

@@ -20,15 +20,15 @@ from pdserve.config import RAY_TOKEN_ENV, REDIS_ENV, SECRET_ENV
 from pdserve.core.errors import Unavailable
 from pdserve.core.progress import phase_of
 from pdserve.core.urls import place
-from pdserve.launch.crew import REDIS, Crew, Member, member
 from pdserve.launch.degraded import check_alone, redis_trouble
-from pdserve.launch.driver_words import BEGINS, NOW, TOOK
 from pdserve.launch.keys import Kind, Value
 from pdserve.launch.local import GATEWAY, ask_first, redis_path, start_gateway, start_steps, with_ports, with_sockets
 from pdserve.launch.make_tls import make_certificates
 from pdserve.launch.ports import HeldPorts
+from pdserve.launch.ray_messages import BEGINS, NOW, TOOK
 from pdserve.launch.report import LauncherReport, memory_of
 from pdserve.launch.spec import ClusterSpec, ClusterTls, gateway, router, worker_config
+from pdserve.launch.supervisor import REDIS, SupervisedProcess, Supervisor, supervised
 
 DRIVER: Final = "ray"
 DRIVER_START_S: Final = 600.0
@@ -46,14 +46,14 @@ class RayCluster:
     def __init__(self, spec: ClusterSpec, address: str, report: LauncherReport) -> None:
         self._report = report
         self._held = HeldPorts()
-        self._crew = Crew(report, self._held)
+        self._supervisor = Supervisor(report, self._held)
         self._has_own_redis = not spec.redis
         spec, self._sockets = with_sockets(with_ports(spec, self._held, ray=address))
         spec, self._certificates = make_certificates(spec)
         self.spec = dataclasses.replace(spec, worker_ports=())
-        self._driver = Member(
+        self._driver = SupervisedProcess(
             name=DRIVER,
-            program=("module", "pdserve.launch.ray_cluster", address, spec_to_json(self.spec)),
+            program=("pdserve.launch.ray_cluster", address, spec_to_json(self.spec)),
             env=tuple(_driver_env(self.spec).items()),
             start_s=DRIVER_START_S,
             drain_s=SHUTDOWN_S + max(worker_config(spec, index)[1].drain_s for index in range(len(spec.worker_ids))),
@@ -64,42 +64,42 @@ class RayCluster:
         """Returns the router's address after a real token has come through it. Raises the error otherwise."""
         self._report.expect("starting", ray_start_steps(self.spec, has_own_redis=self._has_own_redis))
         if self._has_own_redis:
-            await self._crew.start_redis(redis_path(self._sockets))
+            await self._supervisor.start_redis(redis_path(self._sockets))
         else:
             await check_redis(self.spec, self._report)
             await check_alone(self.spec)
-        await self._crew.start(self._driver)
+        await self._supervisor.start(self._driver)
         process = router(self.spec, ())
-        await self._crew.start(member(process))
-        address = self._crew.address(process.name)
-        await self._crew.unless_ended(ask_first(self.spec, address, self._report))
-        await start_gateway(self._crew, self.spec, address)
-        self._crew.keep()
+        await self._supervisor.start(supervised(process))
+        address = self._supervisor.address(process.name)
+        await self._supervisor.unless_ended(ask_first(self.spec, address, self._report))
+        await start_gateway(self._supervisor, self.spec, address)
+        self._supervisor.keep()
         return address
 
     async def run(self, stop: asyncio.Event) -> None:
         """Returns when `stop` is set. Ray restarts its actors, the launcher restarts the driver, the router and
         Redis."""
-        await self._crew.run(stop)
+        await self._supervisor.run(stop)
 
     def reload(self, settings: Mapping[Kind, Mapping[str, Value]], log_level: str) -> None:
         """Gives the processes of this host new values of the settings that may change."""
         self.spec = dataclasses.replace(self.spec, settings=settings)
         http = gateway(self.spec, "")
-        self._crew.reload([router(self.spec, ()), *([] if http is None else [http])], log_level)
+        self._supervisor.reload([router(self.spec, ()), *([] if http is None else [http])], log_level)
 
     async def stop(self, *, is_graceful: bool) -> None:
         """Stops the gateway and the router first, so that no new work comes, then the workers, Ray if it is ours, and
         Redis last."""
-        await self._crew.release()
+        await self._supervisor.release()
         # The first two drain together, so that one drain_s bounds both.
         stages = ([GATEWAY, "router"], [DRIVER])
         if is_graceful:
-            self._crew.expect_stop(stages)
+            self._supervisor.expect_stop(stages)
         for names in stages:
-            await self._crew.stop(names, is_graceful=is_graceful)
-        await self._crew.stop_redis()
-        self._crew.close()
+            await self._supervisor.stop(names, is_graceful=is_graceful)
+        await self._supervisor.stop_redis()
+        self._supervisor.close()
         self._held.release()
         self._sockets.remove()
         if self._certificates is not None:

@@ -16,7 +16,6 @@ import dataclasses
 import logging
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,6 +44,7 @@ from pdserve.engine.model.parameters import Shard, rank_config
 from pdserve.engine.ranks.rendezvous import Rendezvous
 from pdserve.engine.rows import check_rows, to_words
 from pdserve.engine.torch_engine import TorchEngine
+from pdserve.isolated.tied_program import tied_command
 from pdserve.tls.certificates import certificates_of
 
 if TYPE_CHECKING:
@@ -97,8 +97,8 @@ class Follower:
         pool = OWN if descriptor is None else str(descriptor)
         # Without a secret no peer could authenticate to the rank: it then computes, but does not transfer its KV.
         is_moving = descriptor is None and bool(config.cluster_secret)
-        program = [MOVING_PROGRAM if is_moving else PROGRAM, str(rank), str(store), pool, *to_flags(config)]
-        command = [sys.executable, "-m", "pdserve.launch.tether", str(os.getpid()), "module", *program]
+        program = MOVING_PROGRAM if is_moving else PROGRAM
+        command = tied_command(program, str(rank), str(store), pool, *to_flags(config))
         # A separate session: a terminal's Ctrl-C must reach only the leader, which drains with all its ranks.
         environment = {**os.environ, SECRET_ENV: config.cluster_secret} if is_moving else None
         self._process = subprocess.Popen(

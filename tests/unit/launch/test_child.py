@@ -41,7 +41,7 @@ def make(tmp_path: Path, lines: list[str]) -> Make:
     def build(source: str) -> Child:
         (tmp_path / "program.py").write_text(source)
         path = os.pathsep.join((str(tmp_path), *filter(None, sys.path)))
-        return Child("p0", ("module", "program", "--flag=1"), {"PYTHONPATH": path}, lines.append)
+        return Child("p0", ("program", "--flag=1"), {"PYTHONPATH": path}, lines.append)
 
     return build
 
@@ -127,13 +127,13 @@ def test_children_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
         "import asyncio\n"
         "from pdserve.launch.child import Child\n"
         "async def main():\n"
-        "    child = Child('p0', ('module', 'program'), {}, print)\n"
+        "    child = Child('p0', ('program',), {}, print)\n"
         "    await child.start(20)\n"
         "    print(child.pid, flush=True)\n"
         "    await child.wait()\n"
         "asyncio.run(main())\n"
     )
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])])}
     with subprocess.Popen([sys.executable, str(launcher)], stdout=subprocess.PIPE, text=True, env=env) as process:
         assert process.stdout is not None
         pid = int(process.stdout.readline())

@@ -10,8 +10,8 @@ import pytest
 from pdserve.core.errors import ConfigError, Unavailable
 from pdserve.core.progress import PhaseProgress
 from pdserve.launch.child import StartFailed
-from pdserve.launch.driver_words import IMPORTING, LOADING, WARMING, ActorHealth, ActorStarts
 from pdserve.launch.ports import free_ports
+from pdserve.launch.ray_messages import IMPORTING, LOADING, WARMING, ActorHealth, ActorStarts
 from pdserve.launch.report import LauncherReport
 from pdserve.launch.spec import ClusterSpec, Kind, Value
 from pdserve.launch.with_ray import check_redis, spec_from_json, spec_to_json

@@ -27,7 +27,7 @@ def redis() -> Iterator[EmbeddedRedis]:
 
 
 @pytest.fixture(scope="module")
-def neighbour(redis: EmbeddedRedis) -> Iterator[Running]:
+def first(redis: EmbeddedRedis) -> Iterator[Running]:
     with Running.start("--model", "toy", env={"PDSERVE_REDIS": redis.url}) as cluster:
         yield cluster
 
@@ -36,15 +36,15 @@ def asked(redis: str, **more: str) -> ClusterSpec:
     return dataclasses.replace(settings.read({"model": "toy", **more}, None, ()).spec, redis=redis)
 
 
-async def test_a_second_cluster_of_one_name_is_rejected(neighbour: Running, redis: EmbeddedRedis) -> None:
+async def test_a_second_cluster_of_one_name_is_rejected(first: Running, redis: EmbeddedRedis) -> None:
     spec = asked(redis.url)
     with pytest.raises(ConfigError, match="cluster: got default, expected a name that no other cluster has") as caught:
         await check_alone(spec)
-    assert neighbour.address("d0") in str(caught.value)
+    assert first.address("d0") in str(caught.value)
     assert "--set cluster=NAME" in str(caught.value)
 
 
-async def test_clusters_with_different_names_share_a_redis(neighbour: Running, redis: EmbeddedRedis) -> None:
+async def test_clusters_with_different_names_share_a_redis(first: Running, redis: EmbeddedRedis) -> None:
     await check_alone(asked(redis.url, cluster="blue"))
 
 

@@ -38,11 +38,11 @@ _STEADY_S: Final = 30.0  # after this uptime, the backoff of a process starts ag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class SupervisedProcess:
     """One supervised process. `on_line` receives its lines; None: the report's relay."""
 
     name: str
-    program: tuple[str, ...]  # as passed to the tether
+    program: tuple[str, ...]  # a module, and its arguments
     env: tuple[tuple[str, str], ...] = ()
     start_s: float
     drain_s: float
@@ -52,10 +52,10 @@ class Member:
     on_line: Callable[[str], None] | None = None
 
 
-def member(process: Process) -> Member:
-    return Member(
+def supervised(process: Process) -> SupervisedProcess:
+    return SupervisedProcess(
         name=process.name,
-        program=("module", process.module, *process.argv[2:]),
+        program=(process.module, *process.argv[2:]),
         env=(*process.env, (PROGRESS_ENV, "1")) if isinstance(process.config, WorkerConfig) else process.env,
         start_s=process.start_s,
         drain_s=process.config.drain_s,
@@ -66,7 +66,7 @@ def member(process: Process) -> Member:
 
 
 @final
-class Crew:
+class Supervisor:
     """Starts processes and, after `keep` was called, restarts those that end. Belongs to one event loop."""
 
     def __init__(
@@ -76,7 +76,7 @@ class Crew:
         started."""
         self._report, self._held, self._on_start = report, held, on_start
         self._children: dict[str, Child] = {}
-        self._members: dict[str, Member] = {}
+        self._processes: dict[str, SupervisedProcess] = {}
         self._redis: EmbeddedRedis | None = None
         self._redis_path = Path()
         self._keepers: list[asyncio.Task[None]] = []
@@ -85,9 +85,9 @@ class Crew:
     def address(self, name: str) -> str:
         return self._children[name].address
 
-    async def start(self, one: Member) -> None:
+    async def start(self, one: SupervisedProcess) -> None:
         """Returns when the process listens. Raises StartFailed with its last error."""
-        self._members[one.name] = one
+        self._processes[one.name] = one
         self._report.say(one.name, "starting")
         self._report.begins(one.name)
         await self._start(one)
@@ -121,7 +121,7 @@ class Crew:
 
     def keep(self) -> None:
         """From now on, processes that end are started again."""
-        for name in self._members:
+        for name in self._processes:
             self._keepers.append(asyncio.create_task(self._keep(name)))
         if self._redis is not None:
             self._keepers.append(asyncio.create_task(self._keep_redis(self._redis_path)))
@@ -147,7 +147,7 @@ class Crew:
 
         async def stop(child: Child) -> None:
             self._report.begins(child.name)
-            grace_s = self._grace_s(child.name) if is_graceful else self._members[child.name].last_words_s
+            grace_s = self._grace_s(child.name) if is_graceful else self._processes[child.name].last_words_s
             await child.stop(grace_s, drains=is_graceful)
             self._report.ends(child.name)
 
@@ -171,7 +171,7 @@ class Crew:
             text = "\n".join([f"--log-level={log_level}", *live_flags(process.config)]).encode()
             if name not in self._flags or os.pread(self._flags[name], len(text) + 1, 0) == text:
                 continue
-            self._members[name] = replace(self._members[name], drain_s=process.config.drain_s)
+            self._processes[name] = replace(self._processes[name], drain_s=process.config.drain_s)
             os.pwrite(self._flags[name], text, 0)
             os.ftruncate(self._flags[name], len(text))
             if self._children[name].is_running:
@@ -186,7 +186,7 @@ class Crew:
             await asyncio.to_thread(self._redis.stop)
             self._report.say(REDIS, "stopped")
 
-    async def _start(self, one: Member) -> None:
+    async def _start(self, one: SupervisedProcess) -> None:
         relay = one.on_line or self._report.relay(one.name)
         env = {**dict(one.env), HELD_ENV: ",".join(map(str, self._held.ports))}
         program, files = one.program, []
@@ -217,7 +217,7 @@ class Crew:
             self._report.say(name, f"pid {child.pid} {how}; starting it again in {backoff_s:.2g} s")
             await asyncio.sleep(backoff_s)
             try:
-                await self._start(self._members[name])
+                await self._start(self._processes[name])
             except PdserveError as error:
                 self._report.say(name, f"did not come back: {error}")
 
@@ -239,7 +239,7 @@ class Crew:
                 self._report.say(REDIS, f"did not come back: {error}")
 
     def _grace_s(self, name: str) -> float:
-        return self._members[name].drain_s + KILL_AFTER_S
+        return self._processes[name].drain_s + KILL_AFTER_S
 
 
 def slow_start(*, is_worker: bool) -> str:
