@@ -123,7 +123,7 @@ def test_simulation_and_plans_need_no_extra(packages: Path) -> None:
 
 @pytest.mark.parametrize("role", ["router", "prefill_worker", "decode_worker"])
 def test_a_role_lists_its_settings_and_names_the_extra(packages: Path, role: str) -> None:
-    """The README refers to `python -m router --help`."""
+    """docs/getting-started.md refers to `python -m router --help`."""
     listed = run(packages, role, "--help")
     assert (listed.returncode, listed.stderr) == (0, "")
     flags = ("--model", "toy", "--router-id" if role == "router" else "--worker-id", "a")

@@ -312,9 +312,9 @@ def test_an_unknown_policy_is_refused_before_anything_starts(tmp_path: Path) -> 
         read({"model": "toy"}, None, "router.policy=fastest", folder=tmp_path)
 
 
-def test_the_file_in_the_readme_is_one_that_can_be_read(tmp_path: Path) -> None:
-    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
-    [text] = re.findall(r"```toml\n(.*?)```", readme, re.DOTALL)
+def test_the_documented_settings_file_can_be_read(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs/getting-started.md").read_text(encoding="utf-8")
+    [text] = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
     (tmp_path / "llama").symlink_to(settings.bundled_model())
     text = text.replace("# model", "model").replace("/models/llama", str(tmp_path / "llama"))
     spec = read(None, text, folder=tmp_path).spec
