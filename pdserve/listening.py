@@ -72,13 +72,17 @@ except ImportError:  # a system without such a limit
 OF_A_PROCESS: Final = 128  # libraries, event loops, logs, model files, metrics, Redis, traces
 OF_A_CHILD: Final = 8  # of a launcher for each of its processes: pipes, ports, log file
 WORKER_CONNECTIONS: Final = 512 + 256  # to a worker's gRPC port and to its KV port
+# Connections of a gateway beyond its limit: those which end after their last answer, and those which have made room for
+# the ones that are accepted in a turn of its event loop, and are closed in the next turn.
+MAX_LINGERING: Final = 128
+MAX_ACCEPTED: Final = 128
 
 
 def needed_by(config: WorkerConfig | RouterConfig | GatewayConfig) -> int:
     if isinstance(config, WorkerConfig):
         return OF_A_PROCESS + WORKER_CONNECTIONS
-    to_workers = len(config.workers) if isinstance(config, RouterConfig) else 0
-    return OF_A_PROCESS + config.max_connections + to_workers
+    others = len(config.workers) if isinstance(config, RouterConfig) else MAX_LINGERING + MAX_ACCEPTED
+    return OF_A_PROCESS + config.max_connections + others
 
 
 def allow_descriptors(needed: int, process: str) -> None:

@@ -19,9 +19,8 @@ from typing import Final, final
 
 from pdserve.core.log_limit import LogLimit
 from pdserve.gateway.connection import LINGER_S, Connections
+from pdserve.listening import MAX_ACCEPTED
 
-# In one turn of the event loop. Few enough that those which have sent something are known before any has to make room.
-MAX_ACCEPTED: Final = 128
 # Connections that wait in the kernel; it has a limit of its own. If there is no room, a client tries again after 1 s.
 KERNEL_BACKLOG: Final = 65_535
 RETRY_S: Final = 1.0  # without descriptors or memory for another socket
@@ -73,6 +72,7 @@ class Arrivals:
     def _accept(self) -> None:
         if self._tasks:  # those which have sent something are served before more are accepted
             return
+        # Few enough that those which have sent something are known before any has to make room.
         for _ in range(max(1, min(MAX_ACCEPTED, self.connections.limits.max_connections // 4))):
             try:
                 sock, _ = self._listener.accept()

@@ -26,6 +26,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from pdserve.core.log_limit import LogLimit
 from pdserve.gateway.api import errors, sse
 from pdserve.gateway.handshake import Handshake
+from pdserve.listening import MAX_LINGERING
 
 if TYPE_CHECKING:
     from pdserve.gateway.arrivals import Arrival
@@ -38,7 +39,6 @@ KEEPALIVE_PROBES: Final = 2
 # After an answer before the end of its request's body, at most this much of the body is read and dropped.
 LINGER_S: Final = 5.0
 LINGER_BYTES: Final = 64 * 2**20
-MAX_LINGERING: Final = 128  # connections
 # Heads and chunked bodies are parsed in pieces of this size, so that little is parsed beyond a limit.
 PIECE_BYTES: Final = 1024
 # A byte of a body may have this many bytes of framing; a chunk of two bytes has 2.5 for each.

@@ -10,7 +10,7 @@ import pytest
 
 from kvtransfer.link import receiver
 from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
-from pdserve.listening import OF_A_PROCESS, WORKER_CONNECTIONS, needed_by
+from pdserve.listening import MAX_ACCEPTED, MAX_LINGERING, OF_A_PROCESS, WORKER_CONNECTIONS, needed_by
 from pdserve.worker import host
 
 WAIT_S = 60.0
@@ -20,7 +20,7 @@ def test_a_process_needs_one_for_each_connection() -> None:
     assert WORKER_CONNECTIONS == host.MAX_CONNECTIONS + receiver.MAX_CONNECTIONS
     assert needed_by(WorkerConfig(model="toy", worker_id="p0")) == OF_A_PROCESS + WORKER_CONNECTIONS
     assert needed_by(RouterConfig(model="toy", max_connections=7, workers=("h:1", "h:2"))) == OF_A_PROCESS + 9
-    assert needed_by(GatewayConfig(router="h:1", max_connections=7)) == OF_A_PROCESS + 7
+    assert needed_by(GatewayConfig(router="h:1", max_connections=7)) == OF_A_PROCESS + 7 + MAX_LINGERING + MAX_ACCEPTED
 
 
 def limited(soft: int, hard: int, *command: str) -> subprocess.CompletedProcess[str]:

@@ -16,7 +16,7 @@ import pytest
 
 from pdserve import Client, ConfigError, Unauthenticated
 from pdserve.gateway import connection
-from pdserve.gateway.arrivals import MAX_ACCEPTED
+from pdserve.listening import MAX_ACCEPTED
 from tests.unit.gateway.conftest import WAIT_S, Served, gateway, is_idle, read_all, serve, until
 
 Connect = Callable[[str], socket.socket]
