@@ -24,7 +24,7 @@ from pdserve.listening import MAX_ACCEPTED
 # Connections that wait in the kernel; it has a limit of its own. If there is no room, a client tries again after 1 s.
 KERNEL_BACKLOG: Final = 65_535
 RETRY_S: Final = 1.0  # without descriptors or memory for another socket
-_NO_RESOURCES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_NO_RESOURCES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ENOSPC)
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Arrivals:
         # Few enough that those which have sent something are known before any has to make room.
         for _ in range(max(1, min(MAX_ACCEPTED, self.connections.limits.max_connections // 4))):
             try:
-                sock, _ = self._listener.accept()
+                self._accept_one()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 break
             except OSError as error:
@@ -83,17 +83,22 @@ class Arrivals:
                     raise
                 self._pause(error)
                 break
-            sock.setblocking(False)
-            self.connections.num_open += 1
-            arrival = Arrival(sock, self)
-            has_room = self.connections.make_room()
-            self.connections.idle[arrival] = None
-            if has_room:
-                self._waiting[sock.fileno()] = arrival
-                self._poll.register(sock, select.EPOLLIN)
-            else:
-                arrival.end_idle()
         self._hand_over()
+
+    def _accept_one(self) -> None:
+        sock, _ = self._listener.accept()
+        try:
+            self._poll.register(sock, select.EPOLLIN)
+        except OSError:
+            sock.close()
+            raise
+        sock.setblocking(False)
+        self._waiting[sock.fileno()] = arrival = Arrival(sock, self)
+        self.connections.num_open += 1
+        has_room = self.connections.make_room()
+        self.connections.idle[arrival] = None
+        if not has_room:
+            arrival.end_idle()
 
     def _pause(self, error: OSError) -> None:
         """Because the event loop would call _accept() without end."""

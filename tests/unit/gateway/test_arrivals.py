@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 import os
+import select
 import socket
 import struct
 from typing import Any, final
@@ -149,4 +150,48 @@ def test_accepting_goes_on_when_descriptors_are_free_again(
 
     with caplog.at_level(logging.ERROR):
         assert asyncio.run(accept()) == 0
+    assert [one.getMessage() for one in caplog.records] == ["connections cannot be accepted"]
+
+
+def test_accepting_goes_on_after_a_socket_could_not_be_watched(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(arrivals, "RETRY_S", 0.01)
+
+    class Poll:
+        """Fails once, as beyond the kernel's max_user_watches."""
+
+        def __init__(self, real: select.epoll) -> None:
+            self._real, self._has_failed = real, False
+
+        def register(self, sock: socket.socket, events: int) -> None:
+            if not self._has_failed:
+                self._has_failed = True
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._real.register(sock, events)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._real, name)
+
+    async def accept() -> None:
+        with socket.socket() as listener, socket.socket() as first, socket.socket() as second:
+            listener.bind(("127.0.0.1", 0))
+            connections = Connections(limits=_connection_limits(GatewayConfig(router="h:1")))
+            accepting = Arrivals(listener, connections, asyncio.Protocol, b"")
+            accepting._poll = Poll(accepting._poll)  # type: ignore[assignment]
+            try:
+                async with asyncio.timeout(WAIT_S):
+                    for one in (first, second):
+                        one.setblocking(False)
+                        await asyncio.get_running_loop().sock_connect(one, listener.getsockname())
+                    assert await asyncio.get_running_loop().sock_recv(first, 1) == b""
+                    while not connections.idle:
+                        await asyncio.sleep(0.01)
+                assert connections.num_open == 1
+            finally:
+                accepting.close()
+            assert connections.num_open == 0
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(accept())
     assert [one.getMessage() for one in caplog.records] == ["connections cannot be accepted"]
