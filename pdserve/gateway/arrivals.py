@@ -18,13 +18,14 @@ from collections.abc import Callable
 from typing import Final, final
 
 from pdserve.core.log_limit import LogLimit
-from pdserve.gateway.connection import LINGER_S, Connections
+from pdserve.gateway.connection import LINGER_BYTES, LINGER_S, Connections
 from pdserve.listening import MAX_ACCEPTED
 
 # Connections that wait in the kernel; it has a limit of its own. If there is no room, a client tries again after 1 s.
 KERNEL_BACKLOG: Final = 65_535
 RETRY_S: Final = 1.0  # without descriptors or memory for another socket
 _NO_RESOURCES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ENOSPC)
+_DROPPED_BYTES: Final = 65_536  # at a time
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class Arrivals:
         self.rejection = rejection
         self.connections = connections
         self._listener, self._make_protocol = listener, make_protocol
-        self._waiting: dict[int, Arrival] = {}  # by descriptor
+        self._bare: dict[int, Arrival] = {}  # by descriptor; the lingering ones too
         self._poll = select.epoll()
         self._tasks: set[asyncio.Task[None]] = set()
         self._failures = LogLimit()
@@ -58,13 +59,13 @@ class Arrivals:
             return
         self._loop.remove_reader(self._listener)
         self._loop.remove_reader(self._poll)
-        for one in list(self._waiting.values()):
+        for one in list(self._bare.values()):
             one.drop()
         self._poll.close()
         self._listener.close()
 
     def forget(self, descriptor: int) -> None:
-        if self._waiting.pop(descriptor, None) is not None:
+        if self._bare.pop(descriptor, None) is not None:
             self._poll.unregister(descriptor)
 
     # ------------------------------------------------------------------------------------------------------------
@@ -93,11 +94,11 @@ class Arrivals:
             sock.close()
             raise
         sock.setblocking(False)
-        self._waiting[sock.fileno()] = arrival = Arrival(sock, self)
+        self._bare[sock.fileno()] = arrival = Arrival(sock, self)
         self.connections.num_open += 1
-        has_room = self.connections.make_room()
-        self.connections.idle[arrival] = None
-        if not has_room:
+        if self.connections.make_room():
+            self.connections.idle[arrival] = None
+        else:
             arrival.end_idle()
 
     def _pause(self, error: OSError) -> None:
@@ -113,13 +114,13 @@ class Arrivals:
 
     def _hand_over(self) -> None:
         for descriptor, _ in self._poll.poll(0):
-            arrival = self._waiting[descriptor]
+            arrival = self._bare[descriptor]
             if not arrival.has_sent():
                 arrival.drop()
-                continue
-            task = self._loop.create_task(self._connect(arrival.release()))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            elif arrival.is_open:
+                task = self._loop.create_task(self._connect(arrival.release()))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
 
     async def _connect(self, sock: socket.socket) -> None:
         try:
@@ -130,31 +131,37 @@ class Arrivals:
 
 @final
 class Arrival:
-    """A connection whose client has sent nothing yet."""
+    """A connection whose client has sent nothing before its release or its rejection."""
 
-    __slots__ = ("_arrivals", "_is_open", "_sock", "_timer")
+    __slots__ = ("_arrivals", "_left_bytes", "_sock", "_timer", "is_open")
 
     def __init__(self, sock: socket.socket, arrivals: Arrivals) -> None:
-        self._sock, self._arrivals, self._is_open = sock, arrivals, True
+        self._sock, self._arrivals = sock, arrivals
+        self.is_open = True  # False: rejected. What its client sends is read and dropped.
+        self._left_bytes = LINGER_BYTES
         self._wait(arrivals.connections.limits.header_s)
 
     def has_sent(self) -> bool:
-        """False if the client has closed it. For a socket that has something to read."""
+        """False if the client has closed it, or has sent too much after the rejection. For a socket that is ready."""
         try:
-            return bool(self._sock.recv(1, socket.MSG_PEEK))
+            if self.is_open:
+                return bool(self._sock.recv(1, socket.MSG_PEEK))
+            num_bytes = len(self._sock.recv(_DROPPED_BYTES))
         except OSError:
             return False
+        self._left_bytes -= num_bytes
+        return num_bytes > 0 and self._left_bytes >= 0
 
     def release(self) -> socket.socket:
         """The socket, which then counts no longer."""
         connections = self._arrivals.connections
         self._timer.cancel()
         self._arrivals.forget(self._sock.fileno())
-        if self._is_open:
-            self._is_open = False
+        if self.is_open:
+            self.is_open = False
             connections.num_open -= 1
         connections.idle.pop(self, None)
-        connections.lingering.pop(self, None)
+        connections.rejected.pop(self, None)
         return self._sock
 
     def drop(self) -> None:
@@ -166,13 +173,12 @@ class Arrival:
             self.drop()
             return
         self._timer.cancel()
-        self._arrivals.forget(self._sock.fileno())
         with contextlib.suppress(OSError):  # the client has closed it
             self._sock.send(self._arrivals.rejection, socket.MSG_MORE)  # in one packet with the end
             self._sock.shutdown(socket.SHUT_WR)
-        self._is_open = False
-        self._arrivals.connections.linger(self)
+        self.is_open = False
         self._wait(LINGER_S)
+        self._arrivals.connections.linger(self)
 
     def _wait(self, seconds: float) -> None:
         self._timer = asyncio.get_running_loop().call_later(seconds, self.drop)

@@ -62,7 +62,8 @@ class Connections:
 
     limits: ConnectionLimits
     idle: OrderedDict[Connection | Handshake | Arrival, None] = field(default_factory=OrderedDict)  # longest idle first
-    lingering: OrderedDict[Connection | Arrival, None] = field(default_factory=OrderedDict)  # oldest first
+    lingering: OrderedDict[Connection, None] = field(default_factory=OrderedDict)  # oldest first
+    rejected: OrderedDict[Arrival, None] = field(default_factory=OrderedDict)  # were silent, and linger; oldest first
     num_open: int = 0  # without the lingering ones
     num_dropped: int = 0
     failures: LogLimit = field(default_factory=LogLimit)  # of TLS handshakes
@@ -85,11 +86,14 @@ class Connections:
 
     def linger(self, connection: Connection | Arrival) -> None:
         self.num_open -= 1
-        self.idle.pop(connection, None)
-        if len(self.lingering) >= MAX_LINGERING:
-            oldest, _ = self.lingering.popitem(last=False)
+        if isinstance(connection, Connection):
+            self.idle.pop(connection, None)
+            self.lingering[connection] = None
+        else:
+            self.rejected[connection] = None
+        if len(self.lingering) + len(self.rejected) > MAX_LINGERING:
+            oldest, _ = (self.rejected or self.lingering).popitem(last=False)
             oldest.drop()
-        self.lingering[connection] = None
 
 
 @final

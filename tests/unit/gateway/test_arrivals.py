@@ -14,12 +14,12 @@ from typing import Any, final
 import pytest
 
 from pdserve.config import GatewayConfig
-from pdserve.gateway import arrivals
+from pdserve.gateway import arrivals, connection
 from pdserve.gateway.arrivals import Arrivals
 from pdserve.gateway.connection import Connection, Connections
 from pdserve.gateway.server import GatewayHost, _connection_limits
 from tests.unit.gateway.conftest import WAIT_S, Served, gateway, read_all, until
-from tests.unit.gateway.test_limits import OK, Connect, code_of, exchange, post, read_one, status_of
+from tests.unit.gateway.test_limits import OK, Connect, code_of, exchange, post, read_one, send_forever, status_of
 
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close() resets the connection
 
@@ -57,7 +57,7 @@ def test_a_rejected_silent_connection_lingers_for_limited_time(
     with gateway(toy.router, max_connections=1) as host:
         silent = [raw(host.address) for _ in range(3)]
         until(lambda: host._connections.num_dropped == 2)
-        until(lambda: not host._connections.lingering)
+        until(lambda: not host._connections.rejected)
         assert (host._connections.num_open, len(host._connections.idle)) == (1, 1)
         assert status_of(exchange(silent[-1], post())) == 200
 
@@ -75,11 +75,63 @@ def test_a_client_that_closes_a_silent_connection_frees_it(toy: Served, raw: Con
 
 
 def test_silent_connections_end_with_the_gateway(toy: Served, raw: Connect) -> None:
-    with gateway(toy.router) as host:
-        silent = raw(host.address)
-        until(lambda: host._connections.num_open == 1)
+    with gateway(toy.router, max_connections=1) as host:
+        rejected, silent = raw(host.address), raw(host.address)
+        until(lambda: host._connections.num_dropped == 1)
     assert read_all(silent) == b""
-    assert host._connections.num_open == 0
+    assert code_of(read_all(rejected)) == "too_many_connections"
+    assert (host._connections.num_open, len(host._connections.rejected)) == (0, 0)
+    with pytest.raises(OSError):  # nobody reads what it sends
+        until(lambda: rejected.send(b"x") == 0)
+
+
+def test_a_rejected_client_reads_why_after_its_body(toy: Served, raw: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals, "LINGER_S", 60.0)
+    with gateway(toy.router, max_connections=1) as host:
+        client = raw(host.address)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65_536)
+        until(lambda: host._connections.num_open == 1)
+        raw(host.address)
+        until(lambda: len(host._connections.rejected) == 1)
+        client.sendall(post(b"x" * 8_000_000))  # more than the kernel holds
+        assert code_of(read_all(client)) == "too_many_connections"
+        client.close()
+        until(lambda: not host._connections.rejected)
+
+
+def test_a_rejected_client_may_send_a_limited_size(toy: Served, raw: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals, "LINGER_S", 60.0)
+    monkeypatch.setattr(arrivals, "LINGER_BYTES", 2**20)
+    with gateway(toy.router, max_connections=1) as host:
+        client = raw(host.address)
+        until(lambda: host._connections.num_open == 1)
+        raw(host.address)
+        until(lambda: len(host._connections.rejected) == 1)
+        with pytest.raises(OSError):
+            send_forever(client)
+        until(lambda: not host._connections.rejected)
+
+
+@pytest.mark.parametrize("num_early", [1, 3])
+def test_rejected_silent_connections_end_no_early_answer(
+    toy: Served, raw: Connect, monkeypatch: pytest.MonkeyPatch, num_early: int
+) -> None:
+    for module in (arrivals, connection):
+        monkeypatch.setattr(module, "LINGER_S", 60.0)
+    monkeypatch.setattr(connection, "MAX_LINGERING", 3)
+    with gateway(toy.router, max_connections=1, max_body_bytes=1024) as host:
+        early = []
+        for _ in range(num_early):
+            early.append(raw(host.address))
+            early[-1].sendall(post(b"", content_length="1000000"))
+            assert status_of(read_all(early[-1])) == 413
+        for _ in range(8):
+            raw(host.address)
+        until(lambda: host._connections.num_dropped == 7)
+        until(lambda: len(host._connections.rejected) == 3 - num_early)
+        assert len(host._connections.lingering) == num_early
+        for one in early:  # still read
+            one.sendall(bytes(500_000))
 
 
 def test_accepted_connections_have_the_options_of_a_reload(toy: Served, raw: Connect) -> None:
