@@ -73,7 +73,6 @@ class Arrivals:
     def _accept(self) -> None:
         if self._tasks:  # those which have sent something are served before more are accepted
             return
-        # Few enough that those which have sent something are known before any has to make room.
         for _ in range(max(1, min(MAX_ACCEPTED, self.connections.limits.max_connections // 4))):
             try:
                 self._accept_one()
@@ -87,6 +86,8 @@ class Arrivals:
         self._hand_over()
 
     def _accept_one(self) -> None:
+        if self.connections.num_open >= self.connections.limits.max_connections:
+            self._hand_over()  # a connection whose request has come makes no room
         sock, _ = self._listener.accept()
         try:
             self._poll.register(sock, select.EPOLLIN)
@@ -97,7 +98,7 @@ class Arrivals:
         self._bare[sock.fileno()] = arrival = Arrival(sock, self)
         self.connections.num_open += 1
         if self.connections.make_room():
-            self.connections.idle[arrival] = None
+            self.connections.silent[arrival] = None
         else:
             arrival.end_idle()
 
@@ -123,6 +124,7 @@ class Arrivals:
                 task.add_done_callback(self._tasks.discard)
 
     async def _connect(self, sock: socket.socket) -> None:
+        self.connections.num_open -= 1  # the protocol counts it
         try:
             await self._loop.connect_accepted_socket(self._make_protocol, sock)
         except OSError:  # the client has closed it
@@ -153,18 +155,18 @@ class Arrival:
         return num_bytes > 0 and self._left_bytes >= 0
 
     def release(self) -> socket.socket:
-        """The socket, which then counts no longer."""
+        """The socket, which still counts as open."""
         connections = self._arrivals.connections
         self._timer.cancel()
         self._arrivals.forget(self._sock.fileno())
-        if self.is_open:
-            self.is_open = False
-            connections.num_open -= 1
-        connections.idle.pop(self, None)
+        connections.silent.pop(self, None)
         connections.rejected.pop(self, None)
         return self._sock
 
     def drop(self) -> None:
+        if self.is_open:
+            self.is_open = False
+            self._arrivals.connections.num_open -= 1
         self.release().close()
 
     def end_idle(self) -> None:

@@ -58,10 +58,15 @@ class ConnectionLimits:
 @final
 @dataclass(slots=True)
 class Connections:
-    """All open connections of a server. Those without a request are closed first when there are too many."""
+    """All open connections of a server. Those without a request are closed first when there are too many.
+
+    A connection that sends nothing costs its client the least. So a flood of these can take only a quarter of the
+    places of those without a request, and no place among the lingering ones that another needs.
+    """
 
     limits: ConnectionLimits
-    idle: OrderedDict[Connection | Handshake | Arrival, None] = field(default_factory=OrderedDict)  # longest idle first
+    idle: OrderedDict[Connection | Handshake, None] = field(default_factory=OrderedDict)  # longest idle first
+    silent: OrderedDict[Arrival, None] = field(default_factory=OrderedDict)  # have sent nothing; oldest first
     lingering: OrderedDict[Connection, None] = field(default_factory=OrderedDict)  # oldest first
     rejected: OrderedDict[Arrival, None] = field(default_factory=OrderedDict)  # were silent, and linger; oldest first
     num_open: int = 0  # without the lingering ones
@@ -74,13 +79,14 @@ class Connections:
             log.warning("TLS handshakes failed", extra={"connections": count, "why": why})
 
     def make_room(self) -> bool:
-        """Closes the longest idle connection if there are too many. False if none is idle."""
+        """For the newest connection, which is counted but not yet listed. False if none can make room."""
         if self.num_open <= self.limits.max_connections:
             return True
         self.num_dropped += 1
-        if not self.idle:
+        waiting = self.silent if 3 * len(self.silent) > len(self.idle) else self.idle
+        if not waiting:
             return False
-        oldest, _ = self.idle.popitem(last=False)
+        oldest, _ = waiting.popitem(last=False)
         oldest.end_idle()
         return True
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
 import select
 import socket
 import struct
+import threading
+from collections.abc import Iterator
 from typing import Any, final
 
 import pytest
@@ -21,6 +24,7 @@ from pdserve.gateway.server import GatewayHost, _connection_limits
 from tests.unit.gateway.conftest import WAIT_S, Served, gateway, read_all, until
 from tests.unit.gateway.test_limits import OK, Connect, code_of, exchange, post, read_one, send_forever, status_of
 
+HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close() resets the connection
 
 
@@ -58,7 +62,7 @@ def test_a_rejected_silent_connection_lingers_for_limited_time(
         silent = [raw(host.address) for _ in range(3)]
         until(lambda: host._connections.num_dropped == 2)
         until(lambda: not host._connections.rejected)
-        assert (host._connections.num_open, len(host._connections.idle)) == (1, 1)
+        assert (host._connections.num_open, len(host._connections.silent)) == (1, 1)
         assert status_of(exchange(silent[-1], post())) == 200
 
 
@@ -71,7 +75,7 @@ def test_a_client_that_closes_a_silent_connection_frees_it(toy: Served, raw: Con
             silent.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         silent.close()
         until(lambda: host._connections.num_open == 0)
-        assert not host._connections.idle
+        assert not host._connections.silent
 
 
 def test_silent_connections_end_with_the_gateway(toy: Served, raw: Connect) -> None:
@@ -83,6 +87,92 @@ def test_silent_connections_end_with_the_gateway(toy: Served, raw: Connect) -> N
     assert (host._connections.num_open, len(host._connections.rejected)) == (0, 0)
     with pytest.raises(OSError):  # nobody reads what it sends
         until(lambda: rejected.send(b"x") == 0)
+
+
+@contextlib.contextmanager
+def paused(host: GatewayHost) -> Iterator[None]:
+    """The gateway's event loop does nothing within."""
+    is_over, is_paused = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        is_paused.set()
+        is_over.wait(WAIT_S)
+
+    host._loop.call_soon_threadsafe(pause)
+    assert is_paused.wait(WAIT_S)
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+def make_busy(host: GatewayHost, count: int) -> None:
+    """Counts connections whose requests never end: more than a single caller may have. Before any other connects."""
+    host._connections.num_open += count
+
+
+@pytest.mark.parametrize("num_busy", [0, 5])
+def test_a_silent_flood_ends_no_connection_that_has_sent_something(toy: Served, raw: Connect, num_busy: int) -> None:
+    with gateway(toy.router, max_connections=8) as host:
+        make_busy(host, num_busy)
+        client = raw(host.address)
+        client.sendall(post()[:10])
+        until(lambda: len(host._connections.idle) == 1)
+        for _ in range(30):
+            raw(host.address)
+        until(lambda: host._connections.num_dropped == 30 + 1 + num_busy - 8)
+        assert status_of(exchange(client, post()[10:])) == 200
+
+
+def test_connections_that_send_something_leave_silent_ones_a_quarter(toy: Served, raw: Connect) -> None:
+    with gateway(toy.router, max_connections=8) as host:
+        started = [raw(host.address) for _ in range(8)]
+        for one in started:
+            one.sendall(post()[:10])
+        until(lambda: len(host._connections.idle) == 8)
+        client = raw(host.address)
+        until(lambda: len(host._connections.silent) == 1)
+        for _ in range(20):
+            raw(host.address).sendall(post()[:10])
+        until(lambda: host._connections.num_dropped == 21)
+        assert status_of(exchange(client, post())) == 200
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_request_that_has_come_is_served_before_others_are_accepted(
+    toy: Served, raw: Connect, is_first: bool
+) -> None:
+    """Its connection is the oldest silent one, so the next one to make room."""
+    with gateway(toy.router, max_connections=8) as host:
+        silent = []
+        for count in range(1, 9):  # in this order
+            silent.append(raw(host.address))
+            until(lambda count=count: host._connections.num_open == count)
+        with paused(host):
+            if is_first:
+                silent[0].sendall(post())
+            for _ in range(4):
+                raw(host.address)
+            if not is_first:
+                silent[0].sendall(post())
+        assert status_of(read_all(silent[0])) == 200
+
+
+@pytest.mark.parametrize(("num_busy", "num_started"), [(0, 0), (32, 0), (36, 0), (20, 10), (20, 20)])
+def test_none_makes_room_in_the_turn_in_which_it_is_accepted(
+    toy: Served, raw: Connect, num_busy: int, num_started: int
+) -> None:
+    with gateway(toy.router, max_connections=40) as host:
+        make_busy(host, num_busy)
+        for _ in range(num_started):
+            raw(host.address).sendall(post()[:10])
+        until(lambda: len(host._connections.idle) == num_started)
+        with paused(host):
+            client = raw(host.address)
+            client.sendall(HEALTH)
+            for _ in range(60):
+                raw(host.address)
+        assert status_of(read_all(client)) == 200
 
 
 def test_a_rejected_client_reads_why_after_its_body(toy: Served, raw: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +327,7 @@ def test_accepting_goes_on_after_a_socket_could_not_be_watched(
                         one.setblocking(False)
                         await asyncio.get_running_loop().sock_connect(one, listener.getsockname())
                     assert await asyncio.get_running_loop().sock_recv(first, 1) == b""
-                    while not connections.idle:
+                    while not connections.silent:
                         await asyncio.sleep(0.01)
                 assert connections.num_open == 1
             finally:
