@@ -1,16 +1,17 @@
-"""Names of the router's placement policies, for modules that must not import the router. Pure."""
+"""Names of the router's placement policies: its files in router/policy/policies, which are not imported. Pure."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pkgutil import iter_modules
 from typing import Final
 
-POLICIES: Final = (
-    "goodput",
-    "least-ttft",
-    "round-robin",
-    "least-loaded",
-    "colocated",
-    "dynamo",
-    "lmetric",
-    "mooncake",
-)
+
+def _names() -> tuple[str, ...]:
+    router = find_spec("router")
+    assert router is not None
+    folders = [f"{one}/policy/policies" for one in router.submodule_search_locations or ()]
+    return tuple(sorted(one.name.replace("_", "-") for one in iter_modules(folders)))
+
+
+POLICIES: Final = _names()

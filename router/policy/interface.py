@@ -15,6 +15,7 @@ from typing import Final, NamedTuple, Protocol
 from pdserve.core.cost.latency import LinkModel
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Slo
+from router.state.settings import RouterSettings
 from router.state.view import WorkerView
 
 Links = Callable[[str, str], LinkModel]  # (prefill worker, decode worker) -> cost model of the link between them
@@ -128,16 +129,8 @@ RULES: Final[dict[str, str]] = {
 }
 
 
-#: The rules of every other policy. Published baselines serve in order of arrival, and the queue rejects no request.
+#: The rules of published baselines, which serve in order of arrival. The queue rejects none of their requests.
 PLAIN: Final = frozenset({"priority", "deadline-drop"})
-#: The rules of least-ttft: the order of the queue without tenants and rejections.
-LEAST_TTFT: Final = PLAIN | {"least-slack", "ageing"}
-
-
-def rules_on(policy: str, rules_off: Iterable[str]) -> frozenset[str]:
-    if policy == "goodput":
-        return frozenset(RULES) - frozenset(rules_off)
-    return LEAST_TTFT if policy == "least-ttft" else PLAIN
 
 
 def check_rules(names: Iterable[str]) -> None:
@@ -145,3 +138,19 @@ def check_rules(names: Iterable[str]) -> None:
     for name in names:
         if name not in RULES:
             raise ConfigError("rules_off", name, "some of " + ", ".join(RULES))
+
+
+# --- what a policy declares -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyEntry:
+    """A placement policy, as its file in router/policy/policies declares it in POLICY."""
+
+    make: Callable[[RouterSettings, Links], Policy]
+    rules: frozenset[str] = PLAIN  # of RULES; those of the queue hold beside the policy
+    obeys_rules_off: bool = False  # whether `rules_off` applies to `rules`
+    uses_prefill: bool = True  # False: it never places a request on a prefill worker
+
+    def rules_on(self, rules_off: Iterable[str]) -> frozenset[str]:
+        return self.rules.difference(rules_off) if self.obeys_rules_off else self.rules

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pdserve.core.alarms import Alarms
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.protocol import Cancel
-from router.policy import make_policy
-from router.policy.interface import Decision, rules_on
+from router.policy import find_policy, make_policy
+from router.policy.interface import Decision
 from router.state.booking import Booking
 from router.state.commands import Command, Outcome
 from router.state.fleet import Fleet, OutputLengths, entry_of
@@ -46,7 +46,7 @@ class ClusterState:
         self.policy = make_policy(settings, self.fleet.link)
         self.lengths = OutputLengths()
         self.requests: dict[str, Request] = {}
-        self.rules = rules_on(settings.policy, settings.rules_off)
+        self.rules = find_policy(settings.policy).rules_on(settings.rules_off)
         # QUEUED requests, except those bound to a worker or in backoff
         self.queue = Queue(is_ageing="ageing" in self.rules)
         self.num_bound = 0  # QUEUED requests that wait for one prefill worker

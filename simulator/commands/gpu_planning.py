@@ -14,6 +14,7 @@ from pdserve.core.json_text import to_json
 from pdserve.plot_flag import check_plot
 from pdserve.profiles import load_degrees
 from pdserve.progress import ProgressLine
+from router.policy import find_policy
 from simulator.cluster.world import simulate
 from simulator.commands.planning import (
     TOO_SHORT,
@@ -47,7 +48,7 @@ def carry_out(args: argparse.Namespace) -> int:
     profiles = load_degrees(args.profile, wanted)
     question = question_from(args, args.gpus, next(iter(profiles.values())))
     layouts = usable_layouts(args.gpus, profiles, question.windows[0], question.block_size)
-    if question.router.policy == "colocated":
+    if not find_policy(question.router.policy).uses_prefill:
         layouts = [one for one in layouts if one.is_colocated]
     with ProgressLine("planning") as bar, pool(args.jobs, len(layouts)) as jobs:
         plan = compare(layouts, lambda *asked: _measured(question, profiles, jobs, bar, *asked))

@@ -18,12 +18,12 @@ from typing import Any, Final
 from pdserve.core.cost.profile import Profile
 from pdserve.core.errors import ConfigError
 from pdserve.core.json_text import to_json
-from pdserve.core.policies import POLICIES
 from pdserve.core.types import Slo
 from pdserve.plot.figure import figure_page, figure_svg
 from pdserve.plot_flag import check_plot, origin, write_plot
 from pdserve.profiles import load_profile
 from pdserve.progress import ProgressLine
+from router.policy import find_policy
 from router.state.settings import RouterSettings
 from simulator.cluster.world import simulate
 from simulator.commands.flags import DEFAULT_REQUESTS, MAX_REQUESTS
@@ -147,8 +147,7 @@ def question_from(args: argparse.Namespace, num_workers: int, profile: Profile) 
     for name, value, most in (("seeds", args.seeds, _MOST_SEEDS), ("jobs", args.jobs, 1024)):
         if not 1 <= value <= most:
             raise ConfigError(name, value, f"1 to {most}")
-    if args.policy not in POLICIES:
-        raise ConfigError("policy", args.policy, "one of " + ", ".join(sorted(POLICIES)))
+    find_policy(args.policy)  # raises ConfigError
     if args.rate is not None and not 0.0 < args.rate < float("inf"):
         raise ConfigError("rate", args.rate, "a finite number above 0")
     slo = Slo(ttft_s=args.slo_ttft, tpot_s=args.slo_tpot)

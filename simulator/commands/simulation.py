@@ -14,12 +14,12 @@ from typing import Final, final
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.json_text import to_json
-from pdserve.core.policies import POLICIES
 from pdserve.core.types import Role, Slo
 from pdserve.plot.figure import figure_svg
 from pdserve.plot_flag import check_plot, origin, write_plot
 from pdserve.profiles import load_profile
 from pdserve.progress import ProgressLine
+from router.policy import find_policy
 from router.policy.interface import check_rules
 from router.recording.recording import RecordFile
 from router.state.settings import RouterSettings
@@ -55,17 +55,17 @@ class SimulationInput:
     policies: tuple[str, ...]
     rate_scales: tuple[float, ...]
     base: SimConfig
-    rules_off: tuple[str, ...] = ()  # of the goodput policy; other policies have no rules
+    rules_off: tuple[str, ...] = ()  # of the goodput policy; other policies ignore them
 
     def config(self, policy: str) -> SimConfig:
-        """With the policy `colocated`, each of the same machines prefills and decodes."""
-        workers = self.base.workers
-        if policy == "colocated":
+        """With a policy that uses no prefill workers, each of the same machines prefills and decodes."""
+        entry, workers = find_policy(policy), self.base.workers
+        if not entry.uses_prefill:
             # A recording does not contain the decode speed of a prefill worker.
             both = next(one for one in workers if one.role is Role.DECODE)
             workers = tuple(dataclasses.replace(both, worker_id=one.worker_id) for one in workers)
         router = dataclasses.replace(
-            self.base.router, policy=policy, rules_off=self.rules_off if policy == "goodput" else ()
+            self.base.router, policy=policy, rules_off=self.rules_off if entry.obeys_rules_off else ()
         )
         return dataclasses.replace(self.base, workers=workers, router=router)
 
@@ -120,8 +120,7 @@ def _compared(
     policy = args.policy or (_COMPARED if is_default else recorded.router.policy if recorded else "goodput")
     policies = _names(policy)
     for name in policies or (policy,):
-        if name not in POLICIES:
-            raise ConfigError("policy", name, "one of " + ", ".join(sorted(POLICIES)))
+        find_policy(name)  # raises ConfigError
     one_rate = (1.0 if args.rate_scale is None else args.rate_scale,)
     return policies, tuple(args.rates) if args.rates else _COMPARED_AT if is_default else one_rate
 

@@ -19,13 +19,13 @@ from typing import Final
 from pdserve.core.cost.profile import Profile
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Slo
+from router.policy import find_policy
 from router.state.settings import RouterSettings
 from simulator.model import SimConfig, Simulate
 from simulator.search.goodput import STEP, TOLERANCE, HighestRate, RunAtScale, TraceWindow, find_goodput, runner
 from simulator.search.layouts import MAX_WORKERS, Layout, by_degrees, make_workers
 
 MARGIN: Final = 0.03  # gain required for disaggregation, because it needs a network for KV
-ALWAYS_WHOLE: Final = ("colocated",)  # policies that use no prefill worker
 SHARE_OF_CAPACITY: Final = 0.8  # share of all workers' time at which the search for the highest rate begins
 NEAR: Final = 1.1  # the first step from the rate of another window
 CHUNK_TOKENS: Final = 2048
@@ -54,7 +54,7 @@ class Question:
     @property
     def splits(self) -> range:
         """The valid numbers of prefill workers."""
-        return range(1 if self.router.policy in ALWAYS_WHOLE else self.num_workers)
+        return range(self.num_workers if find_policy(self.router.policy).uses_prefill else 1)
 
     def resized(self, num_workers: int) -> Question:
         return replace(self, num_workers=num_workers)

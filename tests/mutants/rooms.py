@@ -44,13 +44,14 @@ OWN = {
         "router/test_load.py",
         "router/test_fleet.py",
     ),
-    "router.policy.baselines": ("router/test_baselines.py",),
+    "router.policy.two_stage": ("router/test_baselines.py",),
+    "router.policy.policies.mooncake": ("router/test_baselines.py",),
     "router.policy.interface": (
         "router/test_policy.py",
         "router/test_queue.py",
         "router/test_rejection.py",
     ),
-    "router.policy.least_ttft": ("router/test_policy.py",),
+    "router.policy.policies.least_ttft": ("router/test_policy.py",),
     "router.policy.availability": (
         "router/test_availability.py",
         "router/test_bound.py",

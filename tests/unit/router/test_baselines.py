@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.core.cost.latency import CostPrior
+from pdserve.core.cost.latency import CostPrior, LinkModel
 from pdserve.core.protocol import Load
 from pdserve.core.types import Slo
-from router.policy import baselines
-from router.policy.baselines import (
-    Mooncake,
-    RoundRobin,
-    TwoStage,
-    colocated,
-    make_dynamo,
-    make_least_loaded,
-    make_lmetric,
-)
-from router.policy.interface import Choice, Decision, Obstacle
+from router.policy import make_policy
+from router.policy.interface import Choice, Decision, Obstacle, Policy
+from router.policy.policies import dynamo, lmetric
+from router.policy.policies.colocated import colocated
+from router.policy.policies.mooncake import Mooncake
+from router.policy.policies.round_robin import RoundRobin
+from router.policy.two_stage import TwoStage, prompt_cost
 from router.state.booking import Booking
+from router.state.settings import RouterSettings
 from router.state.view import WorkerView
 from tests.unit.router.test_policy import ask, busy, place, view
 
@@ -49,6 +46,10 @@ def decoding(one: WorkerView, tokens: int, request_id: str = "y") -> WorkerView:
 def in_line(one: WorkerView, tokens: int, request_id: str = "z") -> WorkerView:
     one.queue.join(request_id, tokens, tokens / 1e3, (1, 0, len(one.queue)))
     return one
+
+
+def named(policy: str) -> Policy:
+    return make_policy(RouterSettings(policy=policy), lambda p, d: LinkModel())
 
 
 def later(decision: Decision) -> tuple[Choice, Obstacle]:
@@ -172,13 +173,13 @@ def test_least_loaded_counts_requests_and_not_tokens() -> None:
     long = prefilling(view("p0"), 120)
     short = in_line(prefilling(view("p1"), 1), 1)
     decodes = [decoding(decoding(view("d0"), 16, "e"), 16, "f"), decoding(view("d1"), 400)]
-    assert place(make_least_loaded()(ask(), [long, short], decodes, 0.0)) == (Choice.REMOTE, "p0", "d1")
+    assert place(named("least-loaded")(ask(), [long, short], decodes, 0.0)) == (Choice.REMOTE, "p0", "d1")
 
 
 def test_least_loaded_counts_requests_of_other_routers() -> None:
     theirs = view("p0")
     theirs.reported(Load(worker_id="p0", steps=1, free_blocks=1024, waiting=2), 0.0)
-    assert place(make_least_loaded()(ask(), [theirs, prefilling(view("p1"), 1)], [view("d0")], 0.0))[1] == "p1"
+    assert place(named("least-loaded")(ask(), [theirs, prefilling(view("p1"), 1)], [view("d0")], 0.0))[1] == "p1"
 
 
 # -- dynamo ------------------------------------------------------------------------------------------------------
@@ -187,44 +188,42 @@ def test_least_loaded_counts_requests_of_other_routers() -> None:
 def test_dynamo_counts_active_and_prompt_blocks_less_the_overlap() -> None:
     one = in_line(prefilling(view("p0"), 64), 32)
     # (64 + 32) / 16 active, 100 tokens are 7 blocks, 50 cached ones are 3 whole blocks.
-    assert baselines.prompt_cost(ask(100, cached_tokens={"p0": 50}), one, 0.0) == 6 + 7 - 3
+    assert prompt_cost(ask(100, cached_tokens={"p0": 50}), one, 0.0) == 6 + 7 - 3
 
 
 def test_dynamos_prefill_cost_is_never_negative() -> None:
-    assert baselines.prompt_cost(ask(16, cached_tokens={"p0": 4096}), view("p0"), 0.0) == 1.0, (
-        "a token is always computed"
-    )
+    assert prompt_cost(ask(16, cached_tokens={"p0": 4096}), view("p0"), 0.0) == 1.0, "a token is always computed"
 
 
 def test_dynamo_counts_load_of_other_routers_once() -> None:
     one = prefilling(view("p0"), 64)
     one.reported(Load(worker_id="p0", steps=1, free_blocks=1024, pending_prefill_tokens=160), 0.0)
-    assert baselines.prompt_cost(ask(16), one, 0.0) == 10 + 1, "64 of the 160 are ours"
+    assert prompt_cost(ask(16), one, 0.0) == 10 + 1, "64 of the 160 are ours"
     prefilling(one, 32, "later")
-    assert baselines.prompt_cost(ask(16), one, 0.0) == 12 + 1
+    assert prompt_cost(ask(16), one, 0.0) == 12 + 1
 
 
 def test_dynamo_weighs_overlap_against_queue() -> None:
     request = ask(160, cached_tokens={"p1": 80})
     five, six = prefilling(view("p1"), 64), prefilling(view("p1"), 96)
     # p0: 10 blocks. p1: 10 - 5 and four blocks of queue, or six.
-    assert place(make_dynamo()(request, [view("p0"), five], [view("d0")], 0.0))[1] == "p1"
-    assert place(make_dynamo()(request, [view("p0"), six], [view("d0")], 0.0))[1] == "p0"
+    assert place(named("dynamo")(request, [view("p0"), five], [view("d0")], 0.0))[1] == "p1"
+    assert place(named("dynamo")(request, [view("p0"), six], [view("d0")], 0.0))[1] == "p0"
 
 
 def test_dynamos_decode_stage_ignores_overlap() -> None:
     many_rows = decoding(decoding(view("d0"), 16, "e"), 16, "f")  # two blocks
     one_row = decoding(view("d1"), 48)  # three blocks
     request = ask(160, cached_tokens={"d1": 160})
-    assert place(make_dynamo()(request, [view("p0")], [one_row, many_rows], 0.0)) == (Choice.REMOTE, "p0", "d0")
+    assert place(named("dynamo")(request, [view("p0")], [one_row, many_rows], 0.0)) == (Choice.REMOTE, "p0", "d0")
 
 
 def test_aggregated_dynamo_adds_prefill_and_decode_blocks() -> None:
     request = ask(160, cached_tokens={"d0": 80})
     warm, cold = decoding(view("d0"), 160), view("d1")
-    assert baselines.cost(request, warm, 0.0) == (10 - 5) + 10
-    assert baselines.cost(request, cold, 0.0) == 10
-    assert place(make_dynamo()(request, [], [warm, cold], 0.0)) == (Choice.LOCAL, "", "d1")
+    assert dynamo.cost(request, warm, 0.0) == (10 - 5) + 10
+    assert dynamo.cost(request, cold, 0.0) == 10
+    assert place(named("dynamo")(request, [], [warm, cold], 0.0)) == (Choice.LOCAL, "", "d1")
 
 
 # -- lmetric -----------------------------------------------------------------------------------------------------
@@ -234,10 +233,10 @@ def test_lmetric_multiplies_the_costs_that_dynamo_adds() -> None:
     # d0: 5 + 10 = 15 against 5 * 11 = 55. d1: 14 + 2 = 16 against 14 * 3 = 42.
     request = ask(160, cached_tokens={"d0": 80})
     warm, other = decoding(view("d0"), 160), decoding(prefilling(view("d1"), 64), 32)
-    assert [baselines.cost(request, one, 0.0) for one in (warm, other)] == [15, 16]
-    assert [baselines.product(request, one, 0.0) for one in (warm, other)] == [55, 42]
-    assert place(make_dynamo()(request, [], [warm, other], 0.0))[2] == "d0"
-    assert place(make_lmetric()(request, [], [warm, other], 0.0))[2] == "d1"
+    assert [dynamo.cost(request, one, 0.0) for one in (warm, other)] == [15, 16]
+    assert [lmetric.product(request, one, 0.0) for one in (warm, other)] == [55, 42]
+    assert place(named("dynamo")(request, [], [warm, other], 0.0))[2] == "d0"
+    assert place(named("lmetric")(request, [], [warm, other], 0.0))[2] == "d1"
 
 
 # -- mooncake ----------------------------------------------------------------------------------------------------

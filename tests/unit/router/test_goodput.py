@@ -13,8 +13,8 @@ from pdserve.core.protocol import Load
 from pdserve.core.types import Role, Slo
 from router.policy import make_policy
 from router.policy.candidates import EARLY_SHARE
-from router.policy.goodput import Goodput
 from router.policy.interface import Choice, Decision, Links, Obstacle, PolicyInput
+from router.policy.policies.goodput import Goodput
 from router.state.booking import Booking
 from router.state.settings import RouterSettings
 from router.state.view import WorkerView

@@ -13,7 +13,7 @@ from pdserve.core.protocol import Load
 from pdserve.core.types import Role, Slo
 from router.policy import POLICIES, make_policy
 from router.policy.interface import Choice, Decision, Obstacle, PolicyInput
-from router.policy.least_ttft import LeastTtft
+from router.policy.policies.least_ttft import LeastTtft
 from router.state.booking import Booking
 from router.state.settings import RouterSettings
 from router.state.view import WorkerView

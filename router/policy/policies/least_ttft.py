@@ -26,7 +26,7 @@ from router.policy.availability import (
     wait_for_decode,
     wait_for_prefill,
 )
-from router.policy.interface import Candidate, Choice, Decision, Links, PolicyInput
+from router.policy.interface import PLAIN, Candidate, Choice, Decision, Links, PolicyEntry, PolicyInput
 from router.state.load import TRUSTED_SAMPLES
 from router.state.view import LoadEstimate, WorkerView
 
@@ -183,3 +183,9 @@ def _remote(candidate: Candidate, shown: tuple[Candidate, ...]) -> Decision:
         reason=f"least predicted TTFT {candidate.ttft_s:.3f} s, {kept}",
         candidates=shown,
     )
+
+
+POLICY: Final = PolicyEntry(
+    make=lambda settings, links: LeastTtft(settings.local_max_uncached_tokens, links),
+    rules=PLAIN | {"least-slack", "ageing"},  # the order of the queue, without tenants and rejections
+)

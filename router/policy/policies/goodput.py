@@ -38,7 +38,7 @@ from router.policy.candidates import (
     reported_step_s,
     tandem_step_s,
 )
-from router.policy.interface import Candidate, Choice, Decision, Links, Obstacle, PolicyInput
+from router.policy.interface import RULES, Candidate, Choice, Decision, Links, Obstacle, PolicyEntry, PolicyInput
 from router.state.view import WorkerView
 
 _COST: Final = attrgetter("cost")
@@ -158,3 +158,10 @@ def _cache(request: PolicyInput) -> Mapping[str, int]:
 
 def _no_cache(request: PolicyInput) -> Mapping[str, int]:
     return NOTHING_CACHED
+
+
+POLICY: Final = PolicyEntry(
+    make=lambda settings, links: Goodput(links, settings.rules_off, settings.local_max_uncached_tokens),
+    rules=frozenset(RULES),
+    obeys_rules_off=True,
+)
