@@ -8,7 +8,7 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from pdserve.core.attempt import AttemptKey, FailureKind, RefusalReason
@@ -30,10 +30,10 @@ from pdserve.core.results import Phase
 from pdserve.core.types import FinishReason, Path, Role, TokenOut
 from router.state.cluster_state import ClusterState
 from router.state.commands import Command, EmitTokens, FailKind
+from router.state.endings import Cause, Ending, Expire, Fail, Finish, Lose, carry_out
 from router.state.events import WorkerConnected, WorkerForgotten, WorkerLost
 from router.state.lifecycle import ENDED, IN_BATCH, NEEDS_SENDER, UNANSWERED, Move, SenderEnd
 from router.state.request import Placement, Request
-from router.state.transitions import Cause, Expire, Fail, Finish, Lose, Step
 
 FIRST_REFUSAL_S: Final = 0.01  # backoff before a declined request is placed again; doubles each time
 LONGEST_REFUSAL_S: Final = 0.5
@@ -97,7 +97,7 @@ def on_refused(cluster: ClusterState, event: Refused) -> Sequence[Command]:
     return cluster.requeue(request, 0.0 if request.refusals == 1 else wait_s)
 
 
-def on_first_token(cluster: ClusterState, event: FirstToken) -> Sequence[Step]:
+def on_first_token(cluster: ClusterState, event: FirstToken) -> Sequence[Command | Ending]:
     found = _present(cluster, event.worker_id, event.request_id, event.attempt)
     if found is None:
         return ()
@@ -128,7 +128,7 @@ def on_first_token(cluster: ClusterState, event: FirstToken) -> Sequence[Step]:
     return tokens, Admit(key=key, first_token_id=event.token.token_id)
 
 
-def on_transfer_ended(cluster: ClusterState, event: TransferEnded) -> Sequence[Step]:
+def on_transfer_ended(cluster: ClusterState, event: TransferEnded) -> Sequence[Command | Ending]:
     found = _present(cluster, event.worker_id, event.request_id, event.attempt)
     if found is None:
         return ()
@@ -154,15 +154,17 @@ def on_transfer_ended(cluster: ClusterState, event: TransferEnded) -> Sequence[S
     return ()
 
 
-def on_tokens(cluster: ClusterState, event: TokensArrived) -> Iterator[Step]:
+def on_tokens(cluster: ClusterState, event: TokensArrived) -> list[Command]:
     view = cluster.fleet.connected(event.worker_id)
     if view is not None:
         view.stepped(event, cluster.now_s)
+    commands: list[Command] = []
     for row in event.rows:
-        yield from _on_row(cluster, event.worker_id, row)
+        _on_row(cluster, event.worker_id, row, commands)
+    return commands
 
 
-def on_attempt_failed(cluster: ClusterState, event: AttemptFailed) -> Sequence[Step]:
+def on_attempt_failed(cluster: ClusterState, event: AttemptFailed) -> Sequence[Command | Ending]:
     found = _present(cluster, event.worker_id, event.request_id, event.attempt)
     if found is None:
         return ()
@@ -188,7 +190,7 @@ def _invalid_field(message: str) -> tuple[str, str]:
     return (field, rest) if separator and field in GRAMMAR_FIELDS else ("request", message)
 
 
-def on_released(cluster: ClusterState, event: Released) -> Sequence[Step]:
+def on_released(cluster: ClusterState, event: Released) -> Sequence[Command | Ending]:
     request = cluster.requests.get(event.request_id)
     if request is None or (event.worker_id, event.attempt) not in request.bookings:
         cluster.counters["late"] += 1
@@ -205,23 +207,25 @@ def on_released(cluster: ClusterState, event: Released) -> Sequence[Step]:
     return ()
 
 
-def _on_row(cluster: ClusterState, worker_id: str, row: TokenRow) -> Sequence[Step]:
+def _on_row(cluster: ClusterState, worker_id: str, row: TokenRow, commands: list[Command]) -> None:
+    """Appends to `commands`."""
     found = _present(cluster, worker_id, row.request_id, row.attempt)
     if found is None:
-        return ()
+        return
     request, placement = found
     if worker_id != placement.decode_worker:
         _wrong_sender(cluster, request, Move.TOKENS)
-        return ()
+        return
     seen = len(request.output) - row.output_index
     if seen < 0:
-        return (Lose(request, Cause.GAP, culprit=worker_id),)
+        commands += carry_out(cluster, Lose(request, Cause.GAP, culprit=worker_id))
+        return
     room = request.facts.sampling.max_tokens - len(request.output)
     tokens = row.tokens[seen : seen + room]
     if seen:
         cluster.counters["repeated_tokens"] += min(seen, len(row.tokens))
     if not cluster.move(request, Move.TOKENS):
-        return ()
+        return
     view = cluster.fleet.workers[worker_id]
     booking = view.bookings[request.request_id, request.attempt]
     if booking.prefill_tokens:
@@ -234,18 +238,17 @@ def _on_row(cluster: ClusterState, worker_id: str, row: TokenRow) -> Sequence[St
         request.timeline.close(Phase.MESSAGES, cluster.now_s, request.attempt)
         _prefilled(request, worker_id, view.hello.block_size, row)
     _account_decode(request, row, worker_id)
-    steps: list[Step] = []
     if tokens:
         view.grew(booking, len(tokens))
-        steps.append(_emit(cluster, request, tokens))
+        commands.append(_emit(cluster, request, tokens))
     if row.finish is not None or _is_full(request):
         request.timeline.is_accounted = row.finish is not None
         view.left_batch(booking)
         view.freed_s = cluster.now_s
         cluster.is_placing_due = True
         # A worker that reports `finish` frees its memory itself.
-        steps.append(Finish(request, row.finish or FinishReason.LENGTH, cancel=row.finish is None))
-    return steps
+        ending = Finish(request, row.finish or FinishReason.LENGTH, cancel=row.finish is None)
+        commands += carry_out(cluster, ending)
 
 
 def _joined(cluster: ClusterState, request: Request, placement: Placement) -> None:
@@ -319,42 +322,47 @@ def _is_full(request: Request) -> bool:
 INNOCENT_TOKENS: Final = 8  # an attempt with as many output tokens has made progress
 
 
-def on_worker_connected(cluster: ClusterState, event: WorkerConnected) -> Iterator[Lose]:
-    if cluster.fleet.connected(event.worker_id) is not None:
-        # The hello of the new stream came before the end of the old one.
-        yield from _worker_gone(cluster, event.worker_id)
+def on_worker_connected(cluster: ClusterState, event: WorkerConnected) -> list[Command]:
+    # If it is connected, the hello of the new stream came before the end of the old one.
+    commands = _worker_gone(cluster, event.worker_id)
     cluster.fleet.connect(event, cluster.now_s)
     if event.role is Role.DECODE:
         cluster.no_decode_since_s = None
     cluster.is_placing_due = True
+    return commands
 
 
-def on_worker_lost(cluster: ClusterState, event: WorkerLost) -> Iterator[Lose]:
+def on_worker_lost(cluster: ClusterState, event: WorkerLost) -> list[Command]:
     return _worker_gone(cluster, event.worker_id)
 
 
-def on_worker_forgotten(cluster: ClusterState, event: WorkerForgotten) -> Iterator[Lose]:
-    yield from _worker_gone(cluster, event.worker_id)
+def on_worker_forgotten(cluster: ClusterState, event: WorkerForgotten) -> list[Command]:
+    commands = _worker_gone(cluster, event.worker_id)
     cluster.fleet.forget(event.worker_id)
     cluster.is_placing_due = True
+    return commands
 
 
-def on_silence(cluster: ClusterState) -> Iterator[Lose]:
+def on_silence(cluster: ClusterState) -> list[Command]:
     """Loses the attempts on workers that were silent for twice the limit. Their streams still exist, so the router
     sends a Cancel. The memory stays booked until the worker answers or its stream ends."""
     limit_s = 2.0 * cluster.settings.worker_silence_s
+    commands: list[Command] = []
     for view in cluster.fleet.workers.values():
         if view.is_connected and cluster.now_s - view.heard_s >= limit_s:
             for booking in list(view.bookings.values()):
                 request = cluster.requests.get(booking.request_id)
                 if request is not None and _depends_on(request, view.worker_id, booking.attempt):
-                    yield Lose(request, Cause.SILENCE, culprit=view.worker_id, message=view.worker_id)
+                    loss = Lose(request, Cause.SILENCE, culprit=view.worker_id, message=view.worker_id)
+                    commands += carry_out(cluster, loss)
+    return commands
 
 
-def _worker_gone(cluster: ClusterState, worker_id: str) -> Iterator[Lose]:
+def _worker_gone(cluster: ClusterState, worker_id: str) -> list[Command]:
+    commands: list[Command] = []
     view = cluster.fleet.connected(worker_id)
     if view is None:
-        return
+        return commands
     cluster.is_placing_due = True
     cluster.shrunk_s = cluster.now_s
     was_draining = view.is_draining
@@ -369,10 +377,11 @@ def _worker_gone(cluster: ClusterState, worker_id: str) -> Iterator[Lose]:
         if not _depends_on(request, worker_id, booking.attempt):
             cluster.forget_if_free(request)
         elif not booking.is_sent:
-            yield Lose(request, Cause.PLAN, culprit=worker_id)
+            commands += carry_out(cluster, Lose(request, Cause.PLAN, culprit=worker_id))
         else:
             _count_death(request, is_planned=was_draining)
-            yield Lose(request, Cause.DEATH, culprit=worker_id, message=worker_id)
+            commands += carry_out(cluster, Lose(request, Cause.DEATH, culprit=worker_id, message=worker_id))
+    return commands
 
 
 def _count_death(request: Request, *, is_planned: bool) -> None:

@@ -1,7 +1,7 @@
 """The data of a RouterState, shared by the modules that change it. Pure.
 
 Each module takes the cluster as its first argument and handles one part of a request's lifecycle: placing.py,
-attempts.py, transitions.py.
+attempts.py, endings.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The state machine of a request in the router. Pure: no clock, sockets or randomness.
 
 MOVES is the specification: an event that is not in it is illegal. `python -m scripts.lifecycle_page` draws
-docs/lifecycle.md from it. attempts.py and placing.py return transitions, and transitions.py carries them
-out.
+docs/lifecycle.md from it. endings.py carries out the ends of requests and of
+their attempts.
 
 A message of an older attempt, or for a forgotten request, never reaches this table. It is late, and is only counted.
 """

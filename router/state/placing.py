@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, final
 
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.protocol import Reserve
@@ -20,7 +20,8 @@ from router.policy.availability import can_start, opens_in_s
 from router.policy.interface import Choice, Decision, Obstacle
 from router.state.booking import Booking
 from router.state.cluster_state import ClusterState
-from router.state.commands import FailKind
+from router.state.commands import Command, FailKind
+from router.state.endings import Ending, Fail, Finish, Reject, carry_out
 from router.state.fleet import large_enough, policy_input_of
 from router.state.lifecycle import WAITING, Move
 from router.state.rejection import (
@@ -31,7 +32,6 @@ from router.state.rejection import (
     reject_waiting,
 )
 from router.state.request import Placement, Request
-from router.state.transitions import Fail, Finish, Reject, Step, Steps
 from router.state.view import WorkerView
 
 LOOKAHEAD: Final = 4  # requests waiting for a prefill worker that a later one may overtake on the local path
@@ -39,54 +39,195 @@ DRAINED_GRACE_S: Final = 5.0  # if all decode workers are drained: time to undo 
 AWAY_S: Final = 0.25  # interval for checking whether disconnected workers are back
 
 
-def place(cluster: ClusterState, newcomer: Request | None) -> Iterator[Step]:
+def place(cluster: ClusterState, newcomer: Request | None) -> list[Command]:
     """Places every request that can be placed. `newcomer` has just arrived, and is placed, rejected or queued."""
-    if newcomer is not None:
-        yield from reject_before_placing(cluster, newcomer)
+    commands = reject_before_placing(cluster, newcomer) if newcomer is not None else []
     retry_at_s = cluster.timers.retry_at_s
     if not cluster.is_placing_due and (retry_at_s is None or retry_at_s > cluster.now_s):
-        return
-    yield from _place_waiting(cluster)
+        return commands
+    commands += _place_waiting(cluster)
     if newcomer is not None and newcomer.stage in WAITING:
-        yield from _queue_newcomer(cluster, newcomer)
+        commands += _queue_newcomer(cluster, newcomer)
     cluster.utilization.contended(len(cluster.queue) > 0, cluster.now_s)
+    return commands
 
 
-def _place_waiting(cluster: ClusterState) -> Iterator[Step]:
+def _place_waiting(cluster: ClusterState) -> list[Command]:
     """Places all requests that can be placed, from the head of the queue."""
     cluster.is_placing_due = False
     cluster.timers.retry_at_s = None
     _end_backoffs(cluster)
     cluster.is_placing_due = False
     if not cluster.num_queued:
-        return
+        return []
     prefills, decodes = cluster.fleet.usable(cluster.now_s)
     if not decodes:
-        yield from _wait_for_decode_workers(cluster)
-        return
+        return _wait_for_decode_workers(cluster)
     cluster.no_decode_since_s = None
-    is_decode_full = yield from _serve_worker_queues(cluster, prefills, decodes)
-    yield from reject_newly_late(cluster)
-    passed: list[str] = []
-    while len(passed) < LOOKAHEAD:
-        first = cluster.queue.first(passed)
-        if first is None:
+    placing = _Placing(cluster, prefills, decodes)
+    placing.serve_worker_queues()
+    placing.commands += reject_newly_late(cluster)
+    placing.serve_queue()
+    return placing.commands
+
+
+@final
+class _Placing:
+    """One pass over the waiting requests."""
+
+    def __init__(self, cluster: ClusterState, prefills: list[WorkerView], decodes: list[WorkerView]) -> None:
+        self.commands: list[Command] = []
+        self._cluster = cluster
+        self._prefills = prefills
+        self._decodes = decodes
+        # The head of a worker's queue waits for a decode worker, so later requests must not take the room there.
+        self._is_decode_full = False
+
+    def serve_worker_queues(self) -> None:
+        """Decides about the heads of the workers' queues, the earliest first, if their worker can start them."""
+        cluster = self._cluster
+        if not cluster.num_bound:
             return
-        request = cluster.requests[first]
-        if _is_worth_asking(cluster, request, prefills, decodes):
-            decision = yield from _decide(cluster, request, prefills, decodes)
-            if decision is not None and _takes_the_last_worker(cluster, request, decision, prefills, decodes):
-                decision = _wait_for_another(prefills, decodes, cluster.now_s)
-            if decision is None:
+        usable = {view.worker_id: view for view in self._prefills}
+        for view in cluster.fleet.workers.values():
+            if view.queue and view.worker_id not in usable:
+                cluster.unbind_all(view)
+        heads = [(view.queue.first(), view.worker_id) for view in self._prefills if view.queue]
+        heapq.heapify(heads)
+        while heads and not self._is_decode_full:
+            (_, request_id), worker_id = heapq.heappop(heads)
+            request, view = cluster.requests[request_id], usable[worker_id]
+            if not can_start(view, request.num_tokens, cluster.now_s):
+                _retry_in(cluster, opens_in_s(view, cluster.now_s))
                 continue
-            has_left = yield from _carry_out(cluster, request, decision, prefills, is_decode_full=is_decode_full)
-            if has_left:
+            if not self._is_worth_asking(request):
+                _retry_at(cluster, request.ask_again_s)
+                self._is_decode_full = request.waits_for is Obstacle.DECODE
                 continue
-            _waits(cluster, request, decision)
-        _retry_at(cluster, request.ask_again_s)
-        if request.waits_for not in (Obstacle.PREFILL, Obstacle.ROOM):
-            return
-        passed.append(first)
+            decision = self._decide(request)
+            if decision is not None and not self._apply(request, decision):
+                _waits(cluster, request, decision)
+                _retry_at(cluster, request.ask_again_s)
+                self._is_decode_full = decision.obstacle is Obstacle.DECODE
+            elif view.queue:
+                heapq.heappush(heads, (view.queue.first(), worker_id))
+
+    def serve_queue(self) -> None:
+        """Decides about the requests at the head of the common queue."""
+        cluster, passed = self._cluster, list[str]()
+        while len(passed) < LOOKAHEAD:
+            first = cluster.queue.first(passed)
+            if first is None:
+                return
+            request = cluster.requests[first]
+            if self._is_worth_asking(request):
+                decision = self._decide(request)
+                if decision is not None and self._takes_the_last_worker(request, decision):
+                    decision = self._wait_for_another()
+                if decision is None or self._apply(request, decision):
+                    continue
+                _waits(cluster, request, decision)
+            _retry_at(cluster, request.ask_again_s)
+            if request.waits_for not in (Obstacle.PREFILL, Obstacle.ROOM):
+                return
+            passed.append(first)
+
+    def _is_worth_asking(self, request: Request) -> bool:
+        """Whether an event has occurred for which the request waits. Most events make no room for most requests, and a
+        decision is the router's most expensive operation."""
+        now_s, asked_s = self._cluster.now_s, request.asked_s
+        if now_s >= request.ask_again_s or asked_s <= self._cluster.shrunk_s:
+            return True
+        if request.waits_for is not Obstacle.PREFILL:
+            return any(view.freed_s >= asked_s for view in self._decodes)
+        tokens = request.num_tokens
+        # A worker becomes available by an event, or at the time when its batch is almost done.
+        return any(
+            max(view.freed_s, view.free_at_s - view.batch_s) >= asked_s and can_start(view, tokens, now_s)
+            for view in self._prefills
+        ) or any(view.computed_s >= asked_s and view.queue_s(now_s) <= view.load.batch_s for view in self._decodes)
+
+    def _takes_the_last_worker(self, request: Request, decision: Decision) -> bool:
+        """Whether a request that could not meet its target even on an unloaded cluster would take the last worker that
+        can start another one. Such a request computes for a long time, cannot be interrupted, and misses its target in
+        any case."""
+        cluster = self._cluster
+        unloaded, is_placed = request.unloaded, decision.choice in (Choice.REMOTE, Choice.LOCAL)
+        if not is_placed or "rejection" not in cluster.rules or unloaded is None or request.output:
+            return False
+        if unloaded.ttft_s <= request.facts.slo.ttft_s:
+            return False
+        taken = decision.prefill_worker or decision.decode_worker
+        others = [view for view in self._prefillers() if view.worker_id != taken]
+        return bool(others) and not any(can_start(view, 1, cluster.now_s) for view in others)
+
+    def _prefillers(self) -> list[WorkerView]:
+        """The workers that take long prompts."""
+        return self._prefills if len(self._prefills) > 1 else [*self._prefills, *self._decodes]
+
+    def _wait_for_another(self) -> Decision:
+        now_s = self._cluster.now_s
+        return Decision(
+            choice=Choice.WAIT,
+            reason="it is late, and would take the last worker that can start another request",
+            obstacle=Obstacle.PREFILL,
+            retry_in_s=min(opens_in_s(view, now_s) for view in self._prefillers()),
+        )
+
+    def _decide(self, request: Request) -> Decision | None:
+        """Asks the policy. None: the request has ended instead."""
+        cluster = self._cluster
+        if len(request.output) >= request.facts.sampling.max_tokens:
+            self._end(Finish(request, FinishReason.LENGTH, cancel=False))
+            return None
+        fits_all = cluster.fleet.fits_all
+        fitting = large_enough(request, self._decodes, request.num_tokens + 1, fits_all)
+        if not fitting:
+            if _all_large_enough(cluster, request):
+                return Decision(
+                    choice=Choice.WAIT,
+                    reason="all workers that are large enough are disconnected",
+                    obstacle=Obstacle.WORKERS,
+                )
+            limit = max(view.max_tokens for view in cluster.fleet.all_decode())
+            message = f"{request.num_tokens} tokens; no decode worker takes more than {limit}"
+            self._end(Fail(request, FailKind.INVALID, message, field="prompt"))
+            return None
+        able = large_enough(request, self._prefills, request.num_tokens, fits_all)
+        return cluster.policy(
+            policy_input_of(request, cluster.fleet, cluster.lengths, cluster.now_s), able, fitting, cluster.now_s
+        )
+
+    def _apply(self, request: Request, decision: Decision) -> bool:
+        """Places, binds, rejects or parks the request. False: it still waits."""
+        cluster, was_bound_to = self._cluster, request.bound_to
+        match decision.choice:
+            case Choice.REMOTE | Choice.LOCAL:
+                worker_id = decision.prefill_worker
+                if worker_id and not was_bound_to and (self._is_decode_full or cluster.has_queue(worker_id)):
+                    cluster.bind(request, worker_id)  # other requests already wait for this worker
+                elif self._is_decode_full:
+                    return False
+                elif (delayed := delay_if_late(cluster, request, decision)) is not None:
+                    self.commands += delayed
+                else:
+                    self.commands += _place(cluster, request, decision)
+            case Choice.REJECT:
+                cluster.explain(request.request_id, decision)
+                retry_after_s = decision.retry_in_s or _retry_after_s(cluster)
+                self._end(Reject(request, FailKind.OVERLOADED, decision.reason, retry_after_s))
+            case Choice.WAIT:
+                if decision.obstacle is Obstacle.WORKERS:
+                    self.commands += _wait_for_workers(cluster, request)
+                elif was_bound_to or not any(view.worker_id == decision.bound_to for view in self._prefills):
+                    return False
+                else:
+                    cluster.bind(request, decision.bound_to)
+                    _retry_in(cluster, opens_in_s(cluster.fleet.workers[request.bound_to], cluster.now_s))
+        return True
+
+    def _end(self, ending: Ending) -> None:
+        self.commands += carry_out(self._cluster, ending)
 
 
 def _waits(cluster: ClusterState, request: Request, decision: Decision) -> None:
@@ -94,122 +235,6 @@ def _waits(cluster: ClusterState, request: Request, decision: Decision) -> None:
     request.asked_s = cluster.now_s
     request.waits_for = decision.obstacle
     request.ask_again_s = math.inf if decision.retry_in_s is None else cluster.now_s + decision.retry_in_s
-
-
-def _is_worth_asking(
-    cluster: ClusterState, request: Request, prefills: list[WorkerView], decodes: list[WorkerView]
-) -> bool:
-    """Whether an event has occurred for which the request waits. Most events make no room for most requests, and a
-    decision is the router's most expensive operation."""
-    now_s, asked_s = cluster.now_s, request.asked_s
-    if now_s >= request.ask_again_s or asked_s <= cluster.shrunk_s:
-        return True
-    if request.waits_for is not Obstacle.PREFILL:
-        return any(view.freed_s >= asked_s for view in decodes)
-    tokens = request.num_tokens
-    # A worker becomes available by an event, or at the time when its batch is almost done.
-    return any(
-        max(view.freed_s, view.free_at_s - view.batch_s) >= asked_s and can_start(view, tokens, now_s)
-        for view in prefills
-    ) or any(view.computed_s >= asked_s and view.queue_s(now_s) <= view.load.batch_s for view in decodes)
-
-
-def _takes_the_last_worker(
-    cluster: ClusterState, request: Request, decision: Decision, prefills: list[WorkerView], decodes: list[WorkerView]
-) -> bool:
-    """Whether a request that could not meet its target even on an unloaded cluster would take the last worker that can
-    start another one. Such a request computes for a long time, cannot be interrupted, and misses its target in any
-    case."""
-    unloaded, is_placed = request.unloaded, decision.choice in (Choice.REMOTE, Choice.LOCAL)
-    if not is_placed or "rejection" not in cluster.rules or unloaded is None or request.output:
-        return False
-    if unloaded.ttft_s <= request.facts.slo.ttft_s:
-        return False
-    taken = decision.prefill_worker or decision.decode_worker
-    others = [view for view in _prefillers(prefills, decodes) if view.worker_id != taken]
-    return bool(others) and not any(can_start(view, 1, cluster.now_s) for view in others)
-
-
-def _prefillers(prefills: list[WorkerView], decodes: list[WorkerView]) -> list[WorkerView]:
-    """The workers that take long prompts."""
-    return prefills if len(prefills) > 1 else [*prefills, *decodes]
-
-
-def _wait_for_another(prefills: list[WorkerView], decodes: list[WorkerView], now_s: float) -> Decision:
-    return Decision(
-        choice=Choice.WAIT,
-        reason="it is late, and would take the last worker that can start another request",
-        obstacle=Obstacle.PREFILL,
-        retry_in_s=min(opens_in_s(view, now_s) for view in _prefillers(prefills, decodes)),
-    )
-
-
-def _serve_worker_queues(cluster: ClusterState, prefills: list[WorkerView], decodes: list[WorkerView]) -> Steps[bool]:
-    """Decides about the heads of the workers' queues, the earliest first, if their worker can start them. True: one of
-    them waits for a decode worker, so later requests must not take the room there."""
-    if not cluster.num_bound:
-        return False
-    usable = {view.worker_id: view for view in prefills}
-    for view in cluster.fleet.workers.values():
-        if view.queue and view.worker_id not in usable:
-            cluster.unbind_all(view)
-    heads = [(view.queue.first(), view.worker_id) for view in prefills if view.queue]
-    heapq.heapify(heads)
-    while heads:
-        (_, request_id), worker_id = heapq.heappop(heads)
-        request, view = cluster.requests[request_id], usable[worker_id]
-        if not can_start(view, request.num_tokens, cluster.now_s):
-            _retry_in(cluster, opens_in_s(view, cluster.now_s))
-            continue
-        if not _is_worth_asking(cluster, request, prefills, decodes):
-            _retry_at(cluster, request.ask_again_s)
-            if request.waits_for is Obstacle.DECODE:
-                return True
-            continue
-        decision = yield from _decide(cluster, request, prefills, decodes)
-        has_left = decision is None or (yield from _carry_out(cluster, request, decision, prefills))
-        if decision is not None and not has_left:
-            _waits(cluster, request, decision)
-            _retry_at(cluster, request.ask_again_s)
-            if decision.obstacle is Obstacle.DECODE:
-                return True
-        elif view.queue:
-            heapq.heappush(heads, (view.queue.first(), worker_id))
-    return False
-
-
-def _carry_out(
-    cluster: ClusterState,
-    request: Request,
-    decision: Decision,
-    prefills: list[WorkerView],
-    *,
-    is_decode_full: bool = False,
-) -> Steps[bool]:
-    """Carries out a decision. False: the request still waits."""
-    was_bound_to = request.bound_to
-    match decision.choice:
-        case Choice.REMOTE | Choice.LOCAL:
-            worker_id = decision.prefill_worker
-            if worker_id and not was_bound_to and (is_decode_full or cluster.has_queue(worker_id)):
-                cluster.bind(request, worker_id)  # other requests already wait for this worker
-            elif is_decode_full:
-                return False
-            elif not (yield from delay_if_late(cluster, request, decision)):
-                yield from _place(cluster, request, decision)
-        case Choice.REJECT:
-            cluster.explain(request.request_id, decision)
-            retry_after_s = decision.retry_in_s or _retry_after_s(cluster)
-            yield Reject(request, FailKind.OVERLOADED, decision.reason, retry_after_s)
-        case Choice.WAIT:
-            if decision.obstacle is Obstacle.WORKERS:
-                yield from _wait_for_workers(cluster, request)
-            elif was_bound_to or not any(view.worker_id == decision.bound_to for view in prefills):
-                return False
-            else:
-                cluster.bind(request, decision.bound_to)
-                _retry_in(cluster, opens_in_s(cluster.fleet.workers[request.bound_to], cluster.now_s))
-    return True
 
 
 def _retry_after_s(cluster: ClusterState) -> float:
@@ -223,7 +248,7 @@ def _end_backoffs(cluster: ClusterState) -> None:
         cluster.unpark(cluster.requests[request_id])
 
 
-def _wait_for_decode_workers(cluster: ClusterState) -> Iterator[Step]:
+def _wait_for_decode_workers(cluster: ClusterState) -> list[Command]:
     """Without a decode worker, requests wait for a limited time, because workers may reconnect. If all are drained,
     only requests with tokens wait that long."""
     if cluster.no_decode_since_s is None:
@@ -233,64 +258,40 @@ def _wait_for_decode_workers(cluster: ClusterState) -> Iterator[Step]:
     until_s, new_until_s = cluster.no_decode_since_s + grace_s, cluster.no_decode_since_s + new_grace_s
     if cluster.now_s < new_until_s:
         _retry_at(cluster, new_until_s)
-        return
+        return []
     for view in cluster.fleet.workers.values():
         cluster.unbind_all(view)
     waiting = [cluster.requests[request_id] for request_id in (*cluster.queue, *sorted(cluster.parked))]
+    commands: list[Command] = []
     for request in waiting:
         if cluster.now_s >= until_s or not request.output:
-            yield _no_workers(cluster, request, cluster.fleet.all_decode())
+            commands += _no_workers(cluster, request, cluster.fleet.all_decode())
     if cluster.now_s < until_s:
         _retry_at(cluster, until_s)
+    return commands
 
 
-def _wait_for_workers(cluster: ClusterState, request: Request) -> Iterator[Step]:
+def _wait_for_workers(cluster: ClusterState, request: Request) -> list[Command]:
     """Parks a request for which no large enough worker receives requests, possibly for long."""
     if cluster.now_s - request.queued_s >= cluster.settings.workers_grace_s:
-        yield _no_workers(cluster, request, _all_large_enough(cluster, request))
-    else:
-        cluster.park(request, cluster.now_s + AWAY_S)
+        return _no_workers(cluster, request, _all_large_enough(cluster, request))
+    cluster.park(request, cluster.now_s + AWAY_S)
+    return []
 
 
 def _all_large_enough(cluster: ClusterState, request: Request) -> list[WorkerView]:
     return large_enough(request, cluster.fleet.all_decode(), request.num_tokens + 1)
 
 
-def _no_workers(cluster: ClusterState, request: Request, decodes: Sequence[WorkerView]) -> Step:
+def _no_workers(cluster: ClusterState, request: Request, decodes: Sequence[WorkerView]) -> list[Command]:
     message = cluster.fleet.why_none(decodes, cluster.now_s).message
     if request.attempt:
-        return Fail(request, FailKind.NO_WORKERS, message, role=Role.DECODE.value)
-    return Reject(request, FailKind.NO_WORKERS, message, retry_after_s=1.0, role=Role.DECODE.value)
+        return carry_out(cluster, Fail(request, FailKind.NO_WORKERS, message, role=Role.DECODE.value))
+    rejection = Reject(request, FailKind.NO_WORKERS, message, retry_after_s=1.0, role=Role.DECODE.value)
+    return carry_out(cluster, rejection)
 
 
-def _decide(
-    cluster: ClusterState, request: Request, prefills: list[WorkerView], decodes: list[WorkerView]
-) -> Steps[Decision | None]:
-    """Asks the policy. None: the request has ended instead."""
-    sampling = request.facts.sampling
-    if len(request.output) >= sampling.max_tokens:
-        yield Finish(request, FinishReason.LENGTH, cancel=False)
-        return None
-    fits_all = cluster.fleet.fits_all
-    fitting = large_enough(request, decodes, request.num_tokens + 1, fits_all)
-    if not fitting:
-        if _all_large_enough(cluster, request):
-            return Decision(
-                choice=Choice.WAIT,
-                reason="all workers that are large enough are disconnected",
-                obstacle=Obstacle.WORKERS,
-            )
-        limit = max(view.max_tokens for view in cluster.fleet.all_decode())
-        message = f"{request.num_tokens} tokens; no decode worker takes more than {limit}"
-        yield Fail(request, FailKind.INVALID, message, field="prompt")
-        return None
-    able = large_enough(request, prefills, request.num_tokens, fits_all)
-    return cluster.policy(
-        policy_input_of(request, cluster.fleet, cluster.lengths, cluster.now_s), able, fitting, cluster.now_s
-    )
-
-
-def _place(cluster: ClusterState, request: Request, decision: Decision) -> Iterator[Step]:
+def _place(cluster: ClusterState, request: Request, decision: Decision) -> list[Command]:
     is_local = decision.choice is Choice.LOCAL
     cluster.queue.take(request.request_id)
     cluster.dequeue(request)
@@ -298,7 +299,7 @@ def _place(cluster: ClusterState, request: Request, decision: Decision) -> Itera
     if request.unloaded is not None:
         cluster.utilization.placed(request.unloaded.ttft_s, cluster.now_s)
     if not cluster.move(request, Move.PLACED_LOCAL if is_local else Move.PLACED_REMOTE):
-        return
+        return []
     now_s = cluster.now_s
     cluster.placement_interval_s += 0.05 * (min(now_s - cluster.last_placement_s, 1.0) - cluster.placement_interval_s)
     cluster.last_placement_s = now_s
@@ -318,13 +319,14 @@ def _place(cluster: ClusterState, request: Request, decision: Decision) -> Itera
     booking.is_sent = True
     if not is_local:
         _book(cluster, request, cluster.fleet.workers[decision.prefill_worker], has_row=False, computes=True)
-    yield Reserve(
+    reserve = Reserve(
         key=AttemptKey(decision.decode_worker, request.request_id, request.attempt),
         is_local=is_local,
         output_token_ids=request.output_ids,
         deadline_s=request.deadline_left_s(now_s),
         waited_s=request.waited_s(now_s),
     )
+    return [reserve]
 
 
 def _book(cluster: ClusterState, request: Request, view: WorkerView, *, has_row: bool, computes: bool) -> Booking:
@@ -359,10 +361,9 @@ def _retry_at(cluster: ClusterState, at_s: float) -> None:
         timers.retry_at_s = at_s if timers.retry_at_s is None else min(timers.retry_at_s, at_s)
 
 
-def _queue_newcomer(cluster: ClusterState, request: Request) -> Iterator[Step]:
+def _queue_newcomer(cluster: ClusterState, request: Request) -> list[Command]:
     """Queues or rejects a new request that could not be placed immediately."""
     if cluster.num_queued > cluster.settings.max_queue:
         message = f"the queue is full ({cluster.settings.max_queue} requests wait)"
-        yield Reject(request, FailKind.OVERLOADED, message, _retry_after_s(cluster))
-    else:
-        yield from reject_waiting(cluster, request)
+        return carry_out(cluster, Reject(request, FailKind.OVERLOADED, message, _retry_after_s(cluster)))
+    return reject_waiting(cluster, request)

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from pdserve.core.durations import clamped_s
 from router.policy.availability import SIGMAS
 from router.policy.interface import Decision, Obstacle, UnloadedEstimate
 from router.state.cluster_state import ClusterState
-from router.state.commands import FailKind
+from router.state.commands import Command, FailKind
+from router.state.endings import Reject, carry_out
 from router.state.forecast import Capacity, capacity
 from router.state.queue import Entry, Level, Queue
 from router.state.request import Request
-from router.state.transitions import Reject, Steps
 
 BUSY_SHARE: Final = 0.5  # of the capacity: with less demand, a late request delays others only briefly
 LONG: Final = 1.05  # multiple of the mean prefill; if all requests are alike, none is long
@@ -120,29 +119,32 @@ class Forecast(NamedTuple):
         return self.present.done_in_s(start_s, own_s) + error_s
 
 
-def reject_before_placing(cluster: ClusterState, request: Request) -> Iterator[Reject]:
+def reject_before_placing(cluster: ClusterState, request: Request) -> list[Command]:
     """`reject_waiting` for a new request while others wait. This check comes first, because a long request whose first
     token is due soon would otherwise be placed before it is compared with the others."""
     queue, name = cluster.queue, request.request_id
     if name in queue and any(one.request_id != name for one in queue.on_time(queue.entry(name).level)):
-        yield from reject_waiting(cluster, request)
+        return reject_waiting(cluster, request)
+    return []
 
 
-def reject_waiting(cluster: ClusterState, request: Request) -> Iterator[Reject]:
+def reject_waiting(cluster: ClusterState, request: Request) -> list[Command]:
     """Gives up requests of the level of `request`, which is new, until all others of it can start in time."""
     unloaded, queue = request.unloaded, cluster.queue
+    commands: list[Command] = []
     if "rejection" not in cluster.rules or unloaded is None or request.request_id not in queue:
-        return
+        return commands
     entry, present = queue.entry(request.request_id), present_capacity(cluster)
     if _misses_tpot(unloaded, request.facts.slo.tpot_s):
-        yield from _give_up(cluster, entry, f"at least {unloaded.tpot_s:.3f} s per token", present)
+        commands += _give_up(cluster, entry, f"at least {unloaded.tpot_s:.3f} s per token", present)
     elif drain_error(cluster, unloaded) < 1.0:
         error = unloaded.band_s / unloaded.ttft_s / SIGMAS if unloaded.ttft_s > 0.0 else 0.0
         forecast = Forecast(present, _standstill_s(cluster), error)
         by_length = "shortest" in cluster.rules
         while found := excess(queue, entry.level, forecast, cluster.now_s, by_length=by_length):
             message = f"the requests ahead leave no time for its prefill of {found.prefill_s:.3f} s"
-            yield from _give_up(cluster, found, message, present)
+            commands += _give_up(cluster, found, message, present)
+    return commands
 
 
 def excess(queue: Queue, level: Level, forecast: Forecast, now_s: float, *, by_length: bool = True) -> Entry | None:
@@ -170,7 +172,7 @@ def excess(queue: Queue, level: Level, forecast: Forecast, now_s: float, *, by_l
     return None
 
 
-def _give_up(cluster: ClusterState, entry: Entry, message: str, present: Capacity) -> Iterator[Reject]:
+def _give_up(cluster: ClusterState, entry: Entry, message: str, present: Capacity) -> list[Command]:
     """Rejects the request, or serves it late if that costs no other request and few late ones wait."""
     queue, request = cluster.queue, cluster.requests[entry.request_id]
     retry_after_s = clamped_retry_s(present.start_in_s(queue.on_time_s))
@@ -179,10 +181,10 @@ def _give_up(cluster: ClusterState, entry: Entry, message: str, present: Capacit
         rejection = Reject(
             request, FailKind.OVERLOADED, f"{message}, and other late requests already wait", retry_after_s
         )
-    if rejection is None:
-        queue.turn_late(entry.request_id)
-    else:
-        yield rejection
+    if rejection is not None:
+        return carry_out(cluster, rejection)
+    queue.turn_late(entry.request_id)
+    return []
 
 
 def _standstill_s(cluster: ClusterState) -> float:
@@ -202,8 +204,9 @@ def _misses_tpot(unloaded: UnloadedEstimate, tpot_s: float) -> bool:
 # that can meet theirs.
 
 
-def reject_newly_late(cluster: ClusterState) -> Iterator[Reject]:
+def reject_newly_late(cluster: ClusterState) -> list[Command]:
     """Rejects requests whose latest time to start has passed, or puts them behind those that can be on time."""
+    commands: list[Command] = []
     for request_id in cluster.queue.mark_newly_late(cluster.now_s):
         request = cluster.requests[request_id]
         unloaded, waited_s = request.unloaded, cluster.now_s - request.arrived_s
@@ -218,27 +221,27 @@ def reject_newly_late(cluster: ClusterState) -> Iterator[Reject]:
             message = f"has waited {waited_s:.3f} s, which leaves too little"
             rejection = reject_late(cluster, request, message, present.start_in_s(work_s))
             if rejection is not None:
-                yield rejection
+                commands += carry_out(cluster, rejection)
+    return commands
 
 
-def delay_if_late(cluster: ClusterState, request: Request, decision: Decision) -> Steps[bool]:
+def delay_if_late(cluster: ClusterState, request: Request, decision: Decision) -> list[Command] | None:
     """Rejects a request that is predicted to miss its target with this placement, or puts it behind requests that can
-    meet theirs. False: the request starts. A request that was late before has waited for this placement, and starts."""
+    meet theirs. None: the request starts. A request that was late before has waited for this placement, and starts."""
     unloaded, slo, queue = request.unloaded, request.facts.slo, cluster.queue
     if "least-slack" not in cluster.rules or unloaded is None or not decision.candidates or request.output:
-        return False
+        return None
     if request.request_id not in queue:
-        return False
+        return None
     waited_s, own_s = cluster.now_s - request.arrived_s, decision.candidates[0].ttft_s
     ttft_s = waited_s + own_s
     if ttft_s <= slo.ttft_s or queue.is_late(request.request_id):
-        return False
+        return None
     is_hopeless = is_long(cluster, unloaded) and waited_s + least_s(own_s, unloaded) > slo.ttft_s
     if is_hopeless or is_certain(cluster, unloaded, present_capacity(cluster)):
         message = f"first token predicted after {ttft_s:.3f} s"
         rejection = reject_late(cluster, request, message, ttft_s - slo.ttft_s)
         if rejection is not None:
-            yield rejection
-            return True
+            return carry_out(cluster, rejection)
     queue.turn_late(request.request_id)
-    return queue.num_on_time > 0
+    return [] if queue.num_on_time else None

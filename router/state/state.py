@@ -5,21 +5,20 @@ replayed (router/recording/replay.py), and the simulator runs the same class. Mo
 
     lifecycle.py    the legal events of each stage, and the next stages
     attempts.py     worker messages about an attempt; workers that connect or are lost
-    transitions.py  ends of requests and of attempts, with all consequences
+    endings.py      ends of requests and of attempts, with all consequences
     queue.py        the order of waiting requests, and fairness between tenants
     placing.py      when the policy is asked, and what its decision causes
     rejection.py    which new, waiting or late requests are rejected, by the predicted starts of forecast.py
     history.py      explanations of placements, and ended requests
     snapshot.py     the state for operators, and frames of the live view
 
-`handle` runs four parts in order: what is due by now, the event's handler, the transitions that it returns, and
-placing.
+`handle` runs four parts in order: what is due by now, the event's handler, the endings that it returns, and placing.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, final
 
 from pdserve.core.live import LiveFrame
@@ -42,6 +41,7 @@ from router.policy.interface import Decision
 from router.state import attempts, placing
 from router.state.cluster_state import ClusterState
 from router.state.commands import Command, FailKind, WakeAt
+from router.state.endings import CARRY_OUT, Disconnect, Ending, Expire, Fail, Finish, Reject, carry_out
 from router.state.events import (
     ClientLeft,
     DrainEnded,
@@ -61,7 +61,6 @@ from router.state.lifecycle import ENDED, NEEDS_SENDER, WITH_WORKERS, IllegalMov
 from router.state.request import Request
 from router.state.settings import RouterSettings
 from router.state.snapshot import MAX_IN_PROGRESS, ClusterSnapshot, live_frame, take_snapshot
-from router.state.transitions import CARRY_OUT, Disconnect, Expire, Fail, Finish, Reject, Step
 
 # --- invariants -----------------------------------------------------------------------------------------------
 # Tests call `check` after every event.
@@ -224,9 +223,10 @@ class RouterState:
 
     # -- time ----------------------------------------------------------------------------------------------------
 
-    def _due(self, now_s: float) -> Iterator[Step]:
+    def _due(self, now_s: float) -> list[Command]:
         """Handles what has become due by `now_s`: silent workers, deadlines, releases and backoffs."""
         cluster, timers = self._cluster, self._cluster.timers
+        commands: list[Command] = []
         if not cluster.has_started:
             cluster.has_started = True
             cluster.now_s = cluster.last_placement_s = now_s
@@ -239,13 +239,14 @@ class RouterState:
             timers.wake_at_s = None
         if _is_due(timers.silence_at_s, cluster.now_s):
             timers.silence_at_s = None
-            yield from attempts.on_silence(cluster)
+            commands += attempts.on_silence(cluster)
         while (request_id := timers.deadlines.pop_due(cluster.now_s)) is not None:
-            yield Expire(cluster.requests[request_id])
+            commands += carry_out(cluster, Expire(cluster.requests[request_id]))
             cluster.is_placing_due = True
         cluster.forget_overdue()
         if _is_due(timers.backoffs.next_at_s, cluster.now_s):
             cluster.is_placing_due = True
+        return commands
 
     def _set_alarm(self) -> Iterable[WakeAt]:
         """Requests TimePassed for the earliest due time, unless that was requested already."""
@@ -266,15 +267,15 @@ class RouterState:
         return ()
 
 
-def _carry_out(cluster: ClusterState, steps: Iterable[Step]) -> list[Command]:
-    """Carries out transitions, each before the next step is taken, and returns all commands in order."""
+def _carry_out(cluster: ClusterState, results: Iterable[Command | Ending]) -> list[Command]:
+    """Carries out the endings among a handler's results, and returns all commands in order."""
     commands: list[Command] = []
-    for step in steps:
-        carry_out = CARRY_OUT.get(type(step))
-        if carry_out is None:
-            commands.append(step)  # type: ignore[arg-type]  # the other steps are commands
+    for one in results:
+        carry = CARRY_OUT.get(type(one))
+        if carry is None:
+            commands.append(one)  # type: ignore[arg-type]  # the other results are commands
         else:
-            commands += carry_out(cluster, step)
+            commands += carry(cluster, one)
     return commands
 
 
@@ -282,7 +283,7 @@ def _is_due(at_s: float | None, now_s: float) -> bool:
     return at_s is not None and at_s <= now_s
 
 
-def _on_arrived(cluster: ClusterState, event: RequestArrived) -> Iterable[Step]:
+def _on_arrived(cluster: ClusterState, event: RequestArrived) -> Iterable[Command | Ending]:
     if event.request_id in cluster.requests:
         if cluster.settings.is_strict:
             raise IllegalMove(event.request_id, cluster.requests[event.request_id].stage, Move.ARRIVED)
@@ -315,7 +316,7 @@ def _on_arrived(cluster: ClusterState, event: RequestArrived) -> Iterable[Step]:
     return ()
 
 
-def _on_client_left(cluster: ClusterState, event: ClientLeft) -> Iterable[Step]:
+def _on_client_left(cluster: ClusterState, event: ClientLeft) -> Iterable[Command | Ending]:
     request = cluster.requests.get(event.request_id)
     if request is None or event.request_id in cluster.ended:
         return ()
@@ -323,7 +324,7 @@ def _on_client_left(cluster: ClusterState, event: ClientLeft) -> Iterable[Step]:
     return (Disconnect(request),)
 
 
-def _on_stop_matched(cluster: ClusterState, event: StopMatched) -> Iterable[Step]:
+def _on_stop_matched(cluster: ClusterState, event: StopMatched) -> Iterable[Command | Ending]:
     request = cluster.requests.get(event.request_id)
     if request is None or event.request_id in cluster.ended:
         return ()
@@ -331,7 +332,7 @@ def _on_stop_matched(cluster: ClusterState, event: StopMatched) -> Iterable[Step
     return (Finish(request, FinishReason.STOP, cancel=True, num_output_tokens=event.num_output_tokens),)
 
 
-def _on_load(cluster: ClusterState, event: Load) -> Iterable[Step]:
+def _on_load(cluster: ClusterState, event: Load) -> Iterable[Command | Ending]:
     view = cluster.fleet.connected(event.worker_id)
     if view is None:
         cluster.counters["late"] += 1
@@ -343,7 +344,7 @@ def _on_load(cluster: ClusterState, event: Load) -> Iterable[Step]:
     return ()
 
 
-def _on_batch_timed(cluster: ClusterState, event: BatchTimed) -> Iterable[Step]:
+def _on_batch_timed(cluster: ClusterState, event: BatchTimed) -> Iterable[Command | Ending]:
     view = cluster.fleet.connected(event.worker_id)
     if view is None:
         cluster.counters["late"] += 1
@@ -352,7 +353,7 @@ def _on_batch_timed(cluster: ClusterState, event: BatchTimed) -> Iterable[Step]:
     return ()
 
 
-def _on_drain(cluster: ClusterState, event: DrainRequested) -> Iterable[Step]:
+def _on_drain(cluster: ClusterState, event: DrainRequested) -> Iterable[Command | Ending]:
     view = cluster.fleet.connected(event.worker_id)
     if view is None:
         return ()
@@ -363,7 +364,7 @@ def _on_drain(cluster: ClusterState, event: DrainRequested) -> Iterable[Step]:
     return (DrainWorker(worker_id=event.worker_id),)
 
 
-def _on_undrain(cluster: ClusterState, event: UndrainRequested) -> Iterable[Step]:
+def _on_undrain(cluster: ClusterState, event: UndrainRequested) -> Iterable[Command | Ending]:
     view = cluster.fleet.connected(event.worker_id)
     if view is None:
         return ()
@@ -373,31 +374,33 @@ def _on_undrain(cluster: ClusterState, event: UndrainRequested) -> Iterable[Step
     return (UndrainWorker(worker_id=event.worker_id),)
 
 
-def _on_closing(cluster: ClusterState, event: RouterClosing) -> Iterable[Step]:
+def _on_closing(cluster: ClusterState, event: RouterClosing) -> Iterable[Command | Ending]:
     cluster.is_closing = True
     return ()
 
 
-def _on_drain_ended(cluster: ClusterState, event: DrainEnded) -> Iterable[Step]:
+def _on_drain_ended(cluster: ClusterState, event: DrainEnded) -> Iterable[Command | Ending]:
     cluster.is_closing = True
-    for request in list(cluster.requests.values()):
-        if request.request_id not in cluster.ended:
-            yield Fail(request, FailKind.SHUTTING_DOWN, _CLOSING, retry_after_s=RETRY_S)
+    return [
+        Fail(request, FailKind.SHUTTING_DOWN, _CLOSING, retry_after_s=RETRY_S)
+        for request in cluster.requests.values()
+        if request.request_id not in cluster.ended
+    ]
 
 
-def _on_time(cluster: ClusterState, event: TimePassed) -> Iterable[Step]:
+def _on_time(cluster: ClusterState, event: TimePassed) -> Iterable[Command | Ending]:
     """Nothing is left to do: `handle` runs everything that is due for every event. The alarm may be slightly early."""
     cluster.timers.wake_at_s = None
     return ()
 
 
-Handler = Callable[[ClusterState, Any], Iterable[Step]]
+Handler = Callable[[ClusterState, Any], Iterable[Command | Ending]]
 
 
 def _heard(handler: Handler) -> Handler:
     """Notes that the worker is not silent. Any of its messages counts."""
 
-    def hear(cluster: ClusterState, event: Any) -> Iterable[Step]:
+    def hear(cluster: ClusterState, event: Any) -> Iterable[Command | Ending]:
         view = cluster.fleet.connected(event.worker_id)
         if view is not None:
             cluster.fleet.heard(view, cluster.now_s)

@@ -11,9 +11,9 @@ difference.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 from pdserve.core.durations import backoff_s
 from pdserve.core.types import FinishReason
@@ -99,11 +99,12 @@ class Lose(NamedTuple):
     message: str = ""
 
 
-Transition = Finish | Disconnect | Expire | Reject | Fail | Lose
-Step = Command | Transition  # what a handler returns to be carried out
-_Result = TypeVar("_Result")
-#: A generator of steps. Each is carried out before the generator continues; at its end it returns a result.
-Steps = Generator[Step, None, _Result]
+Ending = Finish | Disconnect | Expire | Reject | Fail | Lose
+
+
+def carry_out(cluster: ClusterState, ending: Ending) -> list[Command]:
+    """Carries out an ending at once."""
+    return CARRY_OUT[type(ending)](cluster, ending)
 
 
 def _finish(cluster: ClusterState, end: Finish) -> list[Command]:
@@ -256,7 +257,6 @@ def _end(
     return commands
 
 
-#: For each transition, the function that carries it out and returns the commands.
 CARRY_OUT: Final[Mapping[type, Callable[[ClusterState, Any], list[Command]]]] = {
     Finish: _finish,
     Disconnect: _disconnect,
