@@ -20,7 +20,7 @@ from pdserve.core.cost.step_rule import TARGET_SHARE
 from router.policy.availability import can_start, opens_in_s
 from router.policy.interface import Links, PolicyInput
 from router.state.load import DecodeLoad
-from router.state.view import WorkerView
+from router.state.view import WorkerView, as_views
 
 # --- constants of the goodput policy --------------------------------------------------------------------------
 # They are the same for all traffic, models and machines.
@@ -51,16 +51,65 @@ OPTIONS_SHOWN: Final = 6  # in explanations
 
 # --- placements and their costs -------------------------------------------------------------------------------
 
-# A ranked decode worker with room: (how far its step exceeds the strictest TPOT target, as a share of the target,
-# negative if it is met; position in the order of workers; its step with this request; view; load). For a worker that
-# would prefill the prompt: (whether a TPOT target would be missed; cost; then as above).
-Receiver = tuple[float, int, float, WorkerView, DecodeLoad]
-LocalWorker = tuple[bool, float, float, int, float, WorkerView, DecodeLoad]
+_record: Final = tuple.__new__  # makes a NamedTuple from a tuple; half the time of its constructor
+
 StepRule = Callable[[WorkerView, DecodeLoad, float, float], float]
 
-_RANK: Final = itemgetter(0)
+_KEY: Final = itemgetter(0)
 
 NOTHING_CACHED: Final[Mapping[str, int]] = {}
+
+
+class Receiver(NamedTuple):
+    """A decode worker with room. They are compared in the order of the fields."""
+
+    excess: float  # of its step over the strictest TPOT target, as a share of the target; negative if that is met
+    order: int  # among the workers
+    step_s: float  # with this request
+    view: WorkerView
+    load: DecodeLoad
+
+
+class LocalWorker(NamedTuple):
+    """A decode worker with room that would prefill the prompt. They are compared in the order of the fields."""
+
+    misses: bool  # a TPOT target
+    cost: float
+    excess: float  # this and the next as in Receiver
+    order: int
+    step_s: float
+    view: WorkerView
+    load: DecodeLoad
+
+
+@final
+@dataclass(slots=True)
+class _Start:
+    """A prefill worker, and when it would have computed the prompt."""
+
+    cost_s: float  # of the delay for this request and the next one
+    worker_id: str
+    delay_s: float  # until the prompt is computed
+    work_s: float  # of compute
+    view: WorkerView
+    read: float  # tokens to compute
+    opens_s: float  # until it can start
+
+
+@final
+@dataclass(slots=True)
+class _Landing:
+    """What a receiver lacks of the prompt's KV."""
+
+    receiver: Receiver
+    worker_id: str
+    misses: bool  # a TPOT target
+    lacking: float  # tokens
+    block_size: int
+    block_bytes: float
+    num_bytes: float  # of the lacking blocks
+    landing_bytes: float  # of KV that is on its way there
+    rest_s: float  # of its running step
 
 
 class RankedDecodes(NamedTuple):
@@ -120,14 +169,15 @@ def rank_decodes(
     per_wait = 1.0 / (_steps(request) * request.slo.tpot_s)
     is_tandem = step_of is tandem_step_s
     half = tokens - 0.5 * tokens
-    receivers: list[Receiver] = []
-    local_workers: list[LocalWorker] = []
+    # plain tuples here, which are quicker to make; those that are left become records
+    receivers: list[tuple[float, int, float, WorkerView, DecodeLoad]] = []
+    local_workers: list[tuple[bool, float, float, int, float, WorkerView, DecodeLoad]] = []
     # workers that rank behind these are not among the best
     most_excess = last_cost = math.inf
     last_misses = True
     for order, view in enumerate(decodes):
         load = view.cached_load or view.load
-        if load.free_tokens < room + growth * load.rows or view.closed_until_s > now_s:
+        if load.free_tokens < room + growth * load.float_rows or view.closed_until_s > now_s:
             continue
         if is_tandem:  # inlined, because this runs for every worker and request
             step_s = load.joined_s + load.token_s * (tokens + growth * load.growing)
@@ -156,7 +206,9 @@ def rank_decodes(
             if len(local_workers) > LOCALS_PRICED:
                 local_workers.pop()
                 last_misses, last_cost = local_workers[-1][:2]
-    return RankedDecodes(receivers, local_workers)
+    return RankedDecodes(
+        [_record(Receiver, one) for one in receivers], [_record(LocalWorker, one) for one in local_workers]
+    )
 
 
 def remote_options(
@@ -169,68 +221,76 @@ def remote_options(
 ) -> list[PlacementOption]:
     """Pairs of one of the cheapest prefill workers, available or not, and one of `receivers`; the best pair first."""
     tokens = float(request.num_tokens)
-    # (cost of the delay for this request and the next one, worker id, delay, seconds of compute, cached tokens, view)
-    starts: list[tuple[float, str, float, float, float, WorkerView]] = []
+    starts = _earliest(request, tokens, cached, prefills, now_s)
+    landings = [_landing(tokens, cached, one, now_s) for one in receivers]
+    pairs = []
+    avoid_pairs = request.avoid_pairs
+    for start in starts:
+        prefill_id, delay_s, read = start.worker_id, start.delay_s, start.read
+        chunk, sent_blocks = start.view.hello.max_batch_tokens, start.view.totals.blocks
+        for order, landing in enumerate(landings):
+            if avoid_pairs and (prefill_id, landing.worker_id) in avoid_pairs:
+                continue
+            link = links(prefill_id, landing.worker_id)
+            latency_s, per_byte_s = link.coefficients
+            if landing.lacking <= read <= chunk:
+                late_s = latency_s + per_byte_s * landing.num_bytes  # sent in one part
+            else:
+                late_s = _parts_late_s(link, start, landing, tokens)
+            # Earlier transfers use the link first. They are hidden while prompts are computed.
+            before_bytes = sent_blocks * landing.block_bytes
+            if landing.landing_bytes > before_bytes:
+                before_bytes = landing.landing_bytes
+            queued_s = latency_s + per_byte_s * (before_bytes + landing.num_bytes) - delay_s
+            if queued_s > late_s:
+                late_s = queued_s
+            key = landing.misses, round((start.cost_s + late_s) / TRANSFER_TIE_S), order, prefill_id
+            pairs.append((key, late_s, start, landing))
+    pairs.sort(key=_KEY)
+    best = pairs[:DECODES_PAIRED]
+    if not any(start.opens_s == 0.0 for _, _, start, _ in best):
+        best += [pair for pair in pairs[DECODES_PAIRED:] if pair[2].opens_s == 0.0][:1]
+    steps = _steps(request)
+    return [_remote(request, steps, late_s, start, landing) for _, late_s, start, landing in best]
+
+
+def _earliest(
+    request: PolicyInput, tokens: float, cached: Mapping[str, int], prefills: Sequence[WorkerView], now_s: float
+) -> list[_Start]:
+    """The prefill workers with the least cost of delay."""
+    starts: list[tuple[float, str, float, float, WorkerView]] = []  # plain tuples are quicker to make
     last_s = math.inf  # workers with a higher cost are not among the best
-    for view in prefills:
-        uncached, held, cost = tokens, 0.0, view.cost
-        if view.worker_id in cached:
-            held = min(float(cached[view.worker_id]), tokens - 1.0)
-            uncached = tokens - held
-        wait_s = view.free_at_s - now_s if view.free_at_s > now_s else 0.0
-        if uncached <= view.hello.max_batch_tokens:  # CostModel.prefill_s, inlined like the step in rank_decodes
-            base_s, per_token_s, per_token_context_s = cost.prefill_coefficients
-            weights_s, batch_s = cost.decode_coefficients[0], base_s + per_token_s * uncached
-            work_s = per_token_context_s * uncached * (held + 0.5 * uncached)
-            work_s += batch_s if batch_s > weights_s else weights_s
-        else:
-            work_s = cost.prefill_s(uncached, held, view.hello.max_batch_tokens)
-        delay_s = work_s + wait_s
+    for view, work_s in zip(prefills, as_views(prefills).prefill_s(tokens, cached), strict=True):
+        delay_s = work_s + (view.free_at_s - now_s) if view.free_at_s > now_s else work_s
         cost_s = delay_s + WORK_WEIGHT * work_s
         if cost_s <= last_s:
-            insort(starts, (cost_s, view.worker_id, delay_s, work_s, held, view))
+            insort(starts, (cost_s, view.worker_id, delay_s, work_s, view))
             if len(starts) > PREFILLS_PAIRED:
                 starts.pop()
                 last_s = starts[-1][0]
-    places = []
-    for order, (excess, _, step_s, decode, load) in enumerate(receivers):
-        size, block_bytes = decode.hello.block_size, float(decode.hello.block_bytes)
-        lacking = max(1.0, tokens - cached.get(decode.worker_id, 0))
-        num_bytes = -(-lacking // size) * block_bytes
-        landing_bytes = decode.totals.landing_tokens // size * block_bytes
-        where = decode, load, step_s, decode.rest_of_step_s(now_s)
-        places.append(
-            (order, excess > 0.0, decode.worker_id, size, block_bytes, lacking, num_bytes, landing_bytes, where)
-        )
-    pairs = []
-    avoid_pairs = request.avoid_pairs
-    for cost_s, prefill_id, delay_s, work_s, held, prefill in starts:
-        opens_s = 0.0 if can_start(prefill, request.num_tokens, now_s) else opens_in_s(prefill, now_s)
-        read, chunk, sent_blocks = tokens - held, prefill.hello.max_batch_tokens, prefill.totals.blocks
-        for order, misses, decode_id, size, block_bytes, lacking, num_bytes, landing_bytes, where in places:
-            if avoid_pairs and (prefill_id, decode_id) in avoid_pairs:
-                continue
-            link = links(prefill_id, decode_id)
-            latency_s, per_byte_s = link.coefficients
-            if lacking <= read <= chunk:
-                late_s = latency_s + per_byte_s * num_bytes  # sent in one part
-            else:
-                late_s = _parts_late_s(link, prefill, tokens, read, lacking, size, block_bytes, work_s)
-            # Earlier transfers use the link first. They are hidden while prompts are computed.
-            before_bytes = sent_blocks * block_bytes
-            if landing_bytes > before_bytes:
-                before_bytes = landing_bytes
-            queued_s = latency_s + per_byte_s * (before_bytes + num_bytes) - delay_s
-            if queued_s > late_s:
-                late_s = queued_s
-            key = misses, round((cost_s + late_s) / TRANSFER_TIE_S), order, prefill_id
-            pairs.append((key, opens_s, delay_s, work_s, late_s, prefill, where))
-    pairs.sort(key=_RANK)
-    best = pairs[:DECODES_PAIRED]
-    if not any(pair[1] == 0.0 for pair in best):
-        best += [pair for pair in pairs[DECODES_PAIRED:] if pair[1] == 0.0][:1]
-    steps = _steps(request)
-    return [_remote(request, steps, *pair[1:6], *pair[6]) for pair in best]
+    found = []
+    for cost_s, worker_id, delay_s, work_s, view in starts:
+        held = min(float(cached[worker_id]), tokens - 1.0) if worker_id in cached else 0.0
+        opens_s = 0.0 if can_start(view, request.num_tokens, now_s) else opens_in_s(view, now_s)
+        found.append(_Start(cost_s, worker_id, delay_s, work_s, view, tokens - held, opens_s))
+    return found
+
+
+def _landing(tokens: float, cached: Mapping[str, int], receiver: Receiver, now_s: float) -> _Landing:
+    view = receiver.view
+    size, block_bytes = view.hello.block_size, float(view.hello.block_bytes)
+    lacking = max(1.0, tokens - cached.get(view.worker_id, 0))
+    return _Landing(
+        receiver,
+        view.worker_id,
+        receiver.excess > 0.0,
+        lacking,
+        size,
+        block_bytes,
+        -(-lacking // size) * block_bytes,
+        view.totals.landing_tokens // size * block_bytes,
+        view.rest_of_step_s(now_s),
+    )
 
 
 def local_options(
@@ -250,35 +310,27 @@ def local_options(
     if its steps leave time to prefill after all requests placed there have arrived.
     """
     steps = _steps(request)
-    return [_local(request, steps, cached, now_s, *one[4:], short, is_only) for one in local_workers]
+    return [_local(request, steps, cached, now_s, one, short, is_only) for one in local_workers]
 
 
-def _parts_late_s(
-    link: LinkModel,
-    prefill: WorkerView,
-    tokens: float,
-    read: float,
-    lacking: float,
-    size: int,
-    block_bytes: float,
-    work_s: float,
-) -> float:
+def _parts_late_s(link: LinkModel, start: _Start, landing: _Landing, tokens: float) -> float:
     """How long after the first token the KV of a prompt arrives, if it is sent in parts as they are computed
     (pdserve/core/cost/overlap.py). The prefill worker computes the last `read` of the prompt's `tokens`, and the decode
     worker lacks the last `lacking`.
     """
-    cost, chunk = prefill.cost, prefill.hello.max_batch_tokens
+    cost, chunk, read, lacking = start.view.cost, start.view.hello.max_batch_tokens, start.read, landing.lacking
+    size, block_bytes = landing.block_size, landing.block_bytes
     last = read
-    chunks_s = last_s = work_s  # from when the first part is ready; blocks in p's cache are ready at once
+    chunks_s = last_s = start.work_s  # from when the first part is ready; blocks in p's cache are ready at once
     if read > chunk:
         last = (read - 1.0) % chunk + 1.0
         last_s = cost.prefill_s(last, tokens - last)
         if lacking <= read:
             first = ((read - lacking) // chunk + 1.0) * chunk
-            chunks_s = work_s - cost.prefill_s(first, tokens - read, chunk) if first < read else 0.0
+            chunks_s = start.work_s - cost.prefill_s(first, tokens - read, chunk) if first < read else 0.0
     return chunked_exposed_s(
         link,
-        num_bytes=-(-lacking // size) * block_bytes,
+        num_bytes=landing.num_bytes,
         chunk_bytes=-(-chunk // size) * block_bytes,
         last_bytes=-(-last // size) * block_bytes,
         chunks_s=chunks_s,
@@ -289,23 +341,19 @@ def _parts_late_s(
 def _remote(
     request: PolicyInput,
     steps: float,
-    opens_s: float,
-    delay_s: float,
-    work_s: float,
     late_s: float,
-    prefill: WorkerView,
-    decode: WorkerView,
-    load: DecodeLoad,
-    step_s: float,
-    rest_s: float,
+    start: _Start,
+    landing: _Landing,
 ) -> PlacementOption:
+    prefill, delay_s, work_s, rest_s = start.view, start.delay_s, start.work_s, landing.rest_s
+    decode, load, step_s = landing.receiver.view, landing.receiver.load, landing.receiver.step_s
     ttft_s = delay_s + (rest_s + decode.grants.typical_s) + prefill.replies.typical_s
     # The KV arrives in the middle of a step, and the request joins the next one: half a step later on average.
     tpot_s = step_s + (late_s + 0.5 * step_s) / steps
     # The rest of a step is longer on fuller workers. It is not part of the cost, which should not prefer empty workers.
     cost = (ttft_s - rest_s + WORK_WEIGHT * work_s) / request.slo.ttft_s + late_s / (steps * request.slo.tpot_s)
     return _option(
-        request, steps, prefill, decode, load, ttft_s, tpot_s, step_s, cost, opens_s, prefill.cost.prefill_error
+        request, steps, prefill, decode, load, ttft_s, tpot_s, step_s, cost, start.opens_s, prefill.cost.prefill_error
     )
 
 
@@ -314,12 +362,11 @@ def _local(
     steps: float,
     cached: Mapping[str, int],
     now_s: float,
-    step_s: float,
-    decode: WorkerView,
-    load: DecodeLoad,
+    worker: LocalWorker,
     short: float,
     is_only: bool,
 ) -> PlacementOption:
+    step_s, decode, load = worker.step_s, worker.view, worker.load
     slo, held = request.slo, min(cached.get(decode.worker_id, 0), request.num_tokens - 1)
     uncached = request.num_tokens - held
     slack, stall_share = decode.slack(now_s), load.decode_stall_share

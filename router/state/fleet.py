@@ -15,7 +15,7 @@ from router.policy.interface import PolicyInput
 from router.state.events import WorkerConnected
 from router.state.queue import Entry
 from router.state.request import Request
-from router.state.view import WorkerView
+from router.state.view import WorkerView, WorkerViews
 
 MAX_LINKS: Final = 16_384  # number of pairs; the least recently measured is dropped first
 
@@ -25,7 +25,7 @@ class Fleet:
         self.silence_s = silence_s
         self.workers: dict[str, WorkerView] = {}
         self.has_known_decode = False
-        self._usable: tuple[list[WorkerView], list[WorkerView]] | None = None  # cached until something changes
+        self._usable: tuple[WorkerViews, WorkerViews] | None = None  # cached until something changes
         self.fits_all = 0  # tokens of one sequence that every usable worker holds, as of the last call of `usable`
         self._usable_until_s = 0.0  # when the first of them would exceed the silence limit
         self._links: OrderedDict[tuple[str, str], LinkModel] = OrderedDict()
@@ -82,14 +82,14 @@ class Fleet:
             return "drained" if view.is_drained else "draining"
         return "connected" if self.is_usable(view, now_s) else "without a recent load report"
 
-    def usable(self, now_s: float) -> tuple[list[WorkerView], list[WorkerView]]:
+    def usable(self, now_s: float) -> tuple[WorkerViews, WorkerViews]:
         """The prefill workers and the decode workers that may receive new requests. The lists are cached, so callers
         must not change them."""
         kept = self._usable
         if kept is None or now_s >= self._usable_until_s:
             able = [view for view in self.workers.values() if self.is_usable(view, now_s)]
-            prefills = [view for view in able if view.role is Role.PREFILL]
-            kept = self._usable = prefills, [view for view in able if view.role is Role.DECODE]
+            prefills, decodes = ([view for view in able if view.role is role] for role in (Role.PREFILL, Role.DECODE))
+            kept = self._usable = WorkerViews(prefills), WorkerViews(decodes)
             self.fits_all = min([view.max_tokens for view in able], default=0)
             self._usable_until_s = min([view.heard_s for view in able], default=now_s) + self.silence_s
         return kept

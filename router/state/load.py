@@ -78,6 +78,7 @@ class DecodeLoad:
         "context",
         "decode_stall_share",
         "due",
+        "float_rows",
         "free_tokens",
         "growing",
         "joined_s",
@@ -105,6 +106,7 @@ class DecodeLoad:
         self.rows, self.arriving, self.context, self.blocks = rows, arriving, context, blocks = estimated_load
         base_s, row_s, token_s = cost.decode_coefficients
         _, per_token_s, per_token_context_s = cost.prefill_coefficients
+        self.float_rows = float(rows)  # for arithmetic with floats, which takes half as long as mixed arithmetic
         self.row_s, self.token_s = row_s, token_s
         self.per_token_s, self.per_token_context_s = per_token_s, per_token_context_s
         rows_s = row_s * rows + token_s * context

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Final, final
 
-from pdserve.core.cost.latency import CostModel
+from pdserve.core.cost.latency import CostModel, CostModels
 from pdserve.core.protocol import BatchTimed, Load, TokensArrived
 from pdserve.core.types import Role
 from router.state.booking import Booking, Totals, WorkerQueue
@@ -220,7 +221,8 @@ class WorkerView:
         due_s, gap_s = load.due
         if gap_s == math.inf:
             return NO_SLACK
-        return Slack(max(due_s - max(self.free_at_s, now_s), 0.0), gap_s)
+        total_s = due_s - (self.free_at_s if self.free_at_s > now_s else now_s)
+        return Slack(total_s if total_s > 0.0 else 0.0, gap_s)
 
     @property
     def half_step_s(self) -> float:
@@ -241,7 +243,9 @@ class WorkerView:
         if totals.prefills == totals.rows:  # without decode rows, chunks are not limited
             reads_s = self.prefill_s(min(totals.prefill_tokens, self.hello.max_batch_tokens), 0)
         # The last step of a prompt may be shorter.
-        return min(self.step_clock.remaining_s(at_s, reads_s), max(self.free_at_s - now_s, load.step_s))
+        rest_s, prefill_s = self.step_clock.remaining_s(at_s, reads_s), self.free_at_s - now_s
+        most_s = prefill_s if prefill_s > load.step_s else load.step_s
+        return rest_s if rest_s < most_s else most_s
 
     def timed(self, event: BatchTimed) -> bool:
         """Learns from a finished batch. False: it was no valid sample. `load` is updated with the next report."""
@@ -437,3 +441,33 @@ class WorkerView:
         targets_s = Counter(one.tpot_s for one in bookings.values() if one.tpot_s is not None)
         assert self.tpot_targets_s == targets_s, "tpot_targets_s"
         assert all(key == (one.request_id, one.attempt) for key, one in bookings.items()), "a booking has a wrong key"
+
+
+# --- views of several workers ---------------------------------------------------------------------------------
+
+
+@final
+class WorkerViews(list[WorkerView]):
+    """Views with their cost models, to compare many workers. It must not be changed."""
+
+    __slots__ = ("_orders", "costs")
+
+    def __init__(self, views: Sequence[WorkerView]) -> None:
+        super().__init__(views)
+        self.costs = CostModels([view.cost for view in views], [view.hello.max_batch_tokens for view in views])
+        self._orders = {view.worker_id: order for order, view in enumerate(views)}
+
+    def prefill_s(self, tokens: float, cached_tokens: Mapping[str, int]) -> list[float]:
+        """Seconds of each worker alone to prefill a prompt of `tokens`, of which it has some cached."""
+        times, orders, most = self.costs.prefill_s(tokens), self._orders, tokens - 1.0
+        for worker_id, count in cached_tokens.items():
+            if worker_id in orders:
+                order = orders[worker_id]
+                view, held = self[order], most if count > most else float(count)
+                times[order] = view.cost.prefill_s(tokens - held, held, view.hello.max_batch_tokens)
+        return times
+
+
+def as_views(views: Sequence[WorkerView]) -> WorkerViews:
+    """`views` itself if it is the router's list of usable workers."""
+    return views if isinstance(views, WorkerViews) else WorkerViews(views)

@@ -217,7 +217,7 @@ class CostPrior:
 class CostModel:
     """The cost model of one worker. `observe` corrects it with every reported batch."""
 
-    __slots__ = ("_decode", "_prefill", "decode_coefficients", "prefill_coefficients")
+    __slots__ = ("_decode", "_prefill", "decode_coefficients", "prefill_coefficients", "weights_s")
 
     def __init__(self, prior: CostPrior | None = None) -> None:
         prior = (prior or CostPrior()).sane()
@@ -233,16 +233,17 @@ class CostModel:
         #: compare many workers.
         self.prefill_coefficients: tuple[float, ...] = self._prefill.coefficients
         self.decode_coefficients: tuple[float, ...] = self._decode.coefficients
+        self.weights_s = self.decode_coefficients[0]  # to read the weights once
 
     def prefill_s(self, uncached: float, cached: float = 0.0, chunk_tokens: int = 0) -> float:
         """Seconds to compute `uncached` tokens after `cached` ones, in chunks of `chunk_tokens`; 0: in one chunk."""
         if uncached <= 0.0:
             return 0.0
         base, per_token, per_token_context = self.prefill_coefficients
-        weights_s = self.decode_coefficients[0]
-        chunks, rest = divmod(uncached, chunk_tokens) if 0 < chunk_tokens < uncached else (0.0, uncached)
+        weights_s, rest = self.weights_s, uncached
         seconds = per_token_context * uncached * (cached + 0.5 * uncached)
-        if chunks:
+        if 0 < chunk_tokens < uncached:
+            chunks, rest = divmod(uncached, chunk_tokens)
             chunk_s = base + per_token * chunk_tokens
             seconds += chunks * (chunk_s if chunk_s > weights_s else weights_s)
         if rest:
@@ -301,6 +302,7 @@ class CostModel:
         """Learns from one finished batch. A mixed batch corrects the model of the side that limited it."""
         is_sample = self._learn(rows, prefill_tokens, prefill_token_context, context_tokens, step_s)
         self.prefill_coefficients, self.decode_coefficients = self._prefill.coefficients, self._decode.coefficients
+        self.weights_s = self.decode_coefficients[0]
         return is_sample
 
     def _learn(
@@ -355,6 +357,55 @@ class CostModel:
     @property
     def num_decode_samples(self) -> int:
         return self._decode.num_samples
+
+
+class CostModels:
+    """The cost models of several workers, to compare many of them: one loop instead of a call for each."""
+
+    __slots__ = ("_chunk_tokens", "_chunks", "_models")
+
+    def __init__(self, models: Sequence[CostModel], chunk_tokens: Sequence[int]) -> None:
+        """`chunk_tokens` of each model, as in CostModel.prefill_s."""
+        self._models = models
+        self._chunks = chunk_tokens
+        self._chunk_tokens = chunk_tokens[0] if len(set(chunk_tokens)) == 1 else 0  # of all models; 0: they differ
+
+    def prefill_s(self, uncached: float) -> list[float]:
+        """CostModel.prefill_s of a prompt without cached tokens, for each model; without its limit."""
+        chunk_tokens, half = self._chunk_tokens, 0.5 * uncached
+        if not chunk_tokens:
+            return [one.prefill_s(uncached, 0.0, chunk) for one, chunk in zip(self._models, self._chunks, strict=True)]
+        if uncached <= chunk_tokens:
+            return [
+                per_token_context * uncached * half + (batch_s if batch_s > weights_s else weights_s)
+                for model in self._models
+                for base, per_token, per_token_context in (model.prefill_coefficients,)
+                for batch_s in (base + per_token * uncached,)
+                for weights_s in (model.weights_s,)
+            ]
+        chunks, rest = divmod(uncached, chunk_tokens)
+        times = []
+        for model in self._models:
+            base, per_token, per_token_context = model.prefill_coefficients
+            weights_s = model.weights_s
+            seconds = per_token_context * uncached * half
+            chunk_s = base + per_token * chunk_tokens
+            seconds += chunks * (chunk_s if chunk_s > weights_s else weights_s)
+            if rest:
+                rest_s = base + per_token * rest
+                seconds += rest_s if rest_s > weights_s else weights_s
+            times.append(seconds)
+        return times
+
+    def least_decode_s(self, context_tokens: float) -> float:
+        """The shortest decode step of one sequence; infinite without models."""
+        least_s = math.inf
+        for model in self._models:
+            base, per_row, per_context_token = model.decode_coefficients
+            seconds = base + per_row + per_context_token * context_tokens
+            if seconds < least_s:
+                least_s = seconds
+        return least_s
 
 
 class LinkModel:

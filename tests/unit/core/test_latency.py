@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.core.cost.latency import LONGEST_S, WIDEST_BAND, CostModel, CostPrior, Fit, LinkModel
+from pdserve.core.cost.latency import LONGEST_S, WIDEST_BAND, CostModel, CostModels, CostPrior, Fit, LinkModel
 from tests.support.slow import slow_except
 
 CONTENDED: Final = Path(__file__).parent / "data" / "contended_batches.csv"
@@ -392,3 +392,14 @@ def test_transfer_predictions_are_finite(measured: list[tuple[float, float]], nu
 
 def _fields(prior: CostPrior) -> dict[str, float]:
     return {name: getattr(prior, name) for name in CostPrior.__dataclass_fields__}
+
+
+@pytest.mark.parametrize("chunk_tokens", [(512, 512, 512), (512, 100, 0)])
+@pytest.mark.parametrize("uncached", [1.0, 512.0, 1024.0, 1500.0])
+def test_several_models_predict_as_each_of_them(uncached: float, chunk_tokens: tuple[int, ...]) -> None:
+    models = [CostModel(CostPrior(prefill_per_token_s=1e-5 * one, decode_base_s=1e-3 * one)) for one in (1, 7, 30)]
+    models[2].observe(rows=1, prefill_tokens=0, prefill_token_context=0.0, context_tokens=10, step_s=0.2)
+    several = CostModels(models, chunk_tokens)
+    expected = [one.prefill_s(uncached, 0.0, chunk) for one, chunk in zip(models, chunk_tokens, strict=True)]
+    assert several.prefill_s(uncached) == pytest.approx(expected, rel=1e-12)
+    assert several.least_decode_s(100.0) == pytest.approx(min(one.decode_s(1.0, 100.0) for one in models), rel=1e-12)
