@@ -36,6 +36,7 @@ MAY_USE_STRINGS: Final = {
     "pdserve.telemetry.tracing": "OpenTelemetry is optional, and the client must not import it",
     "pdserve.engine.load_engine": "engines of other distributions are entry points",
     "pdserve.image_check": "tries to import every module",
+    "router.policy": "each file in policies/ is a policy, found by its name",
     "pdserve.isolated.tied_program": "runs a program by its name",
 }
 
