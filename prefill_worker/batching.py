@@ -21,7 +21,6 @@ from pdserve.core.attempt import (
     FailureKind,
     RefusalReason,
     blocks_for,
-    shareable_blocks,
 )
 from pdserve.core.cost.step_rule import Pending, PromptOrder, divide, due_at_s
 from pdserve.core.effects import (
@@ -33,8 +32,7 @@ from pdserve.core.effects import (
     StepAccount,
     TransferLost,
 )
-from pdserve.core.kv.blocks import BlockAllocator
-from pdserve.core.kv.stamps import content_hash64
+from pdserve.core.kv.cache import KvCache
 from pdserve.core.protocol import AttemptFailed, FirstToken, Load, Refused, Released
 from pdserve.core.types import TokenOut
 from pdserve.engine.interface import RowOut
@@ -47,16 +45,16 @@ class PrefillBatching:
     def __init__(
         self,
         *,
-        blocks: BlockAllocator,
-        block_size: int,
+        kv: KvCache,
         prompt_order: PromptOrder,
         inbox_depth: int,
         end_rule: EndRule,
         pushing: PushRule,
     ) -> None:
-        self.blocks = blocks
+        self._kv = kv
+        self.blocks = kv.blocks
         self.pushing = pushing
-        self._block_size = block_size
+        self._block_size = kv.block_size
         self.order = prompt_order
         self._inbox_depth = inbox_depth
         self._end_rule = end_rule
@@ -180,10 +178,8 @@ class PrefillBatching:
             is_due = count == prompt.remaining and prompt.pushed_groups < done < push.groups
             if not is_due or prompt.attempt.key not in self._computing:
                 continue
-            for block, content_hash in zip(prompt.blocks, prompt.content_hashes(self._block_size), strict=True):
-                self.blocks.stamps.mark(
-                    block, content_hash
-                )  # the sender needs a block's content hash with its first group
+            # The sender needs a block's content hash with its first group.
+            self._kv.mark(prompt.blocks, prompt.content_hashes(self._block_size))
             effects.append(self._pushed(prompt, len(prompt.blocks), is_last=False, end_group=done))
             prompt.pushed_groups = done
         return effects
@@ -196,13 +192,11 @@ class PrefillBatching:
             if key not in self._computing:
                 continue
             start = prompt.computed
-            full = start // self._block_size
             prompt.computed += count
-            for index in range(full, prompt.computed // self._block_size):
-                self.blocks.stamps.mark(prompt.blocks[index], content_hash64(prompt.hashes[index]))
-                self.blocks.publish(prompt.blocks[index], prompt.hashes[index])
-            if prompt.remaining == 0 and prompt.computed % self._block_size:
-                self.blocks.stamps.mark(prompt.blocks[-1], prompt.content_hashes(self._block_size)[-1])
+            size = self._block_size
+            self._kv.commit(prompt.blocks, prompt.hashes, start // size, prompt.computed // size)
+            if prompt.remaining == 0 and prompt.computed % size:
+                self._kv.mark(prompt.blocks[-1:], prompt.content_hashes(size)[-1:])
             if out.scored:
                 effects.append(PromptScored(key=key, first_position=start + 1, tokens=out.scored))
             if prompt.remaining:
@@ -283,17 +277,14 @@ class PrefillBatching:
         return [start, *self._done(prompt)]
 
     def _start(self, prompt: PrefillSequence, now_s: float) -> bool:
-        size = self._block_size
         # With prompt logprobs, a prompt is computed completely, because a cache has no logprobs.
         is_scored = prompt.attempt.num_top_of_prompt is not None
-        matched = [] if is_scored else self.blocks.match(prompt.hashes[: shareable_blocks(len(prompt.tokens), size)])
-        fresh = self.blocks.allocate(blocks_for(len(prompt.tokens), size) - len(matched))
-        if fresh is None:
-            self.blocks.release(matched)
+        allocation = self._kv.allocate(len(prompt.tokens), () if is_scored else prompt.hashes)
+        if allocation is None:
             return False
         key = prompt.attempt.key
-        prompt.blocks = matched + fresh
-        prompt.cached = prompt.computed = len(matched) * size
+        prompt.blocks = allocation.blocks
+        prompt.cached = prompt.computed = allocation.cached_tokens
         prompt.started_s = now_s
         if prompt.is_moved:
             prompt.push = self.pushing.choose(
@@ -352,5 +343,5 @@ class PrefillBatching:
         prompt.move(PrefillMove.RELEASED)
         self._waiting.pop(key, None)
         self._computing.pop(key, None)
-        self.blocks.release(prompt.blocks)
+        self._kv.release(prompt.blocks)
         return [Released(key=key)]

@@ -59,8 +59,7 @@ class PrefillProgram(RoleProgram):
         # Adds the deadline by this process's clock, and the data that a receiver of another shape requires.
         self._grants: dict[AttemptKey, tuple[Grant, float | None, Text | None]] = {}
         self._batching = PrefillBatching(
-            blocks=self.blocks,
-            block_size=engine.spec.block_size,
+            kv=self.kv,
             prompt_order=PromptOrder(CostModel(self.cost), most=config.max_batch_tokens),
             inbox_depth=config.inbox_depth,
             end_rule=self.end_rule,

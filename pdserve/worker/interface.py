@@ -11,7 +11,6 @@ from pdserve.config import WorkerConfig
 from pdserve.core import protocol as pr
 from pdserve.core.access.proof import ClusterSecret
 from pdserve.core.attempt import AttemptKey, FailureKind
-from pdserve.core.kv.blocks import BlockAllocator
 from pdserve.core.types import Role
 from pdserve.engine.interface import RowOut
 from pdserve.telemetry.metrics import Metrics
@@ -21,7 +20,6 @@ from pdserve.tls.certificates import ReloadingCertificates
 class Batching(Protocol):
     """The common interface of PrefillBatching and DecodeBatching."""
 
-    blocks: BlockAllocator
     is_draining: bool
 
     @property

@@ -19,6 +19,7 @@ from pdserve.core import protocol as pr
 from pdserve.core.attempt import Attempt, AttemptKey, AttemptLedger, EndRule, FailureKind
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.kv.blocks import BlockAllocator, CacheChange
+from pdserve.core.kv.cache import KvCache
 from pdserve.core.kv.hashing import hash_seed
 from pdserve.core.kv.stamps import BlockStamps
 from pdserve.engine.interface import Engine, OnLayer, PlainOuts, RowOut
@@ -46,6 +47,7 @@ class RoleProgram(ABC):
         self.num_steps = 0
         self.received_s = 0.0  # arrival time of the message that is being handled
         self.blocks = BlockAllocator(spec.num_blocks, is_cache_on=config.is_prefix_cache_on, stamps=stamps)
+        self.kv = KvCache(self.blocks, spec.block_size)
         # A sequence must fit into the whole pool.
         max_context_tokens = min(spec.max_context_tokens, spec.num_blocks * spec.block_size)
         seed = hash_seed(spec.weights_hash, spec.dtype, spec.layout, spec.block_size)
@@ -61,7 +63,7 @@ class RoleProgram(ABC):
         calibration(3, 3)
         self.log_fields = AttemptFields()
         self.lines = PeerLog(log)  # that other processes can cause
-        self._isolation = Isolation(engine, partial(free_row, self.blocks))
+        self._isolation = Isolation(engine, partial(free_row, self.kv))
         self._in_flight: StepsInFlight | None = None  # for a role with asynchronous scheduling
         self._ledger = AttemptLedger()
         self.outbox = Outbox()
@@ -133,7 +135,7 @@ class RoleProgram(ABC):
     def attached(self, session: int, hello: worker_pb2.RouterHello) -> None:
         self.outbox.attach(session, wants_kv_events=hello.wants_kv_events)
         if hello.wants_kv_events:
-            self.outbox.report_cache(self.blocks.snapshot(), session)
+            self.outbox.report_cache(self.kv.snapshot(), session)
         self.reports.attached(session, self._with_state(self.batching.load()))
 
     def lost(self, session: int) -> None:
@@ -261,7 +263,7 @@ class RoleProgram(ABC):
 
     def take_changes(self) -> CacheChange | None:
         """Changes of the prefix cache: sent to the routers that asked for them, and returned for the index."""
-        change = self.blocks.take_changes()
+        change = self.kv.take_changes()
         if change is not None:
             self.outbox.report_cache(change)
         return change

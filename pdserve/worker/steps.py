@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, cast, final
 
 from pdserve.core.errors import InternalError
-from pdserve.core.kv.blocks import BlockAllocator
+from pdserve.core.kv.cache import KvCache
 from pdserve.engine.interface import (
     AsyncEngine,
     Engine,
@@ -105,13 +105,13 @@ class Isolation:
             return RowFailed(f"{type(error).__name__}: {error}")
 
 
-def free_row(blocks: BlockAllocator) -> Row | None:
+def free_row(kv: KvCache) -> Row | None:
     """A row that any working engine can compute, in a free block, whose contents are unused; None if no block is
     free."""
-    free = blocks.allocate(1)
+    free = kv.extend(1)
     if free is None:
         return None
-    blocks.release(free)
+    kv.release(free)
     return Row(tokens=[0], start=0, blocks=free)
 
 

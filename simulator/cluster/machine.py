@@ -16,6 +16,7 @@ from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
 from pdserve.core.attempt import AttemptKey, AttemptLedger, EndRule
 from pdserve.core.kv.blocks import BlockAllocator, CacheChange
+from pdserve.core.kv.cache import KvCache
 from pdserve.core.kv.kv_shape import TransferKey
 from router.state import events
 from simulator.cluster.agenda import Agenda
@@ -63,6 +64,7 @@ class Machine(ABC):
         self.block_size = env.config.block_size
         num_blocks = shape.kv_capacity_tokens // self.block_size
         self.blocks = BlockAllocator(num_blocks)
+        self.kv = KvCache(self.blocks, self.block_size)
         self.end_rule = EndRule(
             eos_token_ids=frozenset(),
             max_context_tokens=min(shape.max_context_tokens, num_blocks * self.block_size),
@@ -281,7 +283,7 @@ class Machine(ABC):
         self.tally.kv_held(self.agenda.now_s, self.blocks.num_referenced * size, self._num_stranded * size)
 
     def _changed(self) -> None:
-        change = self.blocks.take_changes()
+        change = self.kv.take_changes()
         if change is not None:
             self.env.cache_changed(self.shape.worker_id, self.incarnation, change)
         if self._is_beat_due:

@@ -33,8 +33,7 @@ class PrefillMachine(Machine):
         self._step: PrefillStep | None = None
         self._started_s = 0.0
         self._batching = PrefillBatching(
-            blocks=self.blocks,
-            block_size=self.block_size,
+            kv=self.kv,
             prompt_order=PromptOrder(CostModel(shape.prior or shape.cost), most=shape.max_batch_tokens),
             inbox_depth=shape.inbox_depth,
             end_rule=self.end_rule,

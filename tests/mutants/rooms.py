@@ -27,6 +27,7 @@ OWN = {
         "core/test_blocks.py",
         "core/test_blocks_stateful.py",
     ),
+    "pdserve.core.kv.cache": ("core/test_kv_cache.py",),
     "pdserve.core.cost.latency": ("core/test_latency.py",),
     "router.state.events": ("router/test_recording.py",),
     "router.state.commands": ("router/test_recording.py",),

@@ -12,6 +12,7 @@ from pdserve.core.cost.latency import CostModel, CostPrior
 from pdserve.core.cost.step_rule import PromptOrder
 from pdserve.core.effects import BlocksDone, PrefillEffect
 from pdserve.core.kv.blocks import BlockAllocator
+from pdserve.core.kv.cache import KvCache
 from pdserve.core.protocol import FirstToken
 from pdserve.core.types import Sampling
 from pdserve.engine.toy import EOS, ToyEngine
@@ -34,8 +35,7 @@ class Bench:
     ) -> None:
         self.engine = ToyEngine(num_blocks=num_blocks, block_size=BLOCK_SIZE)
         self.batching = PrefillBatching(
-            blocks=BlockAllocator(num_blocks),
-            block_size=BLOCK_SIZE,
+            kv=KvCache(BlockAllocator(num_blocks), BLOCK_SIZE),
             prompt_order=PromptOrder(CostModel(CostPrior()), least=BLOCK_SIZE, most=max_batch_tokens),
             inbox_depth=inbox_depth,
             end_rule=EndRule(eos_token_ids=frozenset({EOS}), max_context_tokens=num_blocks * BLOCK_SIZE),

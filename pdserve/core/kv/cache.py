@@ -1,0 +1,79 @@
+"""A worker's KV cache: supplies the blocks of texts, reuses cached prefixes, and keeps computed blocks. Pure.
+
+Both workers' batching and the simulator use it. In them, only `KvCache` changes the pool's allocator (blocks.py) and
+marks its stamps (stamps.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from pdserve.core.attempt import blocks_for, shareable_blocks
+from pdserve.core.kv.blocks import BlockAllocator, CacheChange
+from pdserve.core.kv.stamps import content_hash64
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """The blocks of a text, in its order. The first `cached_tokens` tokens have their KV, the rest must be computed."""
+
+    blocks: list[int]
+    cached_tokens: int
+
+
+@final
+class KvCache:
+    """Blocks of `block_size` tokens. Callers only read `blocks`, for its counters and stamps."""
+
+    def __init__(self, blocks: BlockAllocator, block_size: int) -> None:
+        self.blocks = blocks
+        self.block_size = block_size
+
+    def allocate(self, num_tokens: int, hashes: Sequence[bytes] = (), *, spare: int = 0) -> Allocation | None:
+        """Blocks for a text of `num_tokens` tokens: those of its longest cached prefix, then new ones.
+
+        `hashes` are the chain hashes of its full blocks; without them, no block is reused. At least the last token
+        must be computed. Returns None, and holds nothing, unless `spare` further blocks remain available.
+        """
+        cached = self.blocks.match(hashes[: shareable_blocks(num_tokens, self.block_size)])
+        missing = blocks_for(num_tokens, self.block_size) - len(cached)
+        new = self.blocks.allocate(missing) if missing + spare <= self.blocks.num_available else None
+        if new is None:
+            self.blocks.release(cached)
+            return None
+        return Allocation(cached + new, len(cached) * self.block_size)
+
+    def extend(self, count: int) -> list[int] | None:
+        """`count` new blocks, for texts that grow. None, without a change, if there are fewer."""
+        return self.blocks.allocate(count)
+
+    def mark(self, blocks: Iterable[int], content_hashes: Iterable[int]) -> None:
+        """Notes final contents without caching them: of partly filled blocks, and of blocks that are sent earlier than
+        they are committed."""
+        for block, content_hash in zip(blocks, content_hashes, strict=True):
+            self.blocks.stamps.mark(block, content_hash)
+
+    def commit(self, blocks: Sequence[int], hashes: Sequence[bytes], first: int, end: int) -> None:
+        """Blocks number `first` to `end` - 1 of a text are full and final: marks them, and adds them to the prefix
+        cache under their chain hashes. `blocks` and `hashes` are those of the whole text."""
+        for index in range(first, end):
+            self.blocks.stamps.mark(blocks[index], content_hash64(hashes[index]))
+            self.blocks.publish(blocks[index], hashes[index])
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """A text no longer uses its blocks, given in its order. Committed ones stay cached until they are evicted."""
+        self.blocks.release(blocks)
+
+    def invalidate(self, block: int) -> None:
+        """The block's contents are wrong, so no later text may reuse them."""
+        self.blocks.invalidate(block)
+
+    def take_changes(self) -> CacheChange | None:
+        """The changes of what can be reused since the last call, for the prefix index; None if there are none."""
+        return self.blocks.take_changes()
+
+    def snapshot(self) -> CacheChange:
+        """Everything that can be reused."""
+        return self.blocks.snapshot()
