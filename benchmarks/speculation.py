@@ -35,6 +35,7 @@ from pdserve.config import WorkerConfig
 from pdserve.core.attempt import Attempt, AttemptKey, EndRule
 from pdserve.core.cost.latency import CostModel, CostPrior
 from pdserve.core.kv.blocks import BlockAllocator
+from pdserve.core.kv.cache import KvCache
 from pdserve.core.protocol import TokenRow
 from pdserve.core.types import Role, Sampling, TokenOut
 from pdserve.engine.interface import Engine, OnLayer, Row, RowOut, kept
@@ -127,8 +128,7 @@ class SpeculatingWorker:
         self.drafting = DraftRule(prior, most=config.max_drafts, most_together=config.max_batch_tokens)
         self.num_requests = 0
         self.batching = DecodeBatching(
-            blocks=BlockAllocator(engine.spec.num_blocks),
-            block_size=engine.spec.block_size,
+            kv=KvCache(BlockAllocator(engine.spec.num_blocks), engine.spec.block_size),
             max_batch=config.max_batch,
             chunks=self.chunks,
             inbox_depth=1000,

@@ -24,6 +24,7 @@ from decode_worker.step import DecodeStep
 from pdserve.core.attempt import Attempt, AttemptKey, EndRule
 from pdserve.core.cost.latency import CostModel
 from pdserve.core.kv.blocks import BlockAllocator
+from pdserve.core.kv.cache import KvCache
 from pdserve.core.results import nearest_rank
 from pdserve.core.types import Sampling, TokenOut
 from pdserve.engine.interface import RowOut
@@ -48,8 +49,7 @@ class Bench:
         cost = CostModel(load_profile(PROFILE).cost)
         self.cost = cost
         self.batching = DecodeBatching(
-            blocks=BlockAllocator(num_sequences * 1000),
-            block_size=BLOCK_SIZE,
+            kv=KvCache(BlockAllocator(num_sequences * 1000), BLOCK_SIZE),
             max_batch=num_sequences,
             chunks=ChunkRule(cost, most=MAX_BATCH_TOKENS),
             inbox_depth=num_sequences,

@@ -31,7 +31,7 @@ from pdserve.core.effects import (
     TransferCancelled,
     TransferLost,
 )
-from pdserve.core.kv.blocks import BlockAllocator
+from pdserve.core.kv.cache import KvCache
 from pdserve.core.protocol import AttemptFailed, Granted, Load, Refused, Released, TokenRow
 from pdserve.core.types import TokenOut
 from pdserve.engine.interface import PlainOuts, RowOut, plain_out
@@ -99,7 +99,7 @@ class StepResults:
 
     def _discard_wrong(self, sequence: DecodeSequence, wrong: WrongBlock, now_s: float) -> DecodeEffect:
         """Discards the step's result for the sequence, which is prefilled again into other blocks."""
-        self._sequences.blocks.invalidate(sequence.blocks[wrong.index])
+        self._sequences.kv.invalidate(sequence.blocks[wrong.index])
         self._sequences.preempt(sequence, now_s)
         return KvMistaken(key=sequence.key, error=wrong.error)
 
@@ -187,8 +187,7 @@ class DecodeBatching:
     def __init__(
         self,
         *,
-        blocks: BlockAllocator,
-        block_size: int,
+        kv: KvCache,
         max_batch: int,
         chunks: ChunkRule,
         inbox_depth: int,
@@ -196,12 +195,12 @@ class DecodeBatching:
         drafting: DraftRule | None = None,
         check: KvCheck | None = None,
     ) -> None:
-        self.blocks = blocks
-        self.sequences = SequenceTable(blocks, block_size=block_size, check=check)
+        self.blocks = kv.blocks
+        self.sequences = SequenceTable(kv, check)
         drafter = None if drafting is None else Drafter(drafting, self.sequences, end_rule)
         self._planner = Planner(self.sequences, max_batch=max_batch, chunks=chunks, drafter=drafter)
         self._by_key = self.sequences.by_key
-        self._block_size = block_size
+        self._block_size = kv.block_size
         self._inbox_depth = inbox_depth
         self._end_rule = end_rule
         self._results = StepResults(self.sequences, end_rule, check)

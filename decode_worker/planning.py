@@ -212,7 +212,7 @@ class Planner:
             prompts, rows = [*unfinished, *sequences.waiting], len(decoding)
             decode_s = self._chunks.cost.decode_s(rows, context_tokens)
             allowance = step_allowance(decoding, now_s, decode_s) if sequences.num_with_tpot else Allowance(None)
-            held = held_share(context_tokens, rows, sequences.blocks.num_blocks, sequences.block_size)
+            held = held_share(context_tokens, rows, sequences.kv.blocks.num_blocks, sequences.block_size)
             wanted = sum(each.remaining for each in prompts)
             self._waits_for_slack = self._num_waits < MAX_CONSECUTIVE_WAITS and self._chunks.is_worth_waiting(
                 allowance, rows=rows, context_tokens=context_tokens, wanted=wanted, held_share=held
@@ -261,9 +261,8 @@ class Planner:
         following = step_after(
             step,
             sequences.running,
-            sequences.blocks,
+            sequences.kv,
             number=self._next_number(),
-            block_size=sequences.block_size,
             max_batch=self._max_batch,
         )
         if following is not None:

@@ -112,8 +112,7 @@ class DecodeProgram(RoleProgram):
             else None
         )
         self._batching = DecodeBatching(
-            blocks=self.blocks,
-            block_size=engine.spec.block_size,
+            kv=self.kv,
             max_batch=config.max_batch,
             chunks=self._chunks,
             inbox_depth=config.inbox_depth,

@@ -11,8 +11,8 @@ from typing import final
 
 from decode_worker.decode_sequence import DecodeMove, DecodeSequence, DecodeStage
 from decode_worker.step import DeferredFree
-from pdserve.core.attempt import AttemptKey, blocks_for, shareable_blocks
-from pdserve.core.kv.blocks import BlockAllocator
+from pdserve.core.attempt import AttemptKey
+from pdserve.core.kv.cache import KvCache
 from pdserve.core.kv.stamps import BlockStamps, content_hash64
 
 # --- debug mode kv_check --------------------------------------------------------------------------------------
@@ -65,13 +65,13 @@ class KvCheck:
 class SequenceTable:
     """`by_key` has all sequences in order of arrival. `running` and `waiting` are disjoint and ordered by age."""
 
-    def __init__(self, blocks: BlockAllocator, *, block_size: int, check: KvCheck | None) -> None:
-        self.blocks = blocks
-        self.block_size = block_size
+    def __init__(self, kv: KvCache, check: KvCheck | None) -> None:
+        self.kv = kv
+        self.block_size = kv.block_size
         self.by_key: dict[AttemptKey, DecodeSequence] = {}
         self.running: list[DecodeSequence] = []
         self.waiting: list[DecodeSequence] = []  # a preempted sequence is the oldest here, so it restarts first
-        self.deferred_free = DeferredFree(blocks)
+        self.deferred_free = DeferredFree(kv)
         self._check = check
         self.num_arrived = 0
         self.num_preemptions = 0
@@ -141,24 +141,19 @@ class SequenceTable:
 
     def take_blocks(self, sequence: DecodeSequence) -> bool:
         """Allocates blocks for all of the sequence's tokens, using the prefix cache first."""
-        size, num_tokens = self.block_size, len(sequence.tokens)
-        shared = [] if sequence.is_scored else sequence.hashes[: shareable_blocks(num_tokens, size)]
-        matched = self.blocks.match(shared)
-        missing = blocks_for(num_tokens, size) - len(matched)
+        hashes = () if sequence.is_scored else sequence.hashes
         # Leaves a free block for each running sequence. Otherwise the new one would only cause preemptions.
-        fresh = self.blocks.allocate(missing) if missing + len(self.running) <= self.blocks.num_available else None
-        if fresh is None:
-            self.blocks.release(matched)
+        allocation = self.kv.allocate(len(sequence.tokens), hashes, spare=len(self.running))
+        if allocation is None:
             return False
-        sequence.blocks = matched + fresh
-        sequence.cached = len(matched) * size
+        sequence.blocks, sequence.cached = allocation.blocks, allocation.cached_tokens
         if self._check is not None:
             self._check.record_epochs(sequence)
         return True
 
     def grow(self, sequence: DecodeSequence) -> bool:
         """Allocates one more block. Returns False if none is free."""
-        fresh = self.blocks.allocate(1)
+        fresh = self.kv.extend(1)
         if fresh is not None:
             sequence.blocks += fresh
         return fresh is not None
@@ -167,7 +162,7 @@ class SequenceTable:
         """Allocates blocks for drafts, and returns for how many of `count` there is room. Takes no block that a
         sequence needs in the next step."""
         while sequence.computed + 1 + count > len(sequence.blocks) * self.block_size:
-            if self.blocks.num_available <= len(self.running) or not self.grow(sequence):
+            if self.kv.blocks.num_available <= len(self.running) or not self.grow(sequence):
                 return len(sequence.blocks) * self.block_size - sequence.computed - 1
         return count
 
@@ -176,8 +171,7 @@ class SequenceTable:
         sequence.has_received = True
         sequence.computed = len(sequence.tokens)
         granted = sequence.blocks[sequence.cached // self.block_size :]
-        for block, content_hash in zip(granted, self.content_hashes(sequence), strict=True):
-            self.blocks.stamps.mark(block, content_hash)
+        self.kv.mark(granted, self.content_hashes(sequence))
         self._publish(sequence, 0)
 
     def content_hashes(self, sequence: DecodeSequence) -> tuple[int, ...]:
@@ -197,13 +191,11 @@ class SequenceTable:
         full = sequence.computed // self.block_size
         if full > len(sequence.hashes):
             sequence.hashes = sequence.attempt.extend_hashes(sequence.hashes, sequence.tokens, self.block_size)
-        for index in range(first, full):
-            self.blocks.stamps.mark(sequence.blocks[index], content_hash64(sequence.hashes[index]))
-            self.blocks.publish(sequence.blocks[index], sequence.hashes[index])
+        self.kv.commit(sequence.blocks, sequence.hashes, first, full)
 
     def check(self) -> None:
         """Raises AssertionError unless the tables of attempts and blocks agree."""
-        self.blocks.check(holders=[*(each.blocks for each in self.by_key.values()), *self.deferred_free.held])
+        self.kv.blocks.check(holders=[*(each.blocks for each in self.by_key.values()), *self.deferred_free.held])
         for sequence in self.by_key.values():
             stage, size = sequence.stage, self.block_size
             assert (sequence in self.running) == (stage is DecodeStage.RUNNING), sequence

@@ -14,7 +14,7 @@ from typing import final
 from decode_worker.decode_sequence import DecodeSequence, DecodeStage
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.effects import StepAccount
-from pdserve.core.kv.blocks import BlockAllocator
+from pdserve.core.kv.cache import KvCache
 from pdserve.engine.interface import NEW_ROW, PENDING, ContinuedRows, Row
 
 
@@ -161,10 +161,9 @@ def places_in(step: DecodeStep | None, decoding: Sequence[DecodeSequence]) -> Se
 def step_after(
     step: DecodeStep,
     running: Sequence[DecodeSequence],
-    blocks: BlockAllocator,
+    kv: KvCache,
     *,
     number: int,
-    block_size: int,
     max_batch: int,
 ) -> DecodeStep | None:
     """The step after the running `step`; None if its plan must wait for the results of `step`.
@@ -192,7 +191,7 @@ def step_after(
         elif starts[index] + 1 >= sequence.ends_at:
             leaving.add(index)  # the running step samples the last token of this sequence
             continue
-        if starts[index] == len(sequence.blocks) * block_size:
+        if starts[index] == len(sequence.blocks) * kv.block_size:
             short.append(sequence)
     decoding = list(running)
     if leaving:
@@ -201,7 +200,7 @@ def step_after(
         places, starts = [places[index] for index in staying], [starts[index] for index in staying]
     if list(places).count(NEW_ROW) == len(places):
         return None
-    fresh = blocks.allocate(len(short))
+    fresh = kv.extend(len(short))
     if fresh is None:
         return None
     for sequence, block in zip(short, fresh, strict=True):
@@ -218,7 +217,7 @@ def step_after(
         drafts=None,
         prefilling=[],
         account=account,
-        block_size=block_size,
+        block_size=kv.block_size,
         number=number,
         continuation=Continuation(before=step.number, places=places, starts=starts, is_async=True),
     )
@@ -228,8 +227,8 @@ def step_after(
 class DeferredFree:
     """Blocks of ended sequences, held while a launched step may write into them."""
 
-    def __init__(self, blocks: BlockAllocator) -> None:
-        self._blocks = blocks
+    def __init__(self, kv: KvCache) -> None:
+        self._kv = kv
         self._launched: list[tuple[DecodeStep, list[list[int]]]] = []  # oldest first
 
     @property
@@ -245,7 +244,7 @@ class DeferredFree:
             if one is step:
                 del self._launched[index]
                 for blocks in lists:
-                    self._blocks.release(blocks)
+                    self._kv.release(blocks)
                 return
 
     def release(self, sequence: DecodeSequence) -> None:
@@ -255,5 +254,5 @@ class DeferredFree:
                 lists.append(sequence.blocks)
                 break
         else:
-            self._blocks.release(sequence.blocks)
+            self._kv.release(sequence.blocks)
         sequence.blocks = []

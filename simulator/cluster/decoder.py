@@ -125,8 +125,7 @@ class DecodeMachine(Machine):
         cost = CostModel(shape.prior or shape.cost)
         self._chunks = ChunkRule(cost, most=shape.max_batch_tokens)
         self._batching = DecodeBatching(
-            blocks=self.blocks,
-            block_size=self.block_size,
+            kv=self.kv,
             max_batch=shape.max_batch,
             chunks=self._chunks,
             inbox_depth=shape.inbox_depth,

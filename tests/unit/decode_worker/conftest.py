@@ -17,6 +17,7 @@ from pdserve.core.attempt import Attempt, AttemptKey, EndRule
 from pdserve.core.cost.latency import CostModel, CostPrior
 from pdserve.core.effects import BlocksReserved, DecodeEffect, PlainSampled, StepAccount
 from pdserve.core.kv.blocks import BlockAllocator
+from pdserve.core.kv.cache import KvCache
 from pdserve.core.protocol import TokenRow
 from pdserve.core.types import Sampling
 from pdserve.engine.interface import Flight, OnLayer, Row, RowOut
@@ -76,9 +77,8 @@ class Bench:
         self.accounts: list[StepAccount] = []
         blocks = BlockAllocator(num_blocks)
         self.batching = DecodeBatching(
-            blocks=blocks,
+            kv=KvCache(blocks, BLOCK_SIZE),
             check=KvCheck(blocks.stamps) if is_checked else None,
-            block_size=BLOCK_SIZE,
             max_batch=max_batch,
             chunks=ChunkRule(CostModel(prior), least=4, most=max_batch_tokens),
             inbox_depth=inbox_depth,

@@ -13,6 +13,7 @@ from pdserve.core.attempt import Attempt, AttemptKey, EndRule
 from pdserve.core.cost.latency import CostModel
 from pdserve.core.cost.step_rule import LONGEST_GAP
 from pdserve.core.kv.blocks import BlockAllocator
+from pdserve.core.kv.cache import KvCache
 from pdserve.core.types import Sampling, TokenOut
 from pdserve.engine.interface import RowOut
 from pdserve.profiles import load_profile
@@ -35,8 +36,7 @@ def run(seed: int, rate_rps: float) -> list[Answer]:
     rng, now_s = random.Random(seed), 0.0
     cost = CostModel(COST)
     batching = DecodeBatching(
-        blocks=BlockAllocator(10_000),
-        block_size=16,
+        kv=KvCache(BlockAllocator(10_000), 16),
         max_batch=32,
         chunks=ChunkRule(cost, most=512),
         inbox_depth=REQUESTS,

@@ -14,6 +14,7 @@ from pdserve.core.attempt import Attempt, AttemptKey, EndRule
 from pdserve.core.cost.latency import CostModel
 from pdserve.core.effects import BlocksReserved, DecodeEffect
 from pdserve.core.kv.blocks import BlockAllocator
+from pdserve.core.kv.cache import KvCache
 from pdserve.core.protocol import TokenRow
 from pdserve.core.types import Sampling, TokenOut
 from pdserve.engine.interface import RowOut
@@ -25,8 +26,7 @@ BLOCK_SIZE = 4
 
 def make(num_blocks: int, max_batch: int) -> DecodeBatching:
     return DecodeBatching(
-        blocks=BlockAllocator(num_blocks),
-        block_size=BLOCK_SIZE,
+        kv=KvCache(BlockAllocator(num_blocks), BLOCK_SIZE),
         max_batch=max_batch,
         chunks=ChunkRule(CostModel(), least=4, most=16),
         inbox_depth=6,
