@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import final
+from typing import Final, final
 
 from decode_worker.decode_sequence import DecodeMove, DecodeSequence, DecodeStage
 from decode_worker.planning import ChunkRule, Drafter, Planner
@@ -39,6 +39,15 @@ from pdserve.engine.interface import PlainOuts, RowOut, plain_out
 # --- results of a step ----------------------------------------------------------------------------------------
 # Sampled tokens, ends of texts, blocks with wrong content.
 
+# Prompt scores are sent first, then the tokens of all attempts, which share one message per router, then all other
+# effects. So an attempt's Released is never sent before its last tokens.
+_TOKENS: Final = 1
+_SENDING_ORDER: Final[dict[type, int]] = {PromptScored: 0, PlainSampled: _TOKENS, TokenRow: _TOKENS}
+
+
+def is_token(effect: DecodeEffect) -> bool:
+    return _SENDING_ORDER.get(type(effect)) == _TOKENS
+
 
 @final
 class StepResults:
@@ -58,6 +67,16 @@ class StepResults:
             sampled, outs, shares = self._append_plain(step.decoding, outs.token_ids)
             if sampled.keys:
                 effects.append(sampled)
+        return self._apply_rows(shares, outs, now_s, effects)
+
+    def _apply_rows(
+        self,
+        shares: Iterable[tuple[DecodeSequence, int]],
+        outs: Sequence[RowOut],
+        now_s: float,
+        effects: list[DecodeEffect],
+    ) -> list[DecodeEffect]:
+        """`effects`, those of the rows before, with the effects of these rows, in sending order."""
         for (sequence, count), out in zip(shares, outs, strict=True):
             key = sequence.key
             if self._sequences.by_key.get(key) is not sequence or sequence.stage is not DecodeStage.RUNNING:
@@ -78,9 +97,12 @@ class StepResults:
                 self._append(sequence, token, now_s, effects)
                 if key not in self._sequences.by_key:
                     break
+        effects.sort(key=lambda effect: _SENDING_ORDER.get(type(effect), _TOKENS + 1))
         return effects
 
-    def apply_run(self, step: DecodeStep, count: int, token: TokenOut, now_s: float) -> list[DecodeEffect]:
+    def apply_run(
+        self, step: DecodeStep, count: int, token: TokenOut, outs: Sequence[RowOut], now_s: float
+    ) -> list[DecodeEffect]:
         effects: list[DecodeEffect] = []
         self._ended_at(now_s)
         size = self._block_size
@@ -95,7 +117,7 @@ class StepResults:
             tokens += sampled[1:]
             self._sequences.advance(sequence, count)
             self._append(sequence, token, now_s, effects)
-        return effects
+        return self._apply_rows(step.prefilling, outs, now_s, effects)
 
     def _discard_wrong(self, sequence: DecodeSequence, wrong: WrongBlock, now_s: float) -> DecodeEffect:
         """Discards the step's result for the sequence, which is prefilled again into other blocks."""
@@ -159,7 +181,7 @@ class StepResults:
         effects.append(Released(key=sequence.key))
 
     def _ended_at(self, now_s: float) -> None:
-        """A step has ended. May be called twice for one step."""
+        """A step has ended. Steps that end at the same time count as one."""
         if now_s > self._ended_s:
             self._begun_s, self._ended_s = self._ended_s, now_s
 
@@ -371,7 +393,8 @@ class DecodeBatching:
         return self._planner.plan(now_s), effects
 
     def apply(self, step: DecodeStep, outs: Sequence[RowOut], now_s: float) -> list[DecodeEffect]:
-        """Applies the results of a step. Skips sequences that have ended in the meantime."""
+        """Applies the results of a step. Skips sequences that have ended in the meantime. The effects are in the order
+        in which they must be sent."""
         self.sequences.deferred_free.ended(step)
         return self._results.apply(step, outs, now_s)
 
@@ -397,10 +420,13 @@ class DecodeBatching:
         has drafts."""
         return self._planner.run_length(step)
 
-    def apply_run(self, step: DecodeStep, count: int, token: TokenOut, now_s: float) -> list[DecodeEffect]:
-        """Equals `count` calls of `plan` and `apply` for the decode rows, each of which samples `token` every time.
-        Returns only effects other than a further token. `count` is 1 or at most `run_length`."""
-        return self._results.apply_run(step, count, token, now_s)
+    def apply_run(
+        self, step: DecodeStep, count: int, token: TokenOut, now_s: float, outs: Sequence[RowOut] = ()
+    ) -> list[DecodeEffect]:
+        """Equals `count` calls of `plan` and `apply`. Each decode row samples `token` every time, and `outs` are the
+        results of the prompts. Returns only effects other than a further token. `count` is 1 or at most `run_length`.
+        """
+        return self._results.apply_run(step, count, token, outs, now_s)
 
     def check(self) -> None:
         """Raises AssertionError unless the tables of attempts and blocks agree."""

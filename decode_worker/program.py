@@ -6,9 +6,10 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import Any, final
 
-from decode_worker.batching import DecodeBatching
+from decode_worker.batching import DecodeBatching, is_token
 from decode_worker.planning import ChunkRule
 from decode_worker.sequence_table import KvCheck
 from decode_worker.speculation import DraftRule
@@ -140,19 +141,12 @@ class DecodeProgram(RoleProgram):
         }
 
     def act(self, effects: Iterable[Any]) -> None:
-        """Sends prompt scores first, then the sampled tokens in one message per router, then all other messages.
-
-        So a request's Released is never sent before its last tokens.
-        """
-        effects = list(effects)
-        sampled = [effect for effect in effects if isinstance(effect, pr.TokenRow)]
-        plain = [effect for effect in effects if isinstance(effect, fx.PlainSampled)]
-        if sampled or plain:
-            rest = [effect for effect in effects if not isinstance(effect, pr.TokenRow | fx.PlainSampled)]
-            super().act(effect for effect in rest if isinstance(effect, fx.PromptScored))
-            self._send_tokens(join_rows(sampled), plain)
-            effects = [effect for effect in rest if not isinstance(effect, fx.PromptScored)]
-        super().act(effects)
+        """In order; consecutive tokens are sent in one message per router."""
+        for are_tokens, group in groupby(effects, key=is_token):
+            if are_tokens:
+                self._send_tokens(list(group))
+            else:
+                super().act(group)
 
     def take(self, session: int, message: worker_pb2.AttachRequest) -> None:
         match message.WhichOneof("message"):
@@ -315,7 +309,9 @@ class DecodeProgram(RoleProgram):
         message = "a KV block has wrong content; the text is computed again"
         self.lines.line(logging.ERROR, message, error=effect.error)
 
-    def _send_tokens(self, rows: list[pr.TokenRow], plain: Iterable[fx.PlainSampled]) -> None:
+    def _send_tokens(self, sampled: list[pr.TokenRow | fx.PlainSampled]) -> None:
+        rows = join_rows(one for one in sampled if isinstance(one, pr.TokenRow))
+        plain = (one for one in sampled if isinstance(one, fx.PlainSampled))
         for session, response in responses_by_router(rows, plain).items():
             self.outbox.send(session, response)
         metrics = self.context.metrics

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, final
 
-from decode_worker.batching import DecodeBatching
+from decode_worker.batching import DecodeBatching, is_token
 from decode_worker.decode_sequence import DecodeStage
 from decode_worker.planning import ChunkRule
 from decode_worker.step import DecodeStep
@@ -308,15 +309,11 @@ class DecodeMachine(Machine):
         unreported = self._unreported
         for sequence in step.decoding:
             unreported.add(sequence.key, sequence.num_output, count)
-        effects = batching.apply_run(step, count, TOKEN, now_s)
-        if step.prefilling:
-            outs = [DREW if share == each.remaining else READ for each, share in step.prefilling]
-            read = batching.apply(replace(step, decoding=[]), outs, now_s)
-            for effect in read:
-                if isinstance(effect, pr.TokenRow):
-                    unreported.add(effect.key, effect.output_index, 1)
-            effects += read
-        self.act(effects)
+        outs = [DREW if share == each.remaining else READ for each, share in step.prefilling]
+        for (sequence, _), out in zip(step.prefilling, outs, strict=True):
+            if out.sampled:
+                unreported.add(sequence.key, sequence.num_output, 1)
+        self.act(batching.apply_run(step, count, TOKEN, now_s, outs))
         if unreported and now_s >= self._report_at_s:
             self._report([pr.TokenRow(key=key, output_index=0, tokens=()) for key in unreported.attempts])
 
@@ -336,16 +333,19 @@ class DecodeMachine(Machine):
     # -- effects -------------------------------------------------------------------------------------------------
 
     def act(self, effects: list[Any]) -> None:
-        """Tokens are sent first, as in the live worker: a request's Released must not overtake them."""
-        sampled = [effect for effect in effects if isinstance(effect, pr.TokenRow)]
-        for one in sampled:
-            self._unreported.add_account(one)
-        first_or_last = [one for one in sampled if one.finish is not None or one.prefill_s > 0.0]
+        for are_tokens, group in groupby(effects, key=is_token):
+            if are_tokens:
+                self._sampled(list(group))
+            else:
+                for effect in group:
+                    self.act_on_own(effect)
+
+    def _sampled(self, rows: list[pr.TokenRow]) -> None:
+        for row in rows:
+            self._unreported.add_account(row)
+        first_or_last = [row for row in rows if row.finish is not None or row.prefill_s > 0.0]
         if first_or_last:
             self._report(first_or_last)
-        for effect in effects:
-            if not isinstance(effect, pr.TokenRow):
-                self.act_on_own(effect)
 
     def act_on_own(self, effect: Any) -> None:
         key: AttemptKey = effect.key

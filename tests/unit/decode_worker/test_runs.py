@@ -65,16 +65,13 @@ def at_once(batching: DecodeBatching, now_s: float, rng: random.Random) -> tuple
     longest = batching.run_length(step)
     count = rng.choice((longest, longest, rng.randint(1, longest))) if longest else 1
     first = {each.key: each.num_output for each in step.decoding}
-    applied = batching.apply_run(step, count, TOKEN, now_s)
+    outs = [RowOut(sampled=(TOKEN,)) if each.remaining == share else RowOut() for each, share in step.prefilling]
+    applied = batching.apply_run(step, count, TOKEN, now_s, outs)
     reported = {(one.key, one.output_index) for one in applied if isinstance(one, TokenRow)}
     for key, index in first.items():
         sampled = [TokenRow(key=key, output_index=index + at, tokens=(TOKEN,)) for at in range(count)]
         effects += [one for one in sampled if (key, one.output_index) not in reported]
     effects += applied
-    if step.prefilling:
-        rest = replace(step, decoding=[])
-        outs = [RowOut(sampled=(TOKEN,)) if each.remaining == share else RowOut() for each, share in rest.shares()]
-        effects += batching.apply(rest, outs, now_s)
     return effects, count
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from decode_worker.batching import is_token
 from pdserve.core.effects import DecodeEffect, PromptScored
-from pdserve.core.protocol import TokenRow
+from pdserve.core.protocol import Released, TokenRow
 from pdserve.engine.toy import answer
 
 PROMPT = list(range(40, 62))
@@ -57,3 +58,15 @@ def test_a_prompt_preempted_in_prefill_is_scored_again(make_bench: Any) -> None:
     )
     assert scores(effects[first_sampled:], "b") == []
     assert bench.sampled == {"a": answer([1, 2, 3], 30), "b": answer(PROMPT, 16)}
+
+
+def test_scores_and_tokens_are_sent_before_other_effects(bench: Any) -> None:
+    bench.offer("a", [7, 8, 9], max_tokens=2)
+    bench.step()
+    bench.offer("b", [3, 4, 5], prompt_logprobs=2)
+    assert [(type(one), one.key.request_id, is_token(one)) for one in bench.step()] == [
+        (PromptScored, "b", False),
+        (TokenRow, "a", True),
+        (TokenRow, "b", True),
+        (Released, "a", False),
+    ]
