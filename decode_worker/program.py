@@ -14,9 +14,7 @@ from decode_worker.planning import ChunkRule
 from decode_worker.sequence_table import KvCheck
 from decode_worker.speculation import DraftRule
 from kvtransfer.devices import issuer
-from kvtransfer.devices.copy_streams import CopyLimits
-from kvtransfer.faults.injector import make_fault_injector
-from kvtransfer.link.endpoint import make_receiver
+from kvtransfer.link.endpoint import config_of, make_receiver
 from kvtransfer.protocol.grants import check_movable, encode_grant, fingerprint_of
 from kvtransfer.protocol.transport import Received, ReceiveOutcome, Receiver, events
 from kvtransfer.ranks.rank_endpoints import joined_receiver
@@ -335,24 +333,10 @@ def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] 
     config = context.config
     engine = load(config, context.role)
     stamps = BlockStamps(engine.spec.num_blocks)
-    receiver = make_receiver(
-        engine.pool,
-        fingerprint_of(engine.spec),
-        secret=context.secret,
-        tls=context.tls,
-        worker_id=config.worker_id,
-        incarnation=context.incarnation,
-        host=config.host,
-        transport=config.transport,
-        fault_injector=make_fault_injector(config.inject_faults, engine.pool.block_bytes),
-        stamps=stamps,
-        limits=CopyLimits(num_streams=config.kv_copy_streams, staging_bytes=config.kv_staging_bytes),
-    )
+    endpoint = config_of(config, engine.spec, engine.pool, context.incarnation, stamps, context.tls)
+    receiver = make_receiver(endpoint, config.host)
     add_servicers = partial(add_TransferServiceServicer_to_server, receiver.servicer)
-    ranks = joined_receiver(
-        receiver, engine, stamps, context.secret, config.worker_id, context.incarnation, context.tls
-    )
-    return DecodeProgram(context, engine, ranks, add_servicers, stamps)
+    return DecodeProgram(context, engine, joined_receiver(receiver, engine, endpoint), add_servicers, stamps)
 
 
 def make_host(config: WorkerConfig) -> WorkerHost:

@@ -24,13 +24,15 @@ from functools import partial
 from typing import Any, Final, final
 
 from kvtransfer.link.endpoint import make_receiver, make_sender
+from kvtransfer.link.endpoint_config import EndpointConfig
 from kvtransfer.protocol.grants import PROTOCOL
 from kvtransfer.protocol.transport import SendOutcome, Sent
-from kvtransfer.transports.registry import TRANSPORTS
+from kvtransfer.transports.registry import TRANSPORTS, choose
 from pdserve.config import SECRET_ENV, forget_secrets, from_env
 from pdserve.core.access.proof import NONCE_BYTES, CallChecker, ClusterSecret
 from pdserve.core.errors import PdserveError, TransferFailed
 from pdserve.core.kv.kv_shape import Fingerprint, Grant, KvShape, TransferKey
+from pdserve.core.kv.stamps import BlockStamps
 from pdserve.engine.interface import KvPool
 from pdserve.engine.memory.host import HostMemory
 from pdserve.isolated.tied_program import tied_command
@@ -109,9 +111,7 @@ def probe(device: str = "cpu", other: str = "cpu") -> Iterator[PathFound]:
 def _measure(pool: KvPool, name: str, child: _Child) -> PathFound:
     """Raises PdserveError."""
     endpoint = child.ask(open=name)
-    sender = make_sender(
-        pool, _FINGERPRINT, secret=child.secret, worker_id=f"{_WORKER}-{name}", incarnation=_INCARNATION, transport=name
-    )
+    sender = make_sender(_config(pool, name, child.secret))
     try:
         singles = [_move(sender, child, name, endpoint, 1) for _ in range(SINGLE_TRIES)]
         link = sender.links[0]
@@ -124,6 +124,19 @@ def _measure(pool: KvPool, name: str, child: _Child) -> PathFound:
         reason=link.reason,
         block_s=statistics.median(singles[1:]),  # the first one connects
         bytes_per_s=POOL_BYTES / took_s,
+    )
+
+
+def _config(pool: KvPool, name: str, secret: ClusterSecret) -> EndpointConfig:
+    """Raises ConfigError."""
+    return EndpointConfig(
+        pool=pool,
+        fingerprint=_FINGERPRINT,
+        secret=secret,
+        worker_id=f"{_WORKER}-{name}",
+        incarnation=_INCARNATION,
+        transports=choose(name, is_on_host=pool.is_on_host),
+        stamps=BlockStamps(pool.num_blocks),
     )
 
 
@@ -251,15 +264,7 @@ class _Receiving:
         return ""
 
     def _open(self, name: str) -> str:
-        receiver = make_receiver(
-            self._pool,
-            _FINGERPRINT,
-            secret=self._secret,
-            worker_id=f"{_WORKER}-{name}",
-            incarnation=_INCARNATION,
-            host=HOST,
-            transport=name,
-        )
+        receiver = make_receiver(_config(self._pool, name, self._secret), HOST)
         self._receivers[name] = receiver
         return str(asyncio.run_coroutine_threadsafe(self._serve(receiver.servicer), self._loop).result())
 

@@ -10,9 +10,7 @@ from functools import partial
 from typing import Any, Final, final
 
 from kvtransfer.devices import issuer
-from kvtransfer.devices.copy_streams import CopyLimits
-from kvtransfer.faults.injector import make_fault_injector
-from kvtransfer.link.endpoint import make_sender
+from kvtransfer.link.endpoint import config_of, make_sender
 from kvtransfer.protocol.grants import check_movable, decode_grant, fingerprint_of, shape_of
 from kvtransfer.protocol.transport import Sender, SendOutcome, Sent, Text, events
 from kvtransfer.ranks.rank_endpoints import joined_sender
@@ -247,20 +245,8 @@ def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] 
     engine = load(config, context.role)
     check_movable(engine.spec.tp_degree, 1 + len(getattr(engine, "rank_addresses", ())))
     stamps = BlockStamps(engine.spec.num_blocks)
-    own = make_sender(
-        engine.pool,
-        fingerprint_of(engine.spec),
-        secret=context.secret,
-        tls=context.tls,
-        worker_id=config.worker_id,
-        incarnation=context.incarnation,
-        transport=config.transport,
-        fault_injector=make_fault_injector(config.inject_faults, engine.pool.block_bytes),
-        stamps=stamps,
-        kv_wire=config.kv_wire,
-        limits=CopyLimits(num_streams=config.kv_copy_streams, staging_bytes=config.kv_staging_bytes),
-    )
-    sender = joined_sender(own, engine, stamps, context.secret, config.worker_id, context.incarnation, context.tls)
+    endpoint = config_of(config, engine.spec, engine.pool, context.incarnation, stamps, context.tls)
+    sender = joined_sender(make_sender(endpoint, config.kv_wire), engine, endpoint)
     program = PrefillProgram(context, engine, sender, stamps)
     if config.push == "layers" and not program.batching.pushing.groups:
         program.close()

@@ -24,24 +24,24 @@ from kvtransfer.protocol.grants import grant_from_proto, grant_to_proto
 from kvtransfer.protocol.transport import Received, ReceiveOutcome, SendOutcome, Sent
 from pdserve.core.kv.kv_shape import Grant
 from pdserve.v1 import transfer_pb2
-from tests.support.cluster_secret import SECRET
 from tests.support.netns import enter
-from tests.support.transfer_ends import GrpcHost
+from tests.support.transfer_ends import GrpcHost, endpoint_config
 
 
 class Decode(StormWorker):
     def __init__(self, setup: Setup, driver: Connection) -> None:
         super().__init__(setup, driver)
         self.end = make_receiver(
-            self.storage.pool,
-            self.fingerprint,
-            secret=SECRET,
-            worker_id=setup.name,
-            incarnation=self.incarnation,
+            endpoint_config(
+                self.storage.pool,
+                self.fingerprint,
+                worker_id=setup.name,
+                incarnation=self.incarnation,
+                transport=setup.transport,
+                fault_injector=self.fault_injector,
+                stamps=self.storage.stamps,
+            ),
             host=setup.host,
-            transport=setup.transport,
-            fault_injector=self.fault_injector,
-            stamps=self.storage.stamps,
         )
         self._grpc = GrpcHost(self.end.servicer, host=setup.host)
         if (ranks := self.ranks()) is not None:
@@ -128,14 +128,15 @@ class PrefillEnd(StormWorker):
     def _make(self) -> Any:
         self.incarnation = secrets.token_hex(4)
         own = make_sender(
-            self.storage.pool,
-            self.fingerprint,
-            secret=SECRET,
-            worker_id=self.setup.name,
-            incarnation=self.incarnation,
-            transport=self.setup.transport,
-            fault_injector=self.fault_injector,
-            stamps=self.storage.stamps,
+            endpoint_config(
+                self.storage.pool,
+                self.fingerprint,
+                worker_id=self.setup.name,
+                incarnation=self.incarnation,
+                transport=self.setup.transport,
+                fault_injector=self.fault_injector,
+                stamps=self.storage.stamps,
+            )
         )
         old, self._ranks = self._ranks, self.ranks()
         if old is not None:

@@ -26,10 +26,9 @@ from kvtransfer.transports.cuda_ipc import CUDA_IPC
 from kvtransfer.transports.registry import TRANSPORTS
 from pdserve.core.errors import InternalError
 from pdserve.core.kv.kv_shape import Fingerprint, Grant, TransferKey
-from tests.support.cluster_secret import SECRET
 from tests.support.fake_device import DevicePool
 from tests.support.fake_ends import stand_in
-from tests.support.transfer_ends import GrpcHost, HostPool
+from tests.support.transfer_ends import GrpcHost, HostPool, endpoint_config
 
 #: Where blocks lie; stand-in: memory files behind the words of a device.
 Memory = Literal["cuda", "stand-in", "host"]
@@ -106,13 +105,14 @@ def run_sender(setup: SenderSetup, orders: Connection) -> None:
     if setup.memory == "stand-in" and not setup.is_thread:
         stand_in(pool)
     sender = make_sender(
-        pool,
-        setup.fingerprint,
-        secret=SECRET,
-        worker_id=SENDER_ID,
-        incarnation=f"{SENDER_ID}-{os.getpid()}",
-        transport=setup.transport,
-        limits=setup.limits,
+        endpoint_config(
+            pool,
+            setup.fingerprint,
+            worker_id=SENDER_ID,
+            incarnation=f"{SENDER_ID}-{os.getpid()}",
+            transport=setup.transport,
+            limits=setup.limits,
+        )
     )
 
     def send(grant: Grant, deadline_s: float) -> tuple[str, str, float]:
@@ -201,14 +201,10 @@ class Landing:
     def __init__(self, pool: Any, fingerprint: Fingerprint, transport: str, limits: CopyLimits | None = None) -> None:
         self.pool, self._fingerprint, self._number = pool, fingerprint, 0
         self._receiver = make_receiver(
-            pool,
-            fingerprint,
-            secret=SECRET,
-            worker_id=RECEIVER_ID,
-            incarnation="d0-1",
+            endpoint_config(
+                pool, fingerprint, worker_id=RECEIVER_ID, incarnation="d0-1", transport=transport, limits=limits
+            ),
             host="127.0.0.1",
-            transport=transport,
-            limits=limits,
         )
         self._host = GrpcHost(self._receiver.servicer)
 

@@ -9,8 +9,7 @@ import time
 from kvtransfer.link.endpoint import make_receiver, make_sender
 from pdserve.core.kv.kv_shape import Grant, TransferKey
 from pdserve.core.kv.stamps import BlockStamps
-from tests.support.cluster_secret import SECRET
-from tests.support.transfer_ends import WAIT_S, GrpcHost, HostPool, fingerprint
+from tests.support.transfer_ends import WAIT_S, GrpcHost, HostPool, endpoint_config, fingerprint
 
 NUM_BLOCKS, BLOCK_BYTES = 64, 64 * 1024
 PARTS = 32
@@ -22,23 +21,15 @@ def message_s(transport: str) -> float:
     source, landing = HostPool(NUM_BLOCKS, BLOCK_BYTES, seed=7), HostPool(NUM_BLOCKS, BLOCK_BYTES)
     facts = fingerprint(BLOCK_BYTES)
     receiver = make_receiver(
-        landing,
-        facts,
-        secret=SECRET,
-        worker_id="d0",
-        incarnation="d0-1",
+        endpoint_config(
+            landing, facts, worker_id="d0", incarnation="d0-1", stamps=BlockStamps(NUM_BLOCKS), transport=transport
+        ),
         host="127.0.0.1",
-        stamps=BlockStamps(NUM_BLOCKS),
-        transport=transport,
     )
     sender = make_sender(
-        source,
-        facts,
-        secret=SECRET,
-        worker_id="p0",
-        incarnation="p0-1",
-        stamps=BlockStamps(NUM_BLOCKS),
-        transport=transport,
+        endpoint_config(
+            source, facts, worker_id="p0", incarnation="p0-1", stamps=BlockStamps(NUM_BLOCKS), transport=transport
+        )
     )
     host = GrpcHost(receiver.servicer)
 

@@ -21,12 +21,10 @@ from kvtransfer.link.receiver import StreamReceiver
 from kvtransfer.link.sender import StreamSender
 from kvtransfer.protocol.checksum import Checksum
 from kvtransfer.protocol.transport import SendOutcome, Sent
-from kvtransfer.transports.registry import kinds
 from pdserve.core.kv.kv_shape import Grant, TransferKey
 from pdserve.tls.certificates import ReloadingCertificates
-from tests.support.cluster_secret import SECRET
 from tests.support.tls_files import files_in
-from tests.support.transfer_ends import WAIT_S, GrpcHost, HostPool, fingerprint
+from tests.support.transfer_ends import WAIT_S, GrpcHost, HostPool, endpoint_config, fingerprint
 
 LEAST_POOL_BYTES: Final = 256 * 2**20  # far larger than the caches
 TRANSPORTS: Final = ("tcp", "shm")
@@ -89,15 +87,16 @@ def serve(max_bytes: int, block_bytes: int, source_fd: int, tls_folder: str = ""
     found = ends(certificates(tls_folder))
     receivers = {
         end: StreamReceiver(
-            pool,
-            fingerprint(block_bytes),
-            secret=SECRET,
-            worker_id=f"d-{end}",
-            incarnation="1",
+            endpoint_config(
+                pool,
+                fingerprint(block_bytes),
+                worker_id=f"d-{end}",
+                incarnation="1",
+                transport=transport,
+                checksums=checksums,
+                tls=tls,
+            ),
             host="127.0.0.1",
-            transports=kinds(transport),
-            checksums=checksums,
-            tls=tls,
         )
         for end, (transport, checksums, tls) in found.items()
     }
@@ -218,14 +217,15 @@ class Ways:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._senders = {
             end: StreamSender(
-                self._pool,
-                fingerprint(block_bytes),
-                secret=SECRET,
-                worker_id=f"p-{end}",
-                incarnation="1",
-                transports=kinds(transport),
-                checksums=checksums,
-                tls=tls,
+                endpoint_config(
+                    self._pool,
+                    fingerprint(block_bytes),
+                    worker_id=f"p-{end}",
+                    incarnation="1",
+                    transport=transport,
+                    checksums=checksums,
+                    tls=tls,
+                )
             )
             for end, (transport, checksums, tls) in ends(certificates(tls_folder)).items()
         }

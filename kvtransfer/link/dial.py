@@ -18,22 +18,18 @@ from typing import Final
 import grpc
 
 from kvtransfer.devices.shared import host_id
-from kvtransfer.faults.injector import FaultInjector
+from kvtransfer.link.endpoint_config import EndpointConfig
 from kvtransfer.link.gate import CHECKSUM_OF, CHECKSUMS
 from kvtransfer.link.tls_socket import secured
-from kvtransfer.protocol import checksum
+from kvtransfer.protocol.checksum import Checksum
 from kvtransfer.protocol.credentials import Parties, receiver_answer, sender_greeting
 from kvtransfer.protocol.frames import ANSWER_BYTES, MAX_TEXT_BYTES, TICKET_BYTES, decode_text
 from kvtransfer.protocol.plan import MAX_CHUNK_BYTES
-from kvtransfer.transports.interface import SendPath
-from kvtransfer.transports.registry import TRANSPORTS, name_of
+from kvtransfer.transports.interface import SendPath, Transport
 from pdserve.build import FULL_VERSION
-from pdserve.core.access.proof import NONCE_BYTES, ClusterSecret, Identity
+from pdserve.core.access.proof import NONCE_BYTES, ClusterSecret
 from pdserve.core.errors import TransferFailed, Unauthenticated
 from pdserve.core.installation import is_compatible, mismatch
-from pdserve.core.kv.kv_shape import Fingerprint
-from pdserve.engine.interface import KvPool
-from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.tls.reasons import connection_failure, tls_failure
 from pdserve.v1 import transfer_pb2, transfer_pb2_grpc
 from pdserve.wire import peers
@@ -46,26 +42,6 @@ DIAL_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
-    """The identity of the sender, and the pool that it sends from."""
-
-    worker_id: str
-    incarnation: str
-    secret: ClusterSecret
-    fingerprint: Fingerprint
-    transports: tuple[int, ...]  # in order of preference
-    checksums: tuple[checksum.Checksum, ...]
-    pool: KvPool
-    fault_injector: FaultInjector | None = None  # in tests of faults
-    wire_dtype: str = ""  # dtype of the blocks that it sends; empty: as they are stored
-    tls: ReloadingCertificates | None = None
-
-    @property
-    def identity(self) -> Identity:
-        return Identity.of(self.secret, "worker", self.worker_id, self.incarnation)
-
-
-@dataclass(frozen=True, slots=True)
 class DataConnection:
     """An authenticated data connection."""
 
@@ -73,7 +49,7 @@ class DataConnection:
     path: SendPath
     transport: str
     reason: str  # why this transport was chosen
-    checksum: checksum.Checksum
+    checksum: Checksum
     chunk_bytes: int
 
     def close(self) -> None:
@@ -89,10 +65,10 @@ class Dialled:
     error: str = ""
 
 
-def try_dial(caller: Caller, endpoint: str, incarnation: str) -> Dialled:
+def try_dial(config: EndpointConfig, endpoint: str, incarnation: str) -> Dialled:
     """Like `dial`, but returns every error, because transfers wait for the result."""
     try:
-        return Dialled(dial(caller, endpoint, incarnation))
+        return Dialled(dial(config, endpoint, incarnation))
     except TransferFailed as failed:
         return Dialled(None, failed.message)
     except Exception as error:
@@ -100,52 +76,55 @@ def try_dial(caller: Caller, endpoint: str, incarnation: str) -> Dialled:
         return Dialled(None, f"dialling failed: {error}")
 
 
-def dial(caller: Caller, endpoint: str, incarnation: str) -> DataConnection:
+def dial(config: EndpointConfig, endpoint: str, incarnation: str) -> DataConnection:
     """Tries the transports in order until one connects. Raises TransferFailed with the error of each."""
     ends_s = time.monotonic() + DIAL_S
     errors: list[str] = []
-    transports = caller.transports
+    transports = config.transports
     while transports:
-        answer = _open(caller, transports, endpoint, ends_s)
+        answer = _open(config, transports, endpoint, ends_s)
         if answer.receiver_incarnation != incarnation:
             raise TransferFailed(f"{endpoint} has restarted since it granted this transfer")
-        if answer.transport not in transports:
+        transport = next((one for one in transports if one.kind == answer.transport), None)
+        if transport is None:
             raise TransferFailed(f"{endpoint} chose transport {answer.transport}, which was not offered")
         try:
-            connection = _connect(caller, answer, endpoint, ends_s)
+            connection = _connect(config, transport, answer, endpoint, ends_s)
             connection = dataclasses.replace(connection, reason="; ".join([*errors, connection.reason]))
-            if caller.fault_injector is None:
+            if config.fault_injector is None:
                 return connection
             return dataclasses.replace(
-                connection, socket=caller.fault_injector.between(connection.socket, connection.path)
+                connection, socket=config.fault_injector.between(connection.socket, connection.path)
             )
         except OSError as error:
-            errors.append(f"{name_of(answer.transport)} to {endpoint}: {tls_failure(str(error)) or error}")
-            transports = tuple(kind for kind in transports if kind != answer.transport)
+            errors.append(f"{transport.name} to {endpoint}: {tls_failure(str(error)) or error}")
+            transports = tuple(one for one in transports if one is not transport)
     raise TransferFailed("; ".join(errors))
 
 
-def open_request(caller: Caller, transports: Sequence[int]) -> transfer_pb2.OpenRequest:
+def open_request(config: EndpointConfig, transports: Sequence[Transport]) -> transfer_pb2.OpenRequest:
     return transfer_pb2.OpenRequest(
-        fingerprint=FINGERPRINT.encode(caller.fingerprint),
-        sender_id=caller.worker_id,
-        sender_incarnation=caller.incarnation,
+        fingerprint=FINGERPRINT.encode(config.fingerprint),
+        sender_id=config.worker_id,
+        sender_incarnation=config.incarnation,
         host_id=host_id(),
-        transports=[transfer_pb2.TransportKind.Name(kind) for kind in transports],
-        checksums=[CHECKSUMS[kind] for kind in caller.checksums],
-        wire_dtype=caller.wire_dtype or caller.fingerprint.shape.dtype,
+        transports=[transfer_pb2.TransportKind.Name(one.kind) for one in transports],
+        checksums=[CHECKSUMS[kind] for kind in config.checksums],
+        wire_dtype=config.wire_dtype or config.fingerprint.shape.dtype,
         version=FULL_VERSION,
     )
 
 
-def _open(caller: Caller, transports: Sequence[int], endpoint: str, ends_s: float) -> transfer_pb2.OpenResponse:
-    introduction = peers.introduce(caller.identity, peers.OPEN, endpoint)
-    with peer_channel(introduction.target, caller.tls) as channel:
+def _open(
+    config: EndpointConfig, transports: Sequence[Transport], endpoint: str, ends_s: float
+) -> transfer_pb2.OpenResponse:
+    introduction = peers.introduce(config.identity, peers.OPEN, endpoint)
+    with peer_channel(introduction.target, config.tls) as channel:
         try:
             metadata = peers.prove_blocking(channel, introduction, max(0.1, ends_s - time.monotonic()))
             answer: transfer_pb2.OpenResponse
             answer, call = transfer_pb2_grpc.TransferServiceStub(channel).Open.with_call(
-                open_request(caller, transports), timeout=max(0.1, ends_s - time.monotonic()), metadata=metadata
+                open_request(config, transports), timeout=max(0.1, ends_s - time.monotonic()), metadata=metadata
             )
             peers.check_answer(introduction, call.initial_metadata())
         except Unauthenticated as error:
@@ -160,24 +139,25 @@ def _open(caller: Caller, transports: Sequence[int], endpoint: str, ends_s: floa
     return answer
 
 
-def _connect(caller: Caller, answer: transfer_pb2.OpenResponse, endpoint: str, ends_s: float) -> DataConnection:
+def _connect(
+    config: EndpointConfig, transport: Transport, answer: transfer_pb2.OpenResponse, endpoint: str, ends_s: float
+) -> DataConnection:
     """Raises OSError."""
     kind = CHECKSUM_OF.get(answer.checksum)
-    block_bytes = caller.pool.block_bytes
-    if kind not in caller.checksums:
+    block_bytes = config.pool.block_bytes
+    if kind not in config.checksums:
         raise OSError("it chose a checksum that was not offered")
     if not block_bytes <= answer.chunk_bytes <= MAX_CHUNK_BYTES or len(answer.ticket) != TICKET_BYTES:
         raise OSError(f"it answered with chunks of {answer.chunk_bytes} bytes, or a malformed ticket")
-    transport = TRANSPORTS[answer.transport]
     sock = transport.dial(answer.address, endpoint, max(0.1, ends_s - time.monotonic()))
     try:
-        if caller.tls is not None and not transport.is_same_host:
-            sock = secured(sock, caller.tls, endpoint.rpartition(":")[0])
-        parties = Parties(caller.identity.name, answer.receiver_incarnation, answer.transport)
-        _greet(caller.secret, parties, sock, answer.ticket, ends_s)
+        if config.tls is not None and not transport.is_same_host:
+            sock = secured(sock, config.tls, endpoint.rpartition(":")[0])
+        parties = Parties(config.identity.name, answer.receiver_incarnation, answer.transport)
+        _greet(config.secret, parties, sock, answer.ticket, ends_s)
         reason = decode_text(answer.transport_reason.encode()[:MAX_TEXT_BYTES])
         return DataConnection(
-            sock, transport.sender(sock, caller.pool), transport.name, reason, kind, answer.chunk_bytes
+            sock, transport.sender(sock, config.pool), transport.name, reason, kind, answer.chunk_bytes
         )
     except BaseException:
         sock.close()

@@ -9,12 +9,13 @@ from __future__ import annotations
 import hmac
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, cast, final
 
 import grpc
 
+from kvtransfer.link.endpoint_config import EndpointConfig
 from kvtransfer.protocol.checksum import Checksum
 from kvtransfer.protocol.credentials import Parties, is_proven, receiver_answer
 from kvtransfer.protocol.frames import TICKET_BYTES, Greeting
@@ -22,12 +23,12 @@ from kvtransfer.protocol.grants import compare
 from kvtransfer.protocol.mapping import arrival_of
 from kvtransfer.protocol.plan import PartLayout
 from kvtransfer.protocol.transport import TransferStats
-from kvtransfer.transports.registry import TRANSPORTS, name_of, names_of
+from kvtransfer.transports.registry import name_of, names_of
 from pdserve.build import FULL_VERSION
-from pdserve.core.access.proof import ClusterSecret, caller_name
+from pdserve.core.access.proof import caller_name
 from pdserve.core.errors import ConfigError, Overloaded, PdserveError, TransferFailed, Unauthenticated
 from pdserve.core.installation import is_compatible, mismatch
-from pdserve.core.kv.kv_shape import Fingerprint, KvShape
+from pdserve.core.kv.kv_shape import KvShape
 from pdserve.v1 import transfer_pb2, transfer_pb2_grpc
 from pdserve.wire.peers import proven_caller
 from pdserve.wire.protocol import FINGERPRINT
@@ -67,24 +68,19 @@ class Peer:
 
 
 class Gate:
-    """`addresses` maps the transports that this receiver offers to where they listen."""
+    """`addresses`: where each transport of this receiver listens, by number."""
 
     def __init__(
         self,
-        fingerprint: Fingerprint,
-        secret: ClusterSecret,
-        incarnation: str,
+        config: EndpointConfig,
         host_id: str,
         addresses: Mapping[int, str],
-        checksums: Sequence[Checksum],
         chunk_bytes: int,
         stats: TransferStats,
-        clock: Callable[[], float],
     ) -> None:
-        self._fingerprint, self._incarnation, self._host_id = fingerprint, incarnation, host_id
-        self._secret = secret
-        self._addresses, self._checksums, self._chunk_bytes = addresses, tuple(checksums), chunk_bytes
-        self._stats, self._clock = stats, clock
+        self._config, self._host_id = config, host_id
+        self._transports = {one.kind: one for one in config.transports}
+        self._addresses, self._chunk_bytes, self._stats = addresses, chunk_bytes, stats
         self._lock = threading.Lock()
         self._tickets: dict[bytes, tuple[Peer, float]] = {}
 
@@ -106,7 +102,7 @@ class Gate:
             transport=transfer_pb2.TransportKind.Name(peer.transport),
             address=self._addresses[peer.transport],
             ticket=ticket,
-            receiver_incarnation=self._incarnation,
+            receiver_incarnation=self._config.incarnation,
             checksum=transfer_pb2.ChecksumKind.Name(CHECKSUMS[peer.checksum]),
             chunk_bytes=self._chunk_bytes,
             transport_reason=peer.transport_reason,
@@ -120,35 +116,37 @@ class Gate:
         None if the greeting does not prove the peer. The ticket then stays valid; otherwise a foreign process could
         use it up.
         """
-        now_s = self._clock()
+        now_s = self._config.clock()
         with self._lock:
             self._forget_old(now_s)
             found = [one for one in self._tickets if hmac.compare_digest(one, greeting.ticket)]
             if not found:
                 return None
             peer, _ = self._tickets[found[0]]
-            parties = Parties(caller_name(peer.sender_id, peer.incarnation), self._incarnation, transport)
-            if peer.transport != transport or not is_proven(self._secret, parties, greeting):
+            parties = Parties(caller_name(peer.sender_id, peer.incarnation), self._config.incarnation, transport)
+            if peer.transport != transport or not is_proven(self._config.secret, parties, greeting):
                 self._stats.unproven += 1
                 return None
             del self._tickets[found[0]]
-        return peer, receiver_answer(self._secret, parties, greeting)
+        return peer, receiver_answer(self._config.secret, parties, greeting)
 
     def _judge(self, request: transfer_pb2.OpenRequest) -> Peer:
         if not is_compatible(FULL_VERSION, request.version):
             raise TransferFailed(f"the sender: {mismatch(FULL_VERSION, request.version)}")
         theirs = FINGERPRINT.decode(request.fingerprint)
-        compare(self._fingerprint, theirs)
-        PartLayout.to_receive(theirs.shape, self._fingerprint.shape)
-        arrival_of(theirs.shape, self._fingerprint.shape, request.wire_dtype)
+        compare(self._config.fingerprint, theirs)
+        PartLayout.to_receive(theirs.shape, self._config.fingerprint.shape)
+        arrival_of(theirs.shape, self._config.fingerprint.shape, request.wire_dtype)
         for name in ("sender_id", "sender_incarnation"):
             size = len(getattr(request, name))
             if not 1 <= size <= MAX_NAME_CHARS:
                 raise ConfigError(name, f"{size} characters", f"1 to {MAX_NAME_CHARS}")
-        checksum = next((CHECKSUM_OF[k] for k in request.checksums if CHECKSUM_OF.get(k) in self._checksums), None)
+        checksum = next(
+            (CHECKSUM_OF[k] for k in request.checksums if CHECKSUM_OF.get(k) in self._config.checksums), None
+        )
         if checksum is None:
             seen = [transfer_pb2.ChecksumKind.Name(k) for k in request.checksums if k in CHECKSUM_OF]
-            expected = " or ".join(one.value for one in self._checksums)
+            expected = " or ".join(one.value for one in self._config.checksums)
             raise ConfigError("checksums", ", ".join(seen) or "none that this worker supports", expected)
         transport, reason = self._transport(request)
         name, incarnation, dtype = request.sender_id, request.sender_incarnation, request.wire_dtype
@@ -161,18 +159,18 @@ class Gate:
         for kind in request.transports:
             if kind not in self._addresses:
                 unusable.append(f"the receiver has no {name_of(kind)}")
-            elif TRANSPORTS[kind].is_same_host and not is_same_host:
+            elif self._transports[kind].is_same_host and not is_same_host:
                 unusable.append(f"{name_of(kind)} needs one host")
             else:
                 plain = "the sender's first choice" if len(request.transports) > 1 else "the sender offers no other"
                 return int(kind), "; ".join(unusable) or plain
         offered = names_of(request.transports) or "none"
-        local = [kind for kind in self._addresses if TRANSPORTS[kind].is_same_host]
+        local = [kind for kind in self._addresses if self._transports[kind].is_same_host]
         where = "" if is_same_host or not local else f" (another host, so not {names_of(local)})"
         raise ConfigError("transports", offered + where, names_of(list(self._addresses)))
 
     def _issue(self, peer: Peer) -> bytes:
-        now_s = self._clock()
+        now_s = self._config.clock()
         with self._lock:
             self._forget_old(now_s)
             if len(self._tickets) >= MAX_TICKETS:

@@ -10,14 +10,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from kvtransfer.link.channel import Channel, Gone, Silent, Waker, WriteProgress, Writer
-from kvtransfer.link.dial import Caller, DataConnection, Dialled, try_dial
+from kvtransfer.link.dial import DataConnection, Dialled, try_dial
+from kvtransfer.link.endpoint_config import EndpointConfig
 from kvtransfer.protocol.checksum import hasher
 from kvtransfer.protocol.commands import Abort, OnRead, OnSent, Push, Start
 from kvtransfer.protocol.frames import BadFrame, Frame, FrameDecoder, Kind, beat, encode_text
-from kvtransfer.protocol.lease import DEFAULT_LEASE, Heartbeat, Lease
+from kvtransfer.protocol.lease import Heartbeat
 from kvtransfer.protocol.plan import WHOLE, Part, PartLayout, blocks_per_chunk
 from kvtransfer.protocol.send_transfer import Job
 from kvtransfer.protocol.send_transfers import Action, Announce, ReportSent, SendTransfers, StaleSource
@@ -26,7 +27,6 @@ from kvtransfer.transports.interface import SendPath
 from pdserve.core.durations import clamped_s
 from pdserve.core.errors import TransferFailed
 from pdserve.core.kv.kv_shape import TransferKey
-from pdserve.core.kv.stamps import BlockStamps
 from pdserve.engine.gpu.kernels.extent import StridedExtent
 from pdserve.outage_log import OutageLog
 
@@ -41,37 +41,32 @@ class Outbound(threading.Thread):
 
     def __init__(
         self,
-        caller: Caller,
+        config: EndpointConfig,
         memory: memoryview,
-        stamps: BlockStamps,
         endpoint: str,
         worker_id: str,
         incarnation: str,
-        clock: Callable[[], float],
         ends: OutageLog,
-        on_read: OnRead | None = None,
-        lease: Lease = DEFAULT_LEASE,
+        on_read: OnRead | None,
     ) -> None:
-        """`ends` logs when connections begin and end."""
+        """To the decode worker with this endpoint, id and incarnation. `ends` logs when connections begin and end."""
         super().__init__(name=f"kv-outbound-{endpoint}", daemon=True)
-        self._ends = ends
-        self.pool, self.memory = caller.pool, memory
-        self.block_bytes = caller.pool.block_bytes
+        self._config, self._clock = config, config.clock
+        self.pool, self.memory = config.pool, memory
+        self.block_bytes = config.pool.block_bytes
         self.writer = Writer()
-        self._caller, self._endpoint, self._incarnation = caller, endpoint, incarnation
-        self._worker_id = worker_id
-        self._clock, self._on_read = clock, on_read
+        self._endpoint, self._worker_id, self._incarnation = endpoint, worker_id, incarnation
+        self._ends, self._on_read = ends, on_read
         self._layout: PartLayout | None = None  # known from the first transfer on, which has the receiver's shape
         self.stats = TransferStats()  # written by this thread only
         self._table = SendTransfers(
             self.block_bytes,
-            stamps,
+            config.stamps,
             self.stats,
-            stall_s=lease.stall_s,
-            unconfirmed_s=lease.unconfirmed_s,
-            grace_s=lease.grace_s,
+            stall_s=config.lease.stall_s,
+            unconfirmed_s=config.lease.unconfirmed_s,
+            grace_s=config.lease.grace_s,
         )
-        self._lease = lease
         self._heartbeat: Heartbeat | None = None  # once it is connected
         self._owners: dict[TransferKey, OnSent] = {}
         self._commands: deque[Command] = deque()
@@ -235,7 +230,7 @@ class Outbound(threading.Thread):
             self.writer.write(beat())
 
     def _dial(self) -> None:
-        result = try_dial(self._caller, self._endpoint, self._incarnation)
+        result = try_dial(self._config, self._endpoint, self._incarnation)
         if not self.post(result) and result.connection is not None:
             result.connection.close()
 
@@ -280,7 +275,7 @@ class Outbound(threading.Thread):
         self._connection = connection
         self._channel = Channel(connection.socket, self._waker)
         self._digest = hasher(connection.checksum)
-        self._heartbeat = Heartbeat(self._lease, self._clock())
+        self._heartbeat = Heartbeat(self._config.lease, self._clock())
         connection.path.attach(self)
         facts = {"endpoint": self._endpoint, "transport": connection.transport, "reason": connection.reason}
         self._ends.recovered(self._endpoint, **facts)

@@ -17,27 +17,22 @@ from collections.abc import Callable, Sequence
 from typing import Final, Generic, TypeVar, final
 
 from kvtransfer.devices.shared import host_id
-from kvtransfer.faults.injector import FaultInjector
 from kvtransfer.link.channel import Waker
+from kvtransfer.link.endpoint_config import EndpointConfig
 from kvtransfer.link.gate import Gate, Peer, TransferServicer
 from kvtransfer.link.inbound import Inbound
-from kvtransfer.protocol import checksum
 from kvtransfer.protocol.frames import Frame, Greeting, Kind, Tag, encode_text
-from kvtransfer.protocol.lease import DEFAULT_LEASE, Lease
 from kvtransfer.protocol.plan import DEFAULT_CHUNK_BYTES, Part, host_view
 from kvtransfer.protocol.receive_transfer import Claim
 from kvtransfer.protocol.receive_transfers import Action, ReceiveTransfers, ReplyToSender, Sever
 from kvtransfer.protocol.transport import OnOpen, Received, ReceiveOutcome, Sent, TransferStats
-from kvtransfer.transports.registry import TRANSPORTS, fence_of
-from pdserve.core.access.proof import ClusterSecret
+from kvtransfer.transports.interface import Transport
+from kvtransfer.transports.registry import fence_of
 from pdserve.core.durations import clamped_s
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
-from pdserve.core.kv.kv_shape import Fingerprint, Grant, TransferKey
-from pdserve.core.kv.stamps import BlockStamps
+from pdserve.core.kv.kv_shape import Grant, TransferKey
 from pdserve.core.log_limit import LogLimit
-from pdserve.engine.interface import KvPool
 from pdserve.outage_log import OutageLog, PeerLog
-from pdserve.tls.certificates import ReloadingCertificates
 
 # --- reports of results ---------------------------------------------------------------------------------------
 # They go to the owners of transfers, in the order of the table's decisions, without holding its lock.
@@ -102,41 +97,23 @@ OnReceived = Callable[[Received], None]
 
 
 class StreamReceiver:
-    """Receiver over the given transports: numbers of TransportKind."""
-
-    def __init__(
-        self,
-        pool: KvPool,
-        fingerprint: Fingerprint,
-        *,
-        secret: ClusterSecret,
-        worker_id: str,
-        incarnation: str,
-        host: str,
-        transports: Sequence[int],
-        stamps: BlockStamps | None = None,
-        lease: Lease = DEFAULT_LEASE,
-        checksums: Sequence[checksum.Checksum] | None = None,
-        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
-        clock: Callable[[], float] = time.monotonic,
-        fault_injector: FaultInjector | None = None,
-        tls: ReloadingCertificates | None = None,
-    ) -> None:
+    def __init__(self, config: EndpointConfig, host: str, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> None:
+        """Listens at once, on `host` and free ports. Raises ConfigError."""
+        pool, fingerprint, lease = config.pool, config.fingerprint, config.lease
         if pool.block_bytes != fingerprint.block_bytes:
             raise ConfigError("kv_shape.block_bytes", fingerprint.block_bytes, f"{pool.block_bytes}, as in the pool")
         self.pool, self.memory, self.block_bytes = pool, host_view(pool), pool.block_bytes
         self.shape = fingerprint.shape
         self.chunk_bytes = max(chunk_bytes, pool.block_bytes)
-        self.clock, self.tls = clock, tls
-        self._fault_injector = fault_injector
+        self.clock, self.tls, self.lease = config.clock, config.tls, lease
+        self._config = config
         self._table = ReceiveTransfers(
-            BlockStamps(pool.num_blocks) if stamps is None else stamps,
+            config.stamps,
             grace_s=lease.grace_s,
             quarantine_s=lease.quarantine_s,
             stall_s=lease.stall_s,
             unclaimed_s=lease.unclaimed_s,
         )
-        self.lease = lease
         self._lock = threading.Lock()  # guards the table, the connections and the reports
         self._reports: Reports[Received] = Reports(self._lock)
         self._connections: dict[int, Inbound] = {}
@@ -146,22 +123,12 @@ class StreamReceiver:
         self._lines = PeerLog(log)
         self._senders = OutageLog(log, "kv sender disconnected", "kv connection taken", level=logging.INFO)
         self._number = 0
-        self._kinds = tuple(transports)
-        self._listeners = {kind: _listen(kind, host) for kind in transports}
-        self._gate = Gate(
-            fingerprint,
-            secret,
-            incarnation,
-            host_id(),
-            {kind: TRANSPORTS[kind].address(listener) for kind, listener in self._listeners.items()},
-            checksums or checksum.available(),
-            self.chunk_bytes,
-            self._table.stats,
-            clock,
-        )
+        self._listeners = {one: _listen(one, host) for one in config.transports}
+        addresses = {one.kind: one.address(listener) for one, listener in self._listeners.items()}
+        self._gate = Gate(config, host_id(), addresses, self.chunk_bytes, self._table.stats)
         self.servicer = TransferServicer(self._gate)
         self._waker = Waker()
-        self._thread = threading.Thread(target=self._run, name=f"kv-receiver-{worker_id}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"kv-receiver-{config.worker_id}", daemon=True)
         self._thread.start()
 
     # Called by the decode worker.
@@ -206,7 +173,7 @@ class StreamReceiver:
         if len(set(blocks)) != len(blocks):
             raise InvalidRequest("grant.blocks", "a block twice", "each block once")
         now_s = self.clock()
-        after = fence_of(self.pool, self._kinds)  # work that is queued later does not use these blocks
+        after = fence_of(self.pool, self._config.transports)  # work that is queued later does not use these blocks
         with self._lock:
             if self._is_closed or not self._thread.is_alive():
                 raise Unavailable("the KV receiver is closed")
@@ -267,8 +234,8 @@ class StreamReceiver:
             self._do(self._table.announce(tag, writer, part.shard, part.groups, self.clock(), num_shards))
 
     def claim(self, frame: Frame, writer: int, stamps: bytes) -> Claim | None:
-        if self._fault_injector is not None:
-            self._fault_injector.before_write(frame.tag)
+        if self._config.fault_injector is not None:
+            self._config.fault_injector.before_write(frame.tag)
         with self._lock:
             claim = self._table.claim(frame.tag, writer, frame.first, stamps, self.clock(), frame.part)
             if claim is None:
@@ -334,8 +301,8 @@ class StreamReceiver:
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._waker, selectors.EVENT_READ, None)
-                for kind, listener in self._listeners.items():
-                    selector.register(listener, selectors.EVENT_READ, kind)
+                for transport, listener in self._listeners.items():
+                    selector.register(listener, selectors.EVENT_READ, transport)
                 while not self._is_closed:
                     self._tick(selector)
         # without this thread there are no deadlines and no new connections, so the receiver must end
@@ -356,7 +323,7 @@ class StreamReceiver:
         self._waker.clear()
         self._decide(self._table.expire)
 
-    def _accept(self, listener: socket.socket, kind: int) -> None:
+    def _accept(self, listener: socket.socket, transport: Transport) -> None:
         sock: socket.socket | None = None
         try:
             sock, _ = listener.accept()
@@ -366,7 +333,7 @@ class StreamReceiver:
                     raise OSError(f"{MAX_CONNECTIONS} connections are open already")
                 self._make_room(pending)
                 self._number += 1
-                inbound = Inbound(self, sock, self._number, TRANSPORTS[kind])
+                inbound = Inbound(self, sock, self._number, transport)
                 self._connections[inbound.number] = inbound.started()
         # the peer has disconnected already, or the process has no more descriptors or threads
         except (OSError, RuntimeError) as error:
@@ -400,8 +367,8 @@ def _encode(answer: ReplyToSender) -> bytes:
     return encode_text(Kind.REFUSE, answer.tag, answer.error, is_cancelled=answer.is_cancelled)
 
 
-def _listen(kind: int, host: str) -> socket.socket:
-    listener = TRANSPORTS[kind].listen(host)
+def _listen(transport: Transport, host: str) -> socket.socket:
+    listener = transport.listen(host)
     listener.listen(64)
     listener.setblocking(False)
     return listener

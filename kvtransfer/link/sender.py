@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
-from kvtransfer.faults.injector import FaultInjector
-from kvtransfer.link.dial import Caller
+from kvtransfer.link.endpoint_config import EndpointConfig
 from kvtransfer.link.outbound import Outbound
-from kvtransfer.protocol import checksum
 from kvtransfer.protocol.commands import Abort, OnRead, OnSent, Push, Start
 from kvtransfer.protocol.grants import compare
-from kvtransfer.protocol.lease import DEFAULT_LEASE, Lease
 from kvtransfer.protocol.plan import Part, PartLayout, host_view
 from kvtransfer.protocol.transport import Link, Sent, Text, TransferStats, total
 from kvtransfer.transports.registry import fence_of
-from pdserve.core.access.proof import ClusterSecret
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
-from pdserve.core.kv.kv_shape import Fingerprint, Grant, KvShape, TransferKey, is_same_bytes
-from pdserve.core.kv.stamps import BlockStamps
-from pdserve.engine.interface import KvPool
+from pdserve.core.kv.kv_shape import Grant, KvShape, TransferKey, is_same_bytes
 from pdserve.outage_log import OutageLog
-from pdserve.tls.certificates import ReloadingCertificates
 
 log = logging.getLogger(__name__)
 
@@ -33,45 +25,12 @@ Pair = tuple[str, str, str]  # endpoint, worker id, incarnation
 
 
 class StreamSender:
-    """Sender over the given transports: numbers of TransportKind, the preferred one first.
+    """`on_read` is called on the connections' threads, before a transfer ends, with the source blocks that are no
+    longer read."""
 
-    The pool's blocks have the format that receivers expect from the fingerprint's shape. `on_read` is called on the
-    connections' threads, before a transfer ends, with the source blocks that are no longer read.
-    """
-
-    def __init__(
-        self,
-        pool: KvPool,
-        fingerprint: Fingerprint,
-        *,
-        secret: ClusterSecret,
-        worker_id: str,
-        incarnation: str,
-        transports: Sequence[int],
-        stamps: BlockStamps | None = None,
-        checksums: Sequence[checksum.Checksum] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        fault_injector: FaultInjector | None = None,
-        on_read: OnRead | None = None,
-        wire_dtype: str = "",
-        lease: Lease = DEFAULT_LEASE,
-        tls: ReloadingCertificates | None = None,
-    ) -> None:
-        self._memory, self._num_blocks = host_view(pool).toreadonly(), pool.num_blocks
-        self.caller = Caller(
-            worker_id,
-            incarnation,
-            secret,
-            fingerprint,
-            tuple(transports),
-            tuple(checksums or checksum.available()),
-            pool,
-            fault_injector,
-            wire_dtype,
-            tls,
-        )
-        self._stamps = BlockStamps(pool.num_blocks) if stamps is None else stamps
-        self._clock, self._on_read, self._lease = clock, on_read, lease
+    def __init__(self, config: EndpointConfig, on_read: OnRead | None = None) -> None:
+        self.config, self._on_read = config, on_read
+        self._memory = host_view(config.pool).toreadonly()
         self._lock = threading.Lock()  # guards all below
         self._pairs: dict[Pair, Outbound] = {}
         self._transfers: dict[TransferKey, tuple[Outbound, int]] = {}  # its connection, number of blocks
@@ -112,19 +71,19 @@ class StreamSender:
         """
         error, layout = "", None
         try:
-            compare(grant.fingerprint, self.caller.fingerprint)
+            compare(grant.fingerprint, self.config.fingerprint)
             layout = self._layout(grant.fingerprint.shape)
-            if self.caller.pool.block_bytes != layout.block_bytes:
-                raise ConfigError("kv_shape.block_bytes", self.caller.pool.block_bytes, f"{layout.block_bytes}")
-            if layout.extent(Part(groups=groups)) is None and not self.caller.pool.is_on_host:
+            if self.config.pool.block_bytes != layout.block_bytes:
+                raise ConfigError("kv_shape.block_bytes", self.config.pool.block_bytes, f"{layout.block_bytes}")
+            if layout.extent(Part(groups=groups)) is None and not self.config.pool.is_on_host:
                 if groups == 1:
                     expected = "the receiver's: int8 and fp8 blocks on a GPU are not divided by heads"
-                    raise ConfigError("tensor_parallel", self.caller.fingerprint.shape.tp_degree, expected)
+                    raise ConfigError("tensor_parallel", self.config.fingerprint.shape.tp_degree, expected)
                 expected = "1: layer groups of these blocks are not runs of bytes, as pools on GPUs require"
                 raise ConfigError("groups", groups, expected)
         except ConfigError as differs:
             error = differs.message
-        deadline_at_s = None if deadline_s is None else self._clock() + deadline_s
+        deadline_at_s = None if deadline_s is None else self.config.clock() + deadline_s
         command = Start(grant, self._forgetting(grant.key, on_end), deadline_at_s, groups, layout, error)
         pair = (grant.endpoint, grant.worker_id, grant.incarnation)
         with self._lock:
@@ -150,13 +109,13 @@ class StreamSender:
         sources = [source for _, source in blocks]
         for name, numbers, limit in (
             ("grant index", [index for index, _ in blocks], size),
-            ("source block", sources, self._num_blocks),
+            ("source block", sources, self.config.pool.num_blocks),
         ):
             for odd in (min(numbers, default=0), max(numbers, default=0)):
                 if numbers and not 0 <= odd < limit:
                     raise InvalidRequest("blocks", f"{name} {odd}", f"0..{limit - 1}")
-        epochs = self._stamps.epochs(sources)
-        after = fence_of(self.caller.pool, self.caller.transports)
+        epochs = self.config.stamps.epochs(sources)
+        after = fence_of(self.config.pool, self.config.transports)
         outbound.post(Push(key, tuple(blocks), epochs, is_last, groups, after))
 
     def abort(self, key: TransferKey) -> None:
@@ -183,9 +142,9 @@ class StreamSender:
 
     def _layout(self, target: KvShape) -> PartLayout:
         """Raises ConfigError."""
-        source = self.caller.fingerprint.shape
-        if self.caller.pool.is_on_host or is_same_bytes(source, target):
-            return PartLayout.to_send(source, target, self.caller.wire_dtype)
+        source = self.config.fingerprint.shape
+        if self.config.pool.is_on_host or is_same_bytes(source, target):
+            return PartLayout.to_send(source, target, self.config.wire_dtype)
         return PartLayout.to_cut(source, target)
 
     def _connect(self, pair: Pair) -> Outbound:
@@ -195,9 +154,7 @@ class StreamSender:
         self._past = total([self._past, *(one.stats for one in self._ending if not one.is_alive())])
         self._ending = [one for one in self._ending if one.is_alive()]
         try:
-            outbound = Outbound(
-                self.caller, self._memory, self._stamps, *pair, self._clock, self._ends, self._on_read, self._lease
-            ).started()
+            outbound = Outbound(self.config, self._memory, *pair, self._ends, self._on_read).started()
         except (OSError, RuntimeError) as error:
             raise Unavailable(f"no KV connection to {pair[0]} can be made: {error}") from error
         self._pairs[pair] = outbound

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, Generic, TypeVar, final
 
+from kvtransfer.link.endpoint_config import EndpointConfig
 from kvtransfer.link.receiver import Reports
 from kvtransfer.protocol.commands import OnSent
-from kvtransfer.protocol.grants import check_movable, fingerprint_of
+from kvtransfer.protocol.grants import check_movable
 from kvtransfer.protocol.transport import (
     Link,
     OnOpen,
@@ -39,12 +40,11 @@ from kvtransfer.ranks.joint import (
     rank_pairs,
 )
 from kvtransfer.ranks.rank_link import RankLink, RemoteReceiver, RemoteSender
-from pdserve.core.access.proof import ClusterSecret, Identity
+from pdserve.core.access.proof import Identity
 from pdserve.core.errors import ConfigError, PdserveError, Unavailable
 from pdserve.core.kv.kv_shape import Grant, KvShape, TransferKey, check_convertible
 from pdserve.core.kv.stamps import BlockStamps
 from pdserve.engine.interface import Engine
-from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.v1 import rank_pb2
 
 # --- joined senders and receivers -----------------------------------------------------------------------------
@@ -281,57 +281,42 @@ OPEN_S: Final = 120.0  # the kernels for device copies are compiled in this time
 def joined_receiver(
     local: RankReceiver,
     engine: Engine,
-    stamps: BlockStamps,
-    secret: ClusterSecret,
-    worker_id: str,
-    incarnation: str,
-    tls: ReloadingCertificates | None = None,
+    config: EndpointConfig,
 ) -> Receiver:
     """`local` is this process's receiver. Raises ConfigError, and closes `local`, if a rank cannot be reached."""
-    leader = Identity.of(secret, "leader", worker_id, incarnation)
-    links = _links(local, engine, leader, incarnation, tls, is_sender=False)
+    links = _links(local, engine, config, is_sender=False)
     if not links:
         return local
-    _send_epochs(engine, stamps)
-    ranks: list[RankReceiver] = [local, *(RemoteReceiver(link, stamps) for link in links)]
+    _send_epochs(engine, config.stamps)
+    ranks: list[RankReceiver] = [local, *(RemoteReceiver(link, config.stamps) for link in links)]
     return JoinedReceiver(ranks, [link.endpoint for link in links], engine.spec.tp_degree)
 
 
 def joined_sender(
     local: RankSender,
     engine: Engine,
-    stamps: BlockStamps,
-    secret: ClusterSecret,
-    worker_id: str,
-    incarnation: str,
-    tls: ReloadingCertificates | None = None,
+    config: EndpointConfig,
 ) -> Sender:
     """`local` is this process's sender. Raises ConfigError, and closes `local`, if a rank cannot be reached.
 
     Also used for a worker of one rank, because a decode worker may have several.
     """
-    leader = Identity.of(secret, "leader", worker_id, incarnation)
-    links = _links(local, engine, leader, incarnation, tls, is_sender=True)
+    links = _links(local, engine, config, is_sender=True)
     if links:
-        _send_epochs(engine, stamps)
-    ranks: list[RankSender] = [local, *(RemoteSender(link, stamps) for link in links)]
-    return JoinedSender(ranks, fingerprint_of(engine.spec).shape, is_on_host=engine.pool.is_on_host)
+        _send_epochs(engine, config.stamps)
+    ranks: list[RankSender] = [local, *(RemoteSender(link, config.stamps) for link in links)]
+    return JoinedSender(ranks, config.fingerprint.shape, is_on_host=config.pool.is_on_host)
 
 
 def _links(
-    local: RankReceiver | RankSender,
-    engine: Engine,
-    leader: Identity,
-    incarnation: str,
-    tls: ReloadingCertificates | None,
-    *,
-    is_sender: bool,
+    local: RankReceiver | RankSender, engine: Engine, config: EndpointConfig, *, is_sender: bool
 ) -> list[RankLink]:
     links: list[RankLink] = []
-    opening = rank_pb2.OpenEndpoint(incarnation=incarnation, is_sender=is_sender)
+    leader = Identity.of(config.secret, "leader", config.worker_id, config.incarnation)
+    opening = rank_pb2.OpenEndpoint(incarnation=config.incarnation, is_sender=is_sender)
     try:
         for rank, address in enumerate(getattr(engine, "rank_addresses", ()), 1):
-            links.append(RankLink(rank, address, leader, opening, OPEN_S, tls))
+            links.append(RankLink(rank, address, leader, opening, OPEN_S, config.tls))
     except BaseException:
         for link in links:
             link.close()

@@ -22,11 +22,10 @@ from typing import Any, Final, final
 import grpc
 import grpc.aio
 
-from kvtransfer.devices.copy_streams import CopyLimits
 from kvtransfer.faults.injector import FaultInjector, make_fault_injector
-from kvtransfer.link.endpoint import make_receiver, make_sender
+from kvtransfer.link.endpoint import config_of, make_receiver, make_sender
 from kvtransfer.link.receiver import StreamReceiver
-from kvtransfer.protocol.grants import fingerprint_of, grant_from_proto
+from kvtransfer.protocol.grants import grant_from_proto
 from kvtransfer.protocol.transport import Received, ReceiveOutcome, SendOutcome, Sent
 from kvtransfer.ranks.rank_link import MAX_MESSAGE_BYTES
 from kvtransfer.ranks.rank_messages import (
@@ -87,22 +86,13 @@ class Endpoint:
 
     def open(self, *, is_sender: bool) -> None:
         """Raises ConfigError."""
-        config, secret = self._config, ClusterSecret(self._config.cluster_secret)
-        common: dict[str, Any] = {
-            "secret": secret,
-            "tls": self._tls,
-            "worker_id": config.worker_id,
-            "incarnation": self._incarnation,
-            "transport": config.transport,
-            "fault_injector": self._fault_injector,
-            "stamps": self._stamps,
-            "limits": CopyLimits(num_streams=config.kv_copy_streams, staging_bytes=config.kv_staging_bytes),
-        }
-        facts = fingerprint_of(self._spec)
+        config = config_of(
+            self._config, self._spec, self._pool, self._incarnation, self._stamps, self._tls, self._fault_injector
+        )
         if is_sender:
-            self._sender = make_sender(self._pool, facts, kv_wire=config.kv_wire, **common)
+            self._sender = make_sender(config, self._config.kv_wire)
         else:
-            self.receiver = make_receiver(self._pool, facts, host=config.host, **common)
+            self.receiver = make_receiver(config, self._config.host)
 
     def execute(self, order: rank_pb2.FollowRequest) -> None:
         """Raises InvalidRequest on an invalid order."""

@@ -15,12 +15,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, final
 
+from kvtransfer.link.endpoint_config import EndpointConfig
 from kvtransfer.link.sender import StreamSender
-from kvtransfer.protocol.commands import OnRead, OnSent
+from kvtransfer.protocol.commands import OnSent
 from kvtransfer.protocol.mapping import arrival_of, pieces_of, ready_blocks
 from kvtransfer.protocol.plan import flat
 from kvtransfer.protocol.transport import Link, SendOutcome, Sent, Text, TransferStats, total
@@ -29,7 +30,6 @@ from kvtransfer.reshape.unpacker import StagingPool
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
 from pdserve.core.kv.kv_shape import Grant, KvShape, TransferKey
 from pdserve.core.kv.stamps import BlockStamps
-from pdserve.engine.interface import KvPool
 
 log = logging.getLogger(__name__)
 
@@ -62,25 +62,15 @@ class ReshapedTransfer:
 class Reshaper:
     """A Sender to receivers of shape `target`, to which blocks are sent in `dtype`. Raises what arrival_of raises."""
 
-    def __init__(
-        self,
-        pool: KvPool,
-        stamps: BlockStamps,
-        source: KvShape,
-        target: KvShape,
-        dtype: str,
-        make_stream: Callable[[KvPool, BlockStamps, OnRead, str], StreamSender],
-    ) -> None:
+    def __init__(self, config: EndpointConfig, target: KvShape, dtype: str) -> None:
+        pool, source = config.pool, config.fingerprint.shape
         arrival = arrival_of(source, target, dtype)
         if not pool.is_on_host:
             raise ConfigError("kv_shape", target, f"{source}: blocks on a GPU cannot be converted")
         self._source, self._target, self._dtype = source, target, dtype
         self._window, self._form = arrival.out_of, arrival.form
-        self._memory, self._num_blocks, self._stamps = (
-            BlockArrays(flat(pool.buffer), source.form),
-            pool.num_blocks,
-            stamps,
-        )
+        self._memory, self._num_blocks = BlockArrays(flat(pool.buffer), source.form), pool.num_blocks
+        self._stamps = config.stamps
         num_blocks = max(MIN_STAGING_BLOCKS, STAGING_BYTES // self._form.block_bytes)
         staging = StagingPool(self._form, num_blocks)
         self._out = BlockArrays(staging.buffer, self._form)
@@ -92,7 +82,9 @@ class Reshaper:
         self._turns: deque[ReshapedTransfer] = deque()  # transfers that may have blocks to pack
         self._is_closed = False
         self._own = TransferStats()  # counts in addition to the plain sender's
-        self._inner = make_stream(staging, self._staging_stamps, self._read, dtype)
+        self._inner = StreamSender(
+            replace(config, pool=staging, stamps=self._staging_stamps, wire_dtype=dtype), self._read
+        )
         self._thread = threading.Thread(target=self._run, name="kv-reshaper", daemon=True)
         self._thread.start()
 

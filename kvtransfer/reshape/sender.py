@@ -3,55 +3,32 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import final
 
-from kvtransfer.link.dial import Caller
+from kvtransfer.link.endpoint_config import EndpointConfig
 from kvtransfer.link.sender import StreamSender
-from kvtransfer.protocol.commands import OnRead, OnSent
+from kvtransfer.protocol.commands import OnSent
 from kvtransfer.protocol.transport import Link, SendOutcome, Sent, Text, TransferStats, total
 from kvtransfer.reshape.reshaper import Reshaper
 from kvtransfer.reshape.wire_rule import WireRule
-from kvtransfer.transports.registry import divides_blocks
 from pdserve.core.errors import ConfigError, Unavailable
-from pdserve.core.kv.kv_shape import (
-    Fingerprint,
-    Grant,
-    KvShape,
-    TransferKey,
-    check_convertible,
-    is_same_bytes,
-    wire_dtype,
-)
-from pdserve.core.kv.stamps import BlockStamps
-from pdserve.engine.interface import KvPool
-
-MakeStream = Callable[[KvPool, BlockStamps, OnRead | None, str], StreamSender]  # str: the wire dtype
+from pdserve.core.kv.kv_shape import Grant, KvShape, TransferKey, check_convertible, is_same_bytes, wire_dtype
 
 
 @final
 class ShapedSender:
-    def __init__(
-        self,
-        pool: KvPool,
-        fingerprint: Fingerprint,
-        stamps: BlockStamps,
-        make_stream: MakeStream,
-        kv_wire: str = "exact",
-    ) -> None:
+    def __init__(self, config: EndpointConfig, kv_wire: str = "exact") -> None:
+        pool, fingerprint = config.pool, config.fingerprint
         if pool.block_bytes != fingerprint.block_bytes:
             raise ConfigError("kv_shape.block_bytes", fingerprint.block_bytes, f"{pool.block_bytes}, as in the pool")
-        self._pool, self._stamps, self._shape = pool, stamps, fingerprint.shape
-        self._make_stream = make_stream
-        self.plain = make_stream(pool, stamps, None, self._shape.dtype)
+        self.config, self._shape = config, fingerprint.shape
+        self.plain = StreamSender(replace(config, wire_dtype=self._shape.dtype))
         self._kv_wire, self._rule = kv_wire, WireRule(kv_wire)
         self._lock = threading.Lock()  # guards all below
         self._reshapers: dict[tuple[KvShape, str], Reshaper] = {}
         self._is_closed = False
-
-    @property
-    def caller(self) -> Caller:
-        return self.plain.caller
 
     @property
     def stats(self) -> TransferStats:
@@ -64,7 +41,7 @@ class ShapedSender:
 
     @property
     def divides_blocks(self) -> bool:
-        return divides_blocks(self.caller.transports)
+        return all(one.divides_blocks for one in self.config.transports)
 
     @property
     def moved_bytes(self) -> int:
@@ -96,7 +73,7 @@ class ShapedSender:
         has_same_hashes = text is None or text.own == text.theirs
         on_end = self._observed(grant, dtype, on_end)
         # a sender on a device sends heads directly out of its blocks, or fails
-        is_alike = is_same_bytes(self._shape, theirs) or not self._pool.is_on_host
+        is_alike = is_same_bytes(self._shape, theirs) or not self.config.pool.is_on_host
         if is_alike and dtype == self._shape.dtype and has_same_hashes:
             self.plain.start(grant, on_end, deadline_s, groups=groups)
             return
@@ -148,6 +125,6 @@ class ShapedSender:
                 raise Unavailable("the KV sender is closed")
             found = self._reshapers.get((target, dtype))
             if found is None:
-                found = Reshaper(self._pool, self._stamps, self._shape, target, dtype, self._make_stream)
+                found = Reshaper(self.config, target, dtype)
                 self._reshapers[target, dtype] = found
             return found

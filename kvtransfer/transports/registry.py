@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from kvtransfer.devices.copy_streams import CopyLimits
@@ -25,8 +25,8 @@ TRANSPORTS: Final[dict[int, Transport]] = {one.kind: one for one in _IN_ORDER}
 NAMES: Final = ("auto", *(one.name for one in _IN_ORDER if one.name != TcpStaged.name))  # values of a setting
 
 
-def kinds(name: str, *, is_on_host: bool = True) -> tuple[int, ...]:
-    """Numbers of TransportKind, the preferred first; auto: all that this system supports for such a pool.
+def choose(name: str, *, is_on_host: bool = True) -> tuple[Transport, ...]:
+    """The transports of a setting, the preferred first; auto: all that this system supports for such a pool.
 
     tcp for a pool on a GPU is tcp_staged, which `auto` includes for every pool. Raises ConfigError.
     """
@@ -34,7 +34,7 @@ def kinds(name: str, *, is_on_host: bool = True) -> tuple[int, ...]:
         raise ConfigError("transport", name, "one of " + ", ".join(NAMES))
     fitting = [one for one in TRANSPORTS.values() if (one.is_for_hosts if is_on_host else one.is_for_devices)]
     if name == "auto":
-        found = tuple(one.kind for one in fitting if not one.why_not(is_on_host=is_on_host))
+        found = tuple(one for one in fitting if not one.why_not(is_on_host=is_on_host))
         if not found:
             reasons = "; ".join(f"{one.name}: {one.why_not(is_on_host=is_on_host)}" for one in fitting)
             raise ConfigError("transport", name, f"a system that has one ({reasons})")
@@ -46,31 +46,26 @@ def kinds(name: str, *, is_on_host: bool = True) -> tuple[int, ...]:
         raise ConfigError("transport", name, f"{allowed}: the KV pool is {where}")
     if why_not := chosen.why_not(is_on_host=is_on_host):
         raise ConfigError("transport", name, f"another on this system: {why_not}")
-    return (chosen.kind,)
+    return (chosen,)
 
 
 def prepare(
-    pool: KvPool, numbers: Sequence[int], runs: Sequence[StridedExtent] = (), limits: CopyLimits | None = None
+    pool: KvPool, transports: Sequence[Transport], runs: Sequence[StridedExtent] = (), limits: CopyLimits | None = None
 ) -> None:
     """Prepares the transports of a pool on a GPU, which would take seconds in its first transfer. `runs`: all byte runs
     in which its blocks may be sent. May raise TransferFailed."""
     if pool.is_on_host:
         return
-    for transport in (TRANSPORTS[kind] for kind in numbers):
+    for transport in transports:
         if isinstance(transport, OnDevice):
             transport.prepare(pool, runs, limits)
 
 
-def divides_blocks(numbers: Sequence[int]) -> bool:
-    """Whether a block can be sent in groups of layers by every one of these transports."""
-    return all(TRANSPORTS[kind].divides_blocks for kind in numbers)
-
-
-def fence_of(pool: KvPool, numbers: Sequence[int]) -> Fence | None:
+def fence_of(pool: KvPool, transports: Sequence[Transport]) -> Fence | None:
     """The work that the pool's device has queued so far; None for a pool in host memory."""
     if pool.is_on_host:
         return None
-    for transport in (TRANSPORTS[kind] for kind in numbers):
+    for transport in transports:
         if isinstance(transport, OnDevice):
             return transport.fence(pool)
     return None
@@ -80,5 +75,5 @@ def name_of(kind: int) -> str:
     return TRANSPORTS[kind].name if kind in TRANSPORTS else str(int(kind))
 
 
-def names_of(numbers: Sequence[int]) -> str:
+def names_of(numbers: Iterable[int]) -> str:
     return ", ".join(name_of(kind) for kind in numbers)

@@ -12,16 +12,20 @@ from typing import Any
 import grpc
 
 from kvtransfer.link.dial import open_request
+from kvtransfer.link.endpoint_config import EndpointConfig
 from kvtransfer.link.sender import StreamSender
 from kvtransfer.protocol.grants import PROTOCOL
+from kvtransfer.transports.registry import choose
 from pdserve.core.errors import PdserveError
 from pdserve.core.kv.kv_shape import Fingerprint, KvShape
+from pdserve.core.kv.stamps import BlockStamps
+from pdserve.engine.interface import KvPool
 from pdserve.engine.memory.host import HostMemory
 from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.v1 import transfer_pb2_grpc
 from pdserve.wire import peers
 from pdserve.wire.tls_credentials import peer_channel, peer_port
-from tests.support.cluster_secret import proofs, protect
+from tests.support.cluster_secret import SECRET, proofs, protect
 
 WAIT_S = 20.0
 BLOCK_BYTES = 4096
@@ -65,6 +69,25 @@ def fingerprint(block_bytes: int = BLOCK_BYTES, num_layers: int = 1, **changes: 
     return replace(plain, **changes)
 
 
+def endpoint_config(
+    pool: KvPool, facts: Fingerprint, *, transport: str, stamps: BlockStamps | None = None, **rest: Any
+) -> EndpointConfig:
+    """With the tests' cluster secret. Raises ConfigError."""
+    return EndpointConfig(
+        pool=pool,
+        fingerprint=facts,
+        secret=SECRET,
+        transports=choose(transport, is_on_host=pool.is_on_host),
+        stamps=stamps or BlockStamps(pool.num_blocks),
+        **rest,
+    )
+
+
+def kinds(name: str, *, is_on_host: bool = True) -> tuple[int, ...]:
+    """Numbers of TransportKind of a setting."""
+    return tuple(one.kind for one in choose(name, is_on_host=is_on_host))
+
+
 class GrpcHost:
     """A grpc.aio server in its own thread, as in a worker."""
 
@@ -90,10 +113,10 @@ class GrpcHost:
 
     def open(self, sender: StreamSender, **changes: Any) -> Any:
         """A real Open call with this sender's fields; raises grpc.RpcError."""
-        caller = replace(sender.caller, **changes)
-        request = open_request(caller, caller.transports)
-        with peer_channel(self.endpoint, caller.tls) as channel:
-            proof = peers.prove_blocking(channel, peers.introduce(caller.identity, peers.OPEN, self.endpoint), WAIT_S)
+        config = replace(sender.config, **changes)
+        request = open_request(config, config.transports)
+        with peer_channel(self.endpoint, config.tls) as channel:
+            proof = peers.prove_blocking(channel, peers.introduce(config.identity, peers.OPEN, self.endpoint), WAIT_S)
             return transfer_pb2_grpc.TransferServiceStub(channel).Open(request, timeout=WAIT_S, metadata=proof)
 
     def stop(self) -> None:

@@ -23,10 +23,10 @@ from kvtransfer.transports.nixl import NIXL, Nixl
 from kvtransfer.transports.registry import TRANSPORTS
 from pdserve.core.kv.kv_shape import Fingerprint
 from pdserve.core.kv.stamps import BlockStamps
-from tests.support.cluster_secret import SECRET
 from tests.support.fake_device import DevicePool, FakeDevice
 from tests.support.fake_ends import DEVICE_TRANSPORTS, stand_ins
 from tests.support.tls_files import TestAuthority
+from tests.support.transfer_ends import endpoint_config
 from tests.support.transfer_proxy import Hook, Proxy
 from tests.unit.kvtransfer.fake_driver import Event, Stream
 from tests.unit.kvtransfer.fake_nixl import World
@@ -98,17 +98,11 @@ def make_pair(
         stamps = BlockStamps(num_blocks), BlockStamps(num_blocks)
         facts = facts or fingerprint(block_bytes)
         receiver = make_receiver(
-            target,
-            facts,
-            secret=SECRET,
-            worker_id="d0",
-            incarnation="d0-1",
+            endpoint_config(target, facts, worker_id="d0", incarnation="d0-1", stamps=stamps[1], **common),
             host="127.0.0.1",
-            stamps=stamps[1],
-            **common,
         )
         sender = make_sender(
-            source, facts, secret=SECRET, worker_id="p0", incarnation="p0-1", stamps=stamps[0], **common
+            endpoint_config(source, facts, worker_id="p0", incarnation="p0-1", stamps=stamps[0], **common)
         )
         servicer: Any = receiver.servicer
         if hook is not None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvtransfer.link.endpoint import make_receiver, make_sender
 from pdserve.core.kv.kv_shape import Grant, TransferKey
-from tests.support.cluster_secret import SECRET
+from tests.support.transfer_ends import endpoint_config
 from tests.unit.kvtransfer.harness import PATIENT, GrpcHost, HostPool, fingerprint
 
 
@@ -40,13 +40,14 @@ def main(argv: list[str]) -> None:
     if role == "sender":
         endpoint, num_blocks = rest[0], int(rest[1])
         sender = make_sender(
-            HostPool(num_blocks, seed=7),
-            fingerprint(),
-            secret=SECRET,
-            worker_id="p9",
-            incarnation="p9-1",
-            transport=transport,
-            lease=PATIENT,
+            endpoint_config(
+                HostPool(num_blocks, seed=7),
+                fingerprint(),
+                worker_id="p9",
+                incarnation="p9-1",
+                transport=transport,
+                lease=PATIENT,
+            )
         )
         target = grant(endpoint, num_blocks)
         sender.start(target, lambda sent: say(sent=sent.outcome.value, error=sent.error))
@@ -54,14 +55,15 @@ def main(argv: list[str]) -> None:
     else:
         num_blocks = int(rest[0])
         receiver = make_receiver(
-            HostPool(num_blocks),
-            fingerprint(),
-            secret=SECRET,
-            worker_id="d0",
-            incarnation="d0-1",
+            endpoint_config(
+                HostPool(num_blocks),
+                fingerprint(),
+                worker_id="d0",
+                incarnation="d0-1",
+                transport=transport,
+                lease=PATIENT,
+            ),
             host="127.0.0.1",
-            transport=transport,
-            lease=PATIENT,
         )
         receiver.expect(grant("", num_blocks), lambda received: say(received=received.outcome.value))
         host = GrpcHost(receiver.servicer)

@@ -44,7 +44,7 @@ def connect(pair: Pair, answer: transfer_pb2.OpenResponse) -> socket.socket:
 
 def greet(pair: Pair, answer: transfer_pb2.OpenResponse, secret: ClusterSecret = SECRET, **changes: Any) -> bytes:
     """Sends the greeting of a sender on a data connection."""
-    ends = Parties(pair.sender.caller.identity.name, answer.receiver_incarnation, answer.transport)
+    ends = Parties(pair.sender.config.identity.name, answer.receiver_incarnation, answer.transport)
     return sender_greeting(secret, replace(ends, **changes), answer.ticket, b"n" * NONCE_BYTES).encode()
 
 
@@ -52,7 +52,7 @@ class RawSender:
     """Sends hand-made frames over a properly opened connection."""
 
     def __init__(self, pair: Pair, name: str = "raw") -> None:
-        caller = replace(pair.sender.caller, worker_id=name)
+        caller = replace(pair.sender.config, worker_id=name)
         self.connection: DataConnection = dial(caller, pair.host.endpoint, "d0-1")
         self.connection.socket.settimeout(WAIT_S)
         self.pool, self._next_block = pair.source, FIRST_BLOCK

@@ -17,8 +17,7 @@ from kvtransfer.reshape.convert import BlockArrays, pack, unpack
 from kvtransfer.reshape.sender import ShapedSender
 from pdserve.core.kv.kv_shape import Fingerprint, Grant, KvShape, TransferKey
 from pdserve.core.kv.stamps import BlockStamps
-from tests.support.cluster_secret import SECRET
-from tests.support.transfer_ends import GrpcHost, HostPool, fingerprint
+from tests.support.transfer_ends import GrpcHost, HostPool, endpoint_config, fingerprint
 from tests.unit.kvtransfer.harness import PATIENT, Heard
 from tests.unit.kvtransfer.test_convert import shape_of
 
@@ -123,26 +122,28 @@ def opened_shapes(transport: str) -> Iterator[MakeShapes]:
             values[:] = np.random.default_rng(0).standard_normal(values.shape)
         stamps = BlockStamps(NUM_BLOCKS), BlockStamps(NUM_BLOCKS)
         receiver = make_receiver(
-            pools[1],
-            facts(target),
-            secret=SECRET,
-            worker_id="d0",
-            incarnation="d0-1",
+            endpoint_config(
+                pools[1],
+                facts(target),
+                worker_id="d0",
+                incarnation="d0-1",
+                transport=transport,
+                stamps=stamps[1],
+                lease=PATIENT,
+            ),
             host="127.0.0.1",
-            transport=transport,
-            stamps=stamps[1],
-            lease=PATIENT,
         )
         sender = make_sender(
-            pools[0],
-            facts(source),
-            secret=SECRET,
-            worker_id="p0",
-            incarnation="p0-1",
-            transport=transport,
-            stamps=stamps[0],
+            endpoint_config(
+                pools[0],
+                facts(source),
+                worker_id="p0",
+                incarnation="p0-1",
+                transport=transport,
+                stamps=stamps[0],
+                lease=PATIENT,
+            ),
             kv_wire=kv_wire,
-            lease=PATIENT,
         )
         one = Shapes(*pools, stamps, (source, target), sender, receiver, GrpcHost(receiver.servicer))
         made.append(one)

@@ -22,10 +22,10 @@ from kvtransfer.transports.on_device import extents_of_part
 from kvtransfer.transports.registry import TRANSPORTS
 from pdserve.core.errors import TransferFailed
 from pdserve.core.kv.kv_shape import Grant, TransferKey
-from tests.support.cluster_secret import SECRET
 from tests.support.fake_device import DevicePool, FakeBlocks, FakeDevice
 from tests.support.fake_ends import DEVICE_TRANSPORTS
 from tests.support.fake_nccl import FakeConnection, FakeConnector
+from tests.support.transfer_ends import endpoint_config
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, GrpcHost, Heard, Pair, fingerprint, wait_for
 from tests.unit.kvtransfer.raw import RawSender, assert_still_serves, expected
 
@@ -95,7 +95,7 @@ def test_scattered_groups_are_not_sent(
     shape = replace(fingerprint().shape, layout="block-major-int8.v1", dtype="int8", num_layers=4, num_kv_heads=2)
     facts = replace(fingerprint(), shape=shape)
     sender = make_sender(
-        DevicePool(4, shape.block_bytes), facts, secret=SECRET, worker_id="p0", incarnation="1", transport=transport
+        endpoint_config(DevicePool(4, shape.block_bytes), facts, worker_id="p0", incarnation="1", transport=transport)
     )
     sent = Heard()
     key = TransferKey(transfer_id="t", attempt=1, generation=1)
@@ -146,21 +146,16 @@ def test_conversion_on_a_device_is_rejected(devices: dict[int, FakeDevice], capl
     shape = replace(fingerprint().shape, layout="block-major.v1", dtype="float32", head_dim=4)
     facts, size = replace(fingerprint(), shape=shape), shape.block_bytes
     receiver = make_receiver(
-        DevicePool(4, size),
-        facts,
-        secret=SECRET,
-        worker_id="d0",
-        incarnation="d0-1",
+        endpoint_config(DevicePool(4, size), facts, worker_id="d0", incarnation="d0-1", transport="cuda_ipc"),
         host="127.0.0.1",
-        transport="cuda_ipc",
     )
     host = GrpcHost(receiver.servicer)
     sender = make_sender(
-        DevicePool(4, size), facts, secret=SECRET, worker_id="p0", incarnation="1", transport="cuda_ipc"
+        endpoint_config(DevicePool(4, size), facts, worker_id="p0", incarnation="1", transport="cuda_ipc")
     )
     caplog.set_level(logging.INFO)
     with pytest.raises(TransferFailed):
-        dial(replace(sender.caller, wire_dtype="int8"), host.endpoint, "d0-1")
+        dial(replace(sender.config, wire_dtype="int8"), host.endpoint, "d0-1")
     wait_for(lambda: not receiver.peers, "its end")
     errors = [vars(record).get("error") for record in caplog.records]
     assert "int8 for float32: blocks on a GPU cannot be converted" in errors

@@ -20,8 +20,8 @@ from kvtransfer.protocol.transport import EVENTS, ReceiveOutcome, Receiver, Send
 from kvtransfer.reshape.sender import ShapedSender
 from kvtransfer.transports import shm, tcp
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
-from tests.support.cluster_secret import SECRET
 from tests.support.fake_ends import DEVICE_TRANSPORTS
+from tests.support.transfer_ends import endpoint_config
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, PATIENT, Heard, HostPool, Pair, fingerprint, wait_for
 
 MakePair = Callable[..., Pair]
@@ -132,14 +132,15 @@ def test_several_senders_share_a_receiver(make_pair: MakePair, transport: str) -
     pools = [type(pair.source)(64, seed=i) for i in range(3)]
     senders = [
         make_sender(
-            pool,
-            fingerprint(),
-            secret=SECRET,
-            worker_id=f"p{i + 1}",
-            incarnation="1",
-            transport=pair.transport,
-            tls=pair.sender.caller.tls,
-            lease=PATIENT,
+            endpoint_config(
+                pool,
+                fingerprint(),
+                worker_id=f"p{i + 1}",
+                incarnation="1",
+                transport=pair.transport,
+                tls=pair.sender.config.tls,
+                lease=PATIENT,
+            )
         )
         for i, pool in enumerate(pools)
     ]
@@ -250,18 +251,18 @@ def test_another_fingerprint_is_rejected_by_field(pair: Pair, changes: dict[str,
 def test_a_pool_that_does_not_match_the_fingerprint_is_a_config_error(transport: str) -> None:
     facts = fingerprint(block_bytes=8)
     with pytest.raises(ConfigError, match=r"kv_shape.block_bytes: got 8, expected 4096"):
-        make_sender(HostPool(1), facts, secret=SECRET, worker_id="p", incarnation="i", transport=transport)
+        make_sender(endpoint_config(HostPool(1), facts, worker_id="p", incarnation="i", transport=transport))
     with pytest.raises(ConfigError, match=r"kv_shape.block_bytes: got 8, expected 4096"):
         make_receiver(
-            HostPool(1), facts, secret=SECRET, worker_id="d", incarnation="i", host="127.0.0.1", transport=transport
+            endpoint_config(HostPool(1), facts, worker_id="d", incarnation="i", transport=transport), host="127.0.0.1"
         )
 
 
 def test_an_unknown_transport_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="transport: got rdma, expected one of auto, cuda_ipc, nccl, shm, tcp, nixl"):
-        make_sender(HostPool(1), fingerprint(), secret=SECRET, worker_id="p", incarnation="i", transport="rdma")
+        make_sender(endpoint_config(HostPool(1), fingerprint(), worker_id="p", incarnation="i", transport="rdma"))
     with pytest.raises(ConfigError, match="shm, tcp, nixl: the KV pool is in host memory"):
-        make_sender(HostPool(1), fingerprint(), secret=SECRET, worker_id="p", incarnation="i", transport="nccl")
+        make_sender(endpoint_config(HostPool(1), fingerprint(), worker_id="p", incarnation="i", transport="nccl"))
 
 
 def test_nonexistent_indices_and_blocks_are_rejected(pair: Pair) -> None:

@@ -18,14 +18,14 @@ from kvtransfer.protocol.lease import Lease
 from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome, Text
 from kvtransfer.transports.cuda_ipc import CUDA_IPC, CudaIpc
 from kvtransfer.transports.nccl import NCCL, Nccl
-from kvtransfer.transports.registry import TRANSPORTS, kinds
+from kvtransfer.transports.registry import TRANSPORTS
 from kvtransfer.transports.tcp_staged import TCP_STAGED, TcpStaged
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv.kv_shape import Grant
-from tests.support.cluster_secret import SECRET
 from tests.support.fake_device import DevicePool, FakeCopying, FakeDevice, Trouble
 from tests.support.fake_ends import DEVICE_TRANSPORTS
 from tests.support.fake_nccl import FakeConnection, FakeConnector
+from tests.support.transfer_ends import endpoint_config, kinds
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Clock, Heard, Pair, fingerprint, wait_for
 from tests.unit.kvtransfer.raw import RawSender, expected, numbers
 
@@ -257,12 +257,13 @@ def test_a_pool_of_another_shape_is_rejected(make_pair: MakePair, transport: str
     floats = replace(facts.shape, dtype="float32", layout="block-major.v1", head_dim=4)
     mine, theirs = floats, replace(floats, **change)
     sender = make_sender(
-        DevicePool(4, mine.block_bytes),
-        replace(facts, shape=mine),
-        secret=SECRET,
-        worker_id="p1",
-        incarnation="p1-1",
-        transport=transport,
+        endpoint_config(
+            DevicePool(4, mine.block_bytes),
+            replace(facts, shape=mine),
+            worker_id="p1",
+            incarnation="p1-1",
+            transport=transport,
+        )
     )
     sent = Heard()
     text = Text(num_tokens=4, own=(1,), theirs=(2,))

@@ -13,7 +13,7 @@ from kvtransfer.protocol.frames import Frame, Kind
 from kvtransfer.protocol.lease import Lease
 from kvtransfer.protocol.plan import DEFAULT_CHUNK_BYTES
 from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
-from tests.support.cluster_secret import SECRET
+from tests.support.transfer_ends import endpoint_config
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Clock, GrpcHost, Heard, HostPool, Pair, wait_for
 from tests.unit.kvtransfer.process import Process
 
@@ -312,7 +312,7 @@ def test_a_reconnecting_sender_replaces_its_old_connection(make_pair: MakePair, 
     received, _ = pair.begin(pair.grant((1, 2)))
     wait_for(lambda: pair.sender.stats.chunks == 0 and len(pair.receiver.peers) == 1, "the connection")
     again = make_sender(
-        HostPool(64, seed=7), fingerprint(), secret=SECRET, worker_id="p0", incarnation="p0-2", transport=transport
+        endpoint_config(HostPool(64, seed=7), fingerprint(), worker_id="p0", incarnation="p0-2", transport=transport)
     )
     grant, ok = pair.grant((5,)), Heard()
     pair.receiver.expect(grant, ok)

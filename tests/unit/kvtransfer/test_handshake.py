@@ -21,6 +21,8 @@ from kvtransfer.link.receiver import MAX_PENDING
 from kvtransfer.protocol.checksum import Checksum
 from kvtransfer.protocol.frames import ANSWER_BYTES, GREETING_BYTES
 from kvtransfer.protocol.transport import ReceiveOutcome
+from kvtransfer.transports.nccl import NCCL
+from kvtransfer.transports.registry import TRANSPORTS, choose
 from kvtransfer.transports.tcp import TcpSend, host_and_port
 from pdserve.build import FULL_VERSION
 from pdserve.core.access.proof import ClusterSecret
@@ -58,7 +60,7 @@ def test_a_ticket_admits_once(pair: Pair) -> None:
 def test_a_ticket_for_one_transport_does_not_admit_to_another(make_pair: Callable[..., Pair]) -> None:
     pair = make_pair("auto")
     shm = pair.host.open(pair.sender)
-    tcp = pair.host.open(pair.sender, transports=(2,))
+    tcp = pair.host.open(pair.sender, transports=choose("tcp"))
     with connect(pair, tcp) as sock:
         sock.sendall(greet(pair, shm, transport=2))
         wait_for(lambda: pair.receiver.stats.refused_connections == 1, "the refusal")
@@ -147,7 +149,7 @@ def test_open_rejects_another_fingerprint(
 
 def test_open_rejects_unsupported_transports_and_checksums(pair: Pair, transport: str) -> None:
     for changes, details in (
-        ({"transports": (3,)}, f"transports: got nccl, expected {transport}"),
+        ({"transports": (TRANSPORTS[NCCL],)}, f"transports: got nccl, expected {transport}"),
         ({"transports": ()}, f"transports: got none, expected {transport}"),
         ({"checksums": ()}, "checksums: got none that this worker supports, expected xxh3-64 or blake2b-64"),
         ({"worker_id": ""}, "sender_id: got 0 characters, expected 1 to 256"),
@@ -279,7 +281,7 @@ def test_a_greeting_cannot_be_replayed(pair: Pair) -> None:
 
 
 def test_a_sender_with_another_secret_gets_no_ticket(pair: Pair) -> None:
-    stranger = replace(pair.sender.caller, secret=ClusterSecret("a guess of the secret"))
+    stranger = replace(pair.sender.config, secret=ClusterSecret("a guess of the secret"))
     with pytest.raises(TransferFailed, match="did not prove that it knows the cluster's secret"):
         dial(stranger, pair.host.endpoint, "d0-1")
     request = open_request(stranger, stranger.transports)
@@ -299,26 +301,26 @@ def test_workers_of_other_releases_exchange_no_kv(
 ) -> None:
     monkeypatch.setattr(f"kvtransfer.link.{module}.FULL_VERSION", own)
     with pytest.raises(TransferFailed) as refused:
-        dial(pair.sender.caller, pair.host.endpoint, "d0-1")
+        dial(pair.sender.config, pair.host.endpoint, "d0-1")
     assert f"the sender: {mismatch(expected, seen)}" in refused.value.message
     assert pair.receiver.stats.refused_opens == 1
 
 
 def test_workers_of_another_patch_or_build_exchange_kv(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtransfer.link.dial.FULL_VERSION", VERSION.rpartition(".")[0] + ".999+another")
-    dial(pair.sender.caller, pair.host.endpoint, "d0-1").close()
+    dial(pair.sender.config, pair.host.endpoint, "d0-1").close()
 
 
 def test_a_sender_checks_an_older_receiver_itself(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtransfer.link.gate.is_compatible", lambda mine, other: True)
     monkeypatch.setattr("kvtransfer.link.dial.FULL_VERSION", "9.9.9")
     with pytest.raises(TransferFailed, match=r"its version is .*, this process's 9\.9\.9; only the patch"):
-        dial(pair.sender.caller, pair.host.endpoint, "d0-1")
+        dial(pair.sender.config, pair.host.endpoint, "d0-1")
 
 
 def test_a_ticket_admits_only_the_caller(pair: Pair) -> None:
     """The request names another sender than the proof."""
-    me = pair.sender.caller
+    me = pair.sender.config
     request = open_request(replace(me, worker_id="p1"), me.transports)
     with grpc.insecure_channel(pair.host.endpoint) as channel:
         proof = peers.prove_blocking(channel, peers.introduce(me.identity, peers.OPEN, pair.host.endpoint), WAIT_S)

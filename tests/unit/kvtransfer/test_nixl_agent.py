@@ -16,9 +16,10 @@ from kvtransfer.devices import nixl_agent
 from kvtransfer.protocol.frames import Frame, Kind, tag_of
 from kvtransfer.protocol.transport import ReceiveOutcome
 from kvtransfer.transports import nixl
-from kvtransfer.transports.registry import NAMES, kinds
+from kvtransfer.transports.registry import NAMES
 from kvtransfer.transports.tcp_staged import TCP_STAGED
 from pdserve.core.errors import ConfigError, TransferFailed
+from tests.support.transfer_ends import kinds
 from tests.unit.kvtransfer.fake_nixl import World
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Heard, HostPool, Pair, wait_for
 from tests.unit.kvtransfer.test_nixl_path import begin_slow

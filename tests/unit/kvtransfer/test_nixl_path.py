@@ -13,7 +13,7 @@ from kvtransfer.link.endpoint import make_receiver, make_sender
 from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
 from kvtransfer.transports import nixl
 from kvtransfer.transports.nixl import Nixl
-from tests.support.cluster_secret import SECRET
+from tests.support.transfer_ends import endpoint_config
 from tests.unit.kvtransfer.fake_nixl import FakeHandle, World
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, GrpcHost, Heard, HostPool, Pair, fingerprint, wait_for
 from tests.unit.kvtransfer.peer import grant as grant_of_peer
@@ -196,7 +196,7 @@ def test_an_invalid_nixl_handshake_is_rejected(pair: Pair, monkeypatch: pytest.M
 
     monkeypatch.setattr(Nixl, "sender", lie)
     liar, sent = (
-        make_sender(HostPool(64), fingerprint(), secret=SECRET, worker_id="p1", incarnation="1", transport="nixl"),
+        make_sender(endpoint_config(HostPool(64), fingerprint(), worker_id="p1", incarnation="1", transport="nixl")),
         Heard(),
     )
     liar.start(pair.grant((5,)), sent)
@@ -224,7 +224,8 @@ def test_after_a_killed_sender_the_next_one_works(
     transport = prepared("nixl")
     target = HostPool(num_blocks)
     receiver = make_receiver(
-        target, fingerprint(), secret=SECRET, worker_id="d0", incarnation="d0-1", host="127.0.0.1", transport=transport
+        endpoint_config(target, fingerprint(), worker_id="d0", incarnation="d0-1", transport=transport),
+        host="127.0.0.1",
     )
     host, received = GrpcHost(receiver.servicer), Heard()
     receiver.expect(grant_of_peer(host.endpoint, num_blocks), received)

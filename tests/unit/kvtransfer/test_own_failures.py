@@ -28,7 +28,7 @@ from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
 from kvtransfer.transports.shm import Shm, ShmReceive
 from kvtransfer.transports.tcp import TcpReceive
 from pdserve.core.errors import TransferFailed, Unavailable
-from tests.support.cluster_secret import SECRET
+from tests.support.transfer_ends import endpoint_config
 from tests.unit.kvtransfer.harness import WAIT_S, Heard, HostPool, Pair, fingerprint, wait_for
 from tests.unit.kvtransfer.raw import RawSender, assert_still_serves
 
@@ -282,7 +282,7 @@ def test_another_users_process_is_rejected(make_pair: MakePair, monkeypatch: pyt
 
 def test_a_sender_with_a_false_fingerprint_sends_nothing(pair: Pair) -> None:
     sender = StreamSender(
-        HostPool(64, 8), fingerprint(), secret=SECRET, worker_id="p1", incarnation="1", transports=(2,)
+        endpoint_config(HostPool(64, 8), fingerprint(), worker_id="p1", incarnation="1", transport="tcp")
     )
     sent = Heard()
     sender.start(pair.grant((1,)), sent)

@@ -12,9 +12,8 @@ from kvtransfer.link.endpoint import make_receiver
 from kvtransfer.link.sender import StreamSender
 from kvtransfer.protocol.plan import Part, PartLayout
 from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
-from kvtransfer.transports.registry import kinds
 from pdserve.core.kv.kv_shape import Grant, KvShape, TransferKey
-from tests.support.cluster_secret import SECRET
+from tests.support.transfer_ends import endpoint_config
 from tests.unit.kvtransfer.harness import PATIENT, GrpcHost, Heard, HostPool, fingerprint, wait_for
 
 SHAPE = KvShape(layout="block-major.v1", dtype="float32", num_layers=4, num_kv_heads=4, head_dim=8, block_size=2)
@@ -28,27 +27,22 @@ class Rig:
         facts = replace(fingerprint(), shape=shape)
         self.target = HostPool(16, shape.block_bytes)
         self.receiver = make_receiver(
-            self.target,
-            facts,
-            secret=SECRET,
-            worker_id="d",
-            incarnation="1",
+            endpoint_config(self.target, facts, worker_id="d", incarnation="1", transport=transport, lease=PATIENT),
             host="127.0.0.1",
-            transport=transport,
-            lease=PATIENT,
         )
         self.host = GrpcHost(self.receiver.servicer)
         shapes = [replace(shape, tp_degree=ranks, tp_rank=rank) for rank in range(ranks)]
         self.pools = [HostPool(16, one.block_bytes, seed=rank) for rank, one in enumerate(shapes)]
         self.senders = [
             StreamSender(
-                pool,
-                replace(facts, shape=one),
-                secret=SECRET,
-                worker_id=f"p{rank}",
-                incarnation="1",
-                transports=kinds(transport),
-                lease=PATIENT,
+                endpoint_config(
+                    pool,
+                    replace(facts, shape=one),
+                    worker_id=f"p{rank}",
+                    incarnation="1",
+                    transport=transport,
+                    lease=PATIENT,
+                )
             )
             for rank, (pool, one) in enumerate(zip(self.pools, shapes, strict=True))
         ]

@@ -33,6 +33,7 @@ from pdserve.core.kv.stamps import BlockStamps
 from pdserve.v1 import rank_pb2
 from tests.support.cluster_secret import SECRET, TEXT
 from tests.support.fake_ends import stand_ins
+from tests.support.transfer_ends import endpoint_config
 from tests.unit.kvtransfer.harness import PATIENT, GrpcHost, Heard, wait_for
 
 COUNT = 5
@@ -51,7 +52,6 @@ class Worker:
         self.ranks = StormRanks(self.storage, transport, name, f"{name}-1", none)
         facts = fingerprint_of_ranks(degree)
         common: dict[str, Any] = {
-            "secret": SECRET,
             "worker_id": name,
             "incarnation": f"{name}-1",
             "transport": transport,
@@ -60,9 +60,11 @@ class Worker:
         }
         self.facts, self.host = facts, None
         if is_sender:
-            self.sender: JoinedSender = self.ranks.sender(make_sender(self.storage.pool, facts, **common))
+            self.sender: JoinedSender = self.ranks.sender(
+                make_sender(endpoint_config(self.storage.pool, facts, **common))
+            )
         else:
-            own = make_receiver(self.storage.pool, facts, host="127.0.0.1", **common)
+            own = make_receiver(endpoint_config(self.storage.pool, facts, **common), host="127.0.0.1")
             self.host = GrpcHost(own.servicer)
             self.receiver: JoinedReceiver = self.ranks.receiver(own)
 

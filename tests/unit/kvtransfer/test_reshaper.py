@@ -17,8 +17,7 @@ from kvtransfer.reshape import reshaper, wire_rule
 from kvtransfer.reshape.convert import BlockArrays
 from pdserve.core.kv.kv_shape import KvShape, wire_dtype
 from pdserve.core.kv.stamps import BlockStamps
-from tests.support.cluster_secret import SECRET
-from tests.support.transfer_ends import WAIT_S, HostPool
+from tests.support.transfer_ends import WAIT_S, HostPool, endpoint_config
 from tests.unit.kvtransfer.harness import PATIENT, Heard, wait_for
 from tests.unit.kvtransfer.shapes import FLOAT_16, NUM_BLOCKS, PAIRS, MakeShapes, Shapes, facts, opened_shapes
 from tests.unit.kvtransfer.test_convert import shape_of
@@ -220,15 +219,10 @@ def test_ranks_fill_their_shards_of_one_receiver(
         values = BlockArrays(pool.memory, other.form).values
         values[:] = np.random.default_rng(1).standard_normal(values.shape)
     second = make_sender(
-        pool,
-        facts(other),
-        secret=SECRET,
-        worker_id="p0",
-        incarnation="p0-1",
-        transport=transport,
-        stamps=stamps,
+        endpoint_config(
+            pool, facts(other), worker_id="p0", incarnation="p0-1", transport=transport, stamps=stamps, lease=PATIENT
+        ),
         kv_wire=kv_wire,
-        lease=PATIENT,
     )
     grant, text, sources = shapes.grant(107)
     for block, name in zip(sources[::-1], text.own, strict=True):

@@ -270,7 +270,7 @@ def test_single_layer_groups_are_not_converted(make_shapes: MakeShapes) -> None:
     shapes.sender.push(grant.key, list(enumerate(sources)), True)
     assert received.wait().outcome is ReceiveOutcome.VERIFIED
     [one] = shapes.sender.reshapers
-    caller = replace(one._inner.caller, worker_id="raw")
+    caller = replace(one._inner.config, worker_id="raw")
     connection = dial(caller, shapes.host.endpoint, "d0-1")
     grant, text, _ = shapes.grant(64)
     received, tag = Heard(), tag_of(grant.key)

@@ -13,14 +13,13 @@ from kvtransfer.devices.host_device import HostDevice, digest_of, word_sum
 from kvtransfer.devices.staging_budget import StagingBudget
 from kvtransfer.link.endpoint import make_receiver, make_sender
 from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
-from kvtransfer.transports.registry import TRANSPORTS, kinds, name_of
+from kvtransfer.transports.registry import TRANSPORTS, name_of
 from kvtransfer.transports.tcp_staged import MAX_SLOTS, SLOT_BYTES, TCP_STAGED, TcpStaged
 from pdserve.core.errors import ConfigError, InternalError, TransferFailed
 from pdserve.core.kv.stamps import BlockStamps
 from pdserve.engine.gpu.kernels.extent import StridedExtent, checksum
-from tests.support.cluster_secret import SECRET
 from tests.support.fake_device import DevicePool, FakeDevice
-from tests.support.transfer_ends import GrpcHost, HostPool
+from tests.support.transfer_ends import GrpcHost, HostPool, endpoint_config, kinds
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, Heard, Pair, fingerprint
 
 MakeEnds = Callable[..., Pair]
@@ -41,11 +40,14 @@ def make_ends(devices: dict[int, FakeDevice]) -> Iterator[MakeEnds]:
         block_bytes = facts.shape.block_bytes
         pools = POOLS[source](64, block_bytes, seed=7), POOLS[target](64, block_bytes)
         stamps = BlockStamps(64), BlockStamps(64)
-        common: dict[str, Any] = {"secret": SECRET, "transport": transport}
+        common: dict[str, Any] = {"transport": transport}
         receiver = make_receiver(
-            pools[1], facts, worker_id="d0", incarnation="d0-1", host="127.0.0.1", stamps=stamps[1], **common
+            endpoint_config(pools[1], facts, worker_id="d0", incarnation="d0-1", stamps=stamps[1], **common),
+            host="127.0.0.1",
         )
-        sender = make_sender(pools[0], facts, worker_id="p0", incarnation="p0-1", stamps=stamps[0], **common)
+        sender = make_sender(
+            endpoint_config(pools[0], facts, worker_id="p0", incarnation="p0-1", stamps=stamps[0], **common)
+        )
         made.append(Pair(transport, *pools, receiver, sender, GrpcHost(receiver.servicer), *stamps))
         return made[-1]
 
@@ -75,7 +77,7 @@ def test_a_pair_of_a_gpu_and_a_host_has_a_path(make_ends: MakeEnds, ends: tuple[
 @pytest.mark.parametrize("target", ["host", "device"])
 def test_layer_groups_reach_host_and_device(make_ends: MakeEnds, target: str) -> None:
     pair = make_ends("device", target, num_layers=4, transport="tcp_staged")
-    shape = pair.sender.plain.caller.fingerprint
+    shape = pair.sender.plain.config.fingerprint
     grant = pair.grant(tuple(range(63, 3, -3)), fingerprint=shape)
     received, sent = Heard(), Heard()
     pair.receiver.expect(grant, received)

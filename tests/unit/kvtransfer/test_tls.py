@@ -29,7 +29,7 @@ def pair(make_pair: MakePair) -> Pair:
 
 def present(pair: Pair, tls: ReloadingCertificates) -> None:
     """From now on, the sender connects with these certificates."""
-    pair.sender.plain.caller = replace(pair.sender.plain.caller, tls=tls)
+    pair.sender.plain.config = replace(pair.sender.plain.config, tls=tls)
 
 
 def address_of(pair: Pair) -> tuple[str, int]:
@@ -91,7 +91,7 @@ def test_a_receiver_with_another_name_is_rejected(pair: Pair, tls_authority: Tes
 def test_a_pair_whose_certificates_were_rotated_continues(make_pair: MakePair, tls_authority: TestAuthority) -> None:
     first = make_pair("tcp+tls")
     assert first.move(first.grant((1,)), (1,))[0].outcome is ReceiveOutcome.VERIFIED
-    tls = first.sender.caller.tls
+    tls = first.sender.config.tls
     assert tls is not None
     before = tls.current()
     tls_authority.files("worker")
