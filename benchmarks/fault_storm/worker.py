@@ -79,7 +79,7 @@ class StormWorker:
             self.fingerprint = fingerprint_of_ranks(setup.ranks)
         else:
             self.fingerprint = fingerprint(self.storage.pool.block_bytes, NUM_LAYERS)
-        self.fault_injector = FaultInjector(lambda tag: fault_of(setup.seed, tag), self.storage.pool.block_bytes)
+        self.fault_injector = FaultInjector(lambda tag: fault_of(setup.seed, tag))
         self.incarnation = secrets.token_hex(4)
         self._ends: deque[tuple[float, Received | Sent]] = deque()
         self._calls: deque[Callable[[], None]] = deque()

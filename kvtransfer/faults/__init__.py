@@ -1,4 +1,4 @@
-"""Faults on purpose, for tests of whole clusters: a seeded plan, and the proxy that carries it out.
+"""Faults on purpose, for tests of whole clusters: a seeded plan, and a transport around a real one.
 
 A worker uses this room only if its settings ask for faults. Read `plan.py` first.
 """

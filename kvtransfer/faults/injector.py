@@ -1,8 +1,9 @@
-"""Injects faults according to a plan: a proxy inside a sender's connection, and a hook before a receiver's writes.
+"""Injects faults according to a plan, by a transport around a real one.
 
-It runs only if a worker was started with faults to inject. The connection's thread then uses one socket of a pair, and
-two threads forward frames between the other socket of the pair and the real connection. Lost, late, duplicated,
-changed, truncated and stalled frames therefore reach the product's code as they would from a network.
+It is used only if a worker was started with faults to inject. A sender's thread then uses one socket of a pair, and two
+threads forward frames between the other socket of the pair and the real connection. Lost, late, duplicated, changed,
+truncated and stalled frames therefore reach the product's code as they would from a network. A receiver has faults
+before it writes a chunk.
 """
 
 from __future__ import annotations
@@ -20,16 +21,15 @@ import subprocess
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, final
 
 from kvtransfer.faults.plan import Fault, FaultKind, Where, parse
 from kvtransfer.protocol.frames import HEADER_BYTES, Frame, Kind, Tag, decode
 from kvtransfer.protocol.plan import MAX_CHUNK_BYTES
-from kvtransfer.transports.cuda_ipc import CudaIpcSend
-from kvtransfer.transports.interface import SendPath
-from kvtransfer.transports.nccl import NcclSend
-from kvtransfer.transports.shm import ShmSend
+from kvtransfer.protocol.receive_transfer import Claim
+from kvtransfer.transports.interface import ReceiveLink, ReceivePath, SendPath, Transport
+from pdserve.engine.interface import KvPool
 
 log = logging.getLogger(__name__)
 
@@ -47,17 +47,16 @@ class FaultInjector:
     """The faults of one worker. `fault_of` is called for each frame, and must return the same fault for each frame of a
     transfer."""
 
-    def __init__(self, fault_of: Callable[[Tag], Fault | None], block_bytes: int) -> None:
-        self._fault_of, self.block_bytes = fault_of, block_bytes
+    def __init__(self, fault_of: Callable[[Tag], Fault | None]) -> None:
+        self._fault_of = fault_of
         self._lock = threading.Lock()  # guards the two below
         self._frames: dict[tuple[Tag, Where], int] = {}
         self._ending = threading.Lock()
         self.counts: Counter[FaultKind] = Counter()
         self.pauses: list[tuple[float, float]] = []  # when this process was stopped, on its monotonic clock
 
-    def between(self, sock: socket.socket, path: SendPath) -> socket.socket:
-        """The socket that a sender uses in place of its authenticated one."""
-        has_slots = isinstance(path, ShmSend | CudaIpcSend | NcclSend)
+    def between(self, sock: socket.socket, *, has_slots: bool) -> socket.socket:
+        """The socket that a sender uses in place of its authenticated one. `has_slots`: of its transport."""
         near, far = socket.socketpair()
         near.settimeout(sock.gettimeout())
         sock.setblocking(True)
@@ -110,12 +109,51 @@ class FaultInjector:
         return fault
 
 
-def make_fault_injector(faults: str, block_bytes: int) -> FaultInjector | None:
+def make_fault_injector(faults: str) -> FaultInjector | None:
     """The faults of a worker's setting; None if it is empty. Raises ConfigError."""
     if not faults:
         return None
     log.warning("faults are injected into KV transfers", extra={"faults": faults})
-    return FaultInjector(parse(faults).fault_of, block_bytes)
+    return FaultInjector(parse(faults).fault_of)
+
+
+def with_faults(transports: Sequence[Transport], injector: FaultInjector | None) -> tuple[Transport, ...]:
+    return tuple(transports if injector is None else (FaultyTransport(one, injector) for one in transports))
+
+
+@final
+class FaultyTransport:
+    """A Transport whose connections have the injector's faults."""
+
+    def __init__(self, inner: Transport, injector: FaultInjector) -> None:
+        self._inner, self._injector = inner, injector
+        self.kind, self.name, self.is_same_host = inner.kind, inner.name, inner.is_same_host
+        self.is_for_hosts, self.is_for_devices = inner.is_for_hosts, inner.is_for_devices
+        self.divides_blocks, self.has_slots = inner.divides_blocks, inner.has_slots
+        self.why_not, self.prepare, self.fence = inner.why_not, inner.prepare, inner.fence
+        self.listen, self.address = inner.listen, inner.address
+        self.dial, self.admits = inner.dial, inner.admits
+
+    def sender(self, sock: socket.socket, pool: KvPool) -> tuple[socket.socket, SendPath]:
+        sock, path = self._inner.sender(sock, pool)
+        return self._injector.between(sock, has_slots=self.has_slots), path
+
+    def receiver(self, link: ReceiveLink) -> ReceivePath:
+        return _FaultyReceive(self._inner.receiver(link), self._injector)
+
+
+@final
+class _FaultyReceive:
+    def __init__(self, inner: ReceivePath, injector: FaultInjector) -> None:
+        self._inner, self._injector = inner, injector
+        self.poll, self.close = inner.poll, inner.close
+
+    def check(self, frame: Frame) -> None:
+        self._inner.check(frame)
+        self._injector.before_write(frame.tag)
+
+    def receive(self, frame: Frame, claim: Claim | None) -> None:
+        self._inner.receive(frame, claim)
 
 
 class _SocketPair:

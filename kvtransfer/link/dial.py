@@ -90,12 +90,7 @@ def dial(config: EndpointConfig, endpoint: str, incarnation: str) -> DataConnect
             raise TransferFailed(f"{endpoint} chose transport {answer.transport}, which was not offered")
         try:
             connection = _connect(config, transport, answer, endpoint, ends_s)
-            connection = dataclasses.replace(connection, reason="; ".join([*errors, connection.reason]))
-            if config.fault_injector is None:
-                return connection
-            return dataclasses.replace(
-                connection, socket=config.fault_injector.between(connection.socket, connection.path)
-            )
+            return dataclasses.replace(connection, reason="; ".join([*errors, connection.reason]))
         except OSError as error:
             errors.append(f"{transport.name} to {endpoint}: {tls_failure(str(error)) or error}")
             transports = tuple(one for one in transports if one is not transport)
@@ -156,9 +151,8 @@ def _connect(
         parties = Parties(config.identity.name, answer.receiver_incarnation, answer.transport)
         _greet(config.secret, parties, sock, answer.ticket, ends_s)
         reason = decode_text(answer.transport_reason.encode()[:MAX_TEXT_BYTES])
-        return DataConnection(
-            sock, transport.sender(sock, config.pool), transport.name, reason, kind, answer.chunk_bytes
-        )
+        sock, path = transport.sender(sock, config.pool)
+        return DataConnection(sock, path, transport.name, reason, kind, answer.chunk_bytes)
     except BaseException:
         sock.close()
         raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtransfer.devices import fused
 from kvtransfer.devices.copy_streams import CopyLimits
-from kvtransfer.faults.injector import FaultInjector, make_fault_injector
+from kvtransfer.faults.injector import FaultInjector, make_fault_injector, with_faults
 from kvtransfer.link.endpoint_config import EndpointConfig
 from kvtransfer.link.receiver import StreamReceiver
 from kvtransfer.protocol.grants import fingerprint_of
@@ -31,17 +31,17 @@ def config_of(
 ) -> EndpointConfig:
     """The endpoint of a worker, or of one of its ranks. `fault_injector` replaces that of the settings. Raises
     ConfigError."""
+    faults = fault_injector or make_fault_injector(worker.inject_faults)
     return EndpointConfig(
         pool=pool,
         fingerprint=fingerprint_of(spec),
         secret=ClusterSecret(worker.cluster_secret),
         worker_id=worker.worker_id,
         incarnation=incarnation,
-        transports=choose(worker.transport, is_on_host=pool.is_on_host),
+        transports=with_faults(choose(worker.transport, is_on_host=pool.is_on_host), faults),
         stamps=stamps,
         tls=tls,
         limits=CopyLimits(num_streams=worker.kv_copy_streams, staging_bytes=worker.kv_staging_bytes),
-        fault_injector=fault_injector or make_fault_injector(worker.inject_faults, pool.block_bytes),
     )
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvtransfer.devices.copy_streams import CopyLimits
-from kvtransfer.faults.injector import FaultInjector
 from kvtransfer.protocol import checksum
 from kvtransfer.protocol.lease import DEFAULT_LEASE, Lease
 from kvtransfer.transports.interface import Transport
@@ -39,7 +38,6 @@ class EndpointConfig:
     checksums: tuple[checksum.Checksum, ...] = field(default_factory=lambda: checksum.available())
     wire_dtype: str = ""  # dtype of the blocks that a sender sends; empty: as they are stored
     clock: Callable[[], float] = time.monotonic
-    fault_injector: FaultInjector | None = None  # in tests of faults
 
     @property
     def identity(self) -> Identity:

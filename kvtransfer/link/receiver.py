@@ -234,8 +234,6 @@ class StreamReceiver:
             self._do(self._table.announce(tag, writer, part.shard, part.groups, self.clock(), num_shards))
 
     def claim(self, frame: Frame, writer: int, stamps: bytes) -> Claim | None:
-        if self._config.fault_injector is not None:
-            self._config.fault_injector.before_write(frame.tag)
         with self._lock:
             claim = self._table.claim(frame.tag, writer, frame.first, stamps, self.clock(), frame.part)
             if claim is None:

@@ -176,7 +176,7 @@ class RankServer:
         fault_injector: FaultInjector | None = None,
     ) -> None:
         """`use_device` is called on each thread that may queue work on a device. Raises ConfigError."""
-        self._fault_injector = fault_injector or make_fault_injector(config.inject_faults, pool.block_bytes)
+        self._fault_injector = fault_injector or make_fault_injector(config.inject_faults)
         self._pool, self._spec, self._config = pool, spec, config
         self._secret = ClusterSecret(config.cluster_secret)
         self._tls = certificates_of(config, is_mutual=True)

@@ -143,13 +143,14 @@ class CudaIpcReceive:
 class CudaIpc(OnDevice, UnixListener):
     kind: int = CUDA_IPC
     name = "cuda_ipc"
+    has_slots = True
 
     def prepare(self, pool: KvPool, runs: Sequence[StridedExtent] = (), limits: CopyLimits | None = None) -> None:
         super().prepare(pool, runs, limits)
         with suppress(TransferFailed):  # the next connection raises this error again
             self._device(pool).export()
 
-    def sender(self, sock: socket.socket, pool: KvPool) -> SendPath:
+    def sender(self, sock: socket.socket, pool: KvPool) -> tuple[socket.socket, SendPath]:
         try:
             device = self._device(pool)
             exported = device.export()
@@ -157,7 +158,7 @@ class CudaIpc(OnDevice, UnixListener):
             raise OSError(failed.message) from failed
         sock.sendall(_HELLO.pack(_MAGIC, pool.num_blocks, pool.block_bytes, len(exported)) + exported)
         await_taken(sock, "pool")
-        return CudaIpcSend(device)
+        return sock, CudaIpcSend(device)
 
     def receiver(self, link: ReceiveLink) -> ReceivePath:
         hello = receive_within(link, _HELLO.size, HANDSHAKE_S)

@@ -17,11 +17,13 @@ thread may wake it.
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from kvtransfer.devices.copy_streams import CopyLimits
 from kvtransfer.link.channel import Channel, Writer
 from kvtransfer.protocol.checksum import Checksum
+from kvtransfer.protocol.device import Fence
 from kvtransfer.protocol.frames import Frame
 from kvtransfer.protocol.plan import PartLayout
 from kvtransfer.protocol.receive_transfer import Claim
@@ -173,6 +175,7 @@ class Transport(Protocol):
     is_for_hosts: bool  # supports pools in host memory
     is_for_devices: bool  # supports pools on a GPU
     divides_blocks: bool  # can send blocks in groups of layers
+    has_slots: bool  # the receiver returns a slot for each chunk, so a chunk that is lost on the way costs a slot
 
     def why_not(self, *, is_on_host: bool = True) -> str:
         """What this system lacks for the transport, for a pool on such a device; empty if it can be used."""
@@ -192,10 +195,38 @@ class Transport(Protocol):
         """Whether an accepted socket may continue, before its ticket is read."""
         ...
 
-    def sender(self, sock: socket.socket, pool: KvPool) -> SendPath:
-        """Exchanges the transport's messages after the ticket and before the first frame. Blocking. Raises OSError."""
+    def sender(self, sock: socket.socket, pool: KvPool) -> tuple[socket.socket, SendPath]:
+        """Exchanges the transport's messages after the ticket and before the first frame. Blocking. Raises OSError.
+
+        Returns the socket for frames, and the sender's half.
+        """
         ...
 
     def receiver(self, link: ReceiveLink) -> ReceivePath:
         """The receiver's side of `sender`. Raises OSError."""
         ...
+
+    def prepare(self, pool: KvPool, runs: Sequence[StridedExtent], limits: CopyLimits | None) -> None:
+        """Does what would take seconds in the first transfer of a pool on a GPU. `runs`: all byte runs in which its
+        blocks may be sent. May raise TransferFailed."""
+        ...
+
+    def fence(self, pool: KvPool) -> Fence | None:
+        """The work that the device of a pool on a GPU has queued so far."""
+        ...
+
+
+class OnHost:
+    """A transport between pools in host memory."""
+
+    is_for_hosts, is_for_devices = True, False
+    divides_blocks = True
+
+    def why_not(self, *, is_on_host: bool = True) -> str:
+        return ""
+
+    def prepare(self, pool: KvPool, runs: Sequence[StridedExtent], limits: CopyLimits | None) -> None:
+        pass
+
+    def fence(self, pool: KvPool) -> Fence | None:
+        return None

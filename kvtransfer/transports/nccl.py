@@ -293,6 +293,7 @@ class NcclReceive:
 class Nccl(OnDevice, TcpListener):
     kind: int = NCCL
     name = "nccl"
+    has_slots = True
     packages = ("cupy",)
 
     def __init__(
@@ -308,7 +309,7 @@ class Nccl(OnDevice, TcpListener):
         with suppress(TransferFailed):  # the next connection raises this error again
             self._connector()  # imports CuPy, which takes seconds with the GIL held
 
-    def sender(self, sock: socket.socket, pool: KvPool) -> SendPath:
+    def sender(self, sock: socket.socket, pool: KvPool) -> tuple[socket.socket, SendPath]:
         pair_slot: PairSlot | None = None
         share: StagingShare | None = None
         try:
@@ -323,7 +324,8 @@ class Nccl(OnDevice, TcpListener):
             share.shrink(_slots_in(sock.recv(_SLOTS.size), share.num_slots))
             connection = connector.join(device, unique_id, 0)
             with _closed_on_error(connection):
-                return NcclSend(device, connection, pair_slot, StagingSlots(device, pool.block_bytes, share))
+                staging = StagingSlots(device, pool.block_bytes, share)
+                return sock, NcclSend(device, connection, pair_slot, staging)
         except BaseException as error:
             if pair_slot is not None:
                 pair_slot.leave()

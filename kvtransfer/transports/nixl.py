@@ -28,7 +28,7 @@ from kvtransfer.protocol.frames import BadFrame, Frame
 from kvtransfer.protocol.plan import byte_ranges, copy
 from kvtransfer.protocol.receive_transfer import Claim
 from kvtransfer.protocol.send_transfer import Job
-from kvtransfer.transports.interface import ReceiveLink, ReceivePath, SendLink, SendPath
+from kvtransfer.transports.interface import OnHost, ReceiveLink, ReceivePath, SendLink, SendPath
 from kvtransfer.transports.slots import (
     TAKEN,
     Slots,
@@ -145,13 +145,12 @@ class NixlReceive:
 
 
 @final
-class Nixl(TcpListener):
+class Nixl(OnHost, TcpListener):
     """A process has one agent for sending, for all its pools, and one for receiving."""
 
     kind: int = NIXL
     name = "nixl"
-    is_for_hosts, is_for_devices = True, False
-    divides_blocks = True
+    has_slots = True
 
     def __init__(self, make: MakeLibrary | None = None) -> None:
         """`make` replaces the library in tests."""
@@ -164,7 +163,7 @@ class Nixl(TcpListener):
         is_there = self._make is not None or importlib.util.find_spec("nixl") is not None
         return "" if is_there else "the package nixl is not installed"
 
-    def sender(self, sock: socket.socket, pool: KvPool) -> SendPath:
+    def sender(self, sock: socket.socket, pool: KvPool) -> tuple[socket.socket, SendPath]:
         try:
             with self._lock:
                 self._exporter = self._exporter or Agent(self._make or make_library)
@@ -174,7 +173,7 @@ class Nixl(TcpListener):
         sock.settimeout(HANDSHAKE_S)
         sock.sendall(_HELLO.pack(_MAGIC, pool.num_blocks, pool.block_bytes, address, len(metadata)) + metadata)
         await_taken(sock, "pool")
-        return NixlSend(self._exporter)
+        return sock, NixlSend(self._exporter)
 
     def receiver(self, link: ReceiveLink) -> ReceivePath:
         hello = receive_within(link, _HELLO.size, HANDSHAKE_S)

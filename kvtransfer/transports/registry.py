@@ -11,7 +11,6 @@ from kvtransfer.transports.cuda_ipc import CudaIpc
 from kvtransfer.transports.interface import Transport
 from kvtransfer.transports.nccl import Nccl
 from kvtransfer.transports.nixl import Nixl
-from kvtransfer.transports.on_device import OnDevice
 from kvtransfer.transports.shm import Shm
 from kvtransfer.transports.tcp import Tcp
 from kvtransfer.transports.tcp_staged import TcpStaged
@@ -52,12 +51,9 @@ def choose(name: str, *, is_on_host: bool = True) -> tuple[Transport, ...]:
 def prepare(
     pool: KvPool, transports: Sequence[Transport], runs: Sequence[StridedExtent] = (), limits: CopyLimits | None = None
 ) -> None:
-    """Prepares the transports of a pool on a GPU, which would take seconds in its first transfer. `runs`: all byte runs
-    in which its blocks may be sent. May raise TransferFailed."""
-    if pool.is_on_host:
-        return
-    for transport in transports:
-        if isinstance(transport, OnDevice):
+    """Transport.prepare of each, for a pool on a GPU."""
+    if not pool.is_on_host:
+        for transport in transports:
             transport.prepare(pool, runs, limits)
 
 
@@ -65,10 +61,7 @@ def fence_of(pool: KvPool, transports: Sequence[Transport]) -> Fence | None:
     """The work that the pool's device has queued so far; None for a pool in host memory."""
     if pool.is_on_host:
         return None
-    for transport in transports:
-        if isinstance(transport, OnDevice):
-            return transport.fence(pool)
-    return None
+    return next((fence for one in transports if (fence := one.fence(pool)) is not None), None)
 
 
 def name_of(kind: int) -> str:

@@ -18,7 +18,7 @@ from kvtransfer.protocol.frames import BadFrame, Frame
 from kvtransfer.protocol.plan import copy, views_of
 from kvtransfer.protocol.receive_transfer import Claim
 from kvtransfer.protocol.send_transfer import Job
-from kvtransfer.transports.interface import ReceiveLink, ReceivePath, SendLink, SendPath
+from kvtransfer.transports.interface import OnHost, ReceiveLink, ReceivePath, SendLink, SendPath
 from kvtransfer.transports.slots import TAKEN, Slots, UnixListener, await_taken, check_numbers, give_back, read_numbers
 from pdserve.engine.interface import KvPool
 from pdserve.v1 import transfer_pb2
@@ -117,19 +117,18 @@ class ShmReceive:
 
 
 @final
-class Shm(UnixListener):
+class Shm(OnHost, UnixListener):
     kind: int = SHM
     name = "shm"
-    is_for_hosts, is_for_devices = True, False
-    divides_blocks = True
+    has_slots = True
 
     def why_not(self, *, is_on_host: bool = True) -> str:
         return "" if can_share_memory() else "shm needs Linux"
 
-    def sender(self, sock: socket.socket, pool: KvPool) -> SendPath:
+    def sender(self, sock: socket.socket, pool: KvPool) -> tuple[socket.socket, SendPath]:
         offer(sock, pool)
         await_taken(sock, "pool")
-        return ShmSend()
+        return sock, ShmSend()
 
     def receiver(self, link: ReceiveLink) -> ReceivePath:
         hello, descriptors = _receive_descriptors(link)

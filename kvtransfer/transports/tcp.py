@@ -10,7 +10,7 @@ from kvtransfer.protocol.frames import BadFrame, Frame
 from kvtransfer.protocol.plan import advance
 from kvtransfer.protocol.receive_transfer import Claim
 from kvtransfer.protocol.send_transfer import Job
-from kvtransfer.transports.interface import ReceiveLink, ReceivePath, SendLink, SendPath
+from kvtransfer.transports.interface import OnHost, ReceiveLink, ReceivePath, SendLink, SendPath
 from pdserve.engine.interface import KvPool
 from pdserve.v1 import transfer_pb2
 
@@ -138,17 +138,13 @@ class TcpListener:
 
 
 @final
-class Tcp(TcpListener):
+class Tcp(OnHost, TcpListener):
     kind: int = TCP
     name = "tcp"
-    is_for_hosts, is_for_devices = True, False
-    divides_blocks = True
+    has_slots = False
 
-    def why_not(self, *, is_on_host: bool = True) -> str:
-        return ""
-
-    def sender(self, sock: socket.socket, pool: KvPool) -> SendPath:
-        return TcpSend()
+    def sender(self, sock: socket.socket, pool: KvPool) -> tuple[socket.socket, SendPath]:
+        return sock, TcpSend()
 
     def receiver(self, link: ReceiveLink) -> ReceivePath:
         return TcpReceive(link)

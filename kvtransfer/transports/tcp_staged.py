@@ -158,6 +158,7 @@ class TcpStagedReceive:
 class TcpStaged(OnDevice, TcpListener):
     kind: int = TCP_STAGED
     name = "tcp_staged"
+    has_slots = False
     is_for_hosts = True  # if the peer's pool is on a device
 
     def __init__(self, device_of: DeviceOf | None = None) -> None:
@@ -165,9 +166,10 @@ class TcpStaged(OnDevice, TcpListener):
         super().__init__(device_of)
         self._host_budget = StagingBudget(DEFAULT_STAGING_BYTES)
 
-    def sender(self, sock: socket.socket, pool: KvPool) -> SendPath:
+    def sender(self, sock: socket.socket, pool: KvPool) -> tuple[socket.socket, SendPath]:
         try:
-            return TcpStagedSend(self._end(pool, host_view(pool).toreadonly(), pool.block_bytes), pool.block_bytes)
+            end = self._end(pool, host_view(pool).toreadonly(), pool.block_bytes)
+            return sock, TcpStagedSend(end, pool.block_bytes)
         except TransferFailed as failed:  # another transport may work
             raise OSError(failed.message) from failed
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from kvtransfer.faults.injector import FaultInjector, with_faults
 from kvtransfer.link.dial import open_request
 from kvtransfer.link.endpoint_config import EndpointConfig
 from kvtransfer.link.sender import StreamSender
@@ -70,14 +71,20 @@ def fingerprint(block_bytes: int = BLOCK_BYTES, num_layers: int = 1, **changes: 
 
 
 def endpoint_config(
-    pool: KvPool, facts: Fingerprint, *, transport: str, stamps: BlockStamps | None = None, **rest: Any
+    pool: KvPool,
+    facts: Fingerprint,
+    *,
+    transport: str,
+    stamps: BlockStamps | None = None,
+    fault_injector: FaultInjector | None = None,
+    **rest: Any,
 ) -> EndpointConfig:
     """With the tests' cluster secret. Raises ConfigError."""
     return EndpointConfig(
         pool=pool,
         fingerprint=facts,
         secret=SECRET,
-        transports=choose(transport, is_on_host=pool.is_on_host),
+        transports=with_faults(choose(transport, is_on_host=pool.is_on_host), fault_injector),
         stamps=stamps or BlockStamps(pool.num_blocks),
         **rest,
     )

@@ -87,7 +87,7 @@ def make_pair(
         transport = name
         make_pool = DevicePool if transport in DEVICE_TRANSPORTS else HostPool
         source, target = make_pool(num_blocks, block_bytes, seed=7), make_pool(num_blocks, block_bytes)
-        fault_injector = None if fault_of is None else FaultInjector(fault_of, block_bytes)
+        fault_injector = None if fault_of is None else FaultInjector(fault_of)
         common: dict[str, Any] = {
             "transport": transport,
             "fault_injector": fault_injector,

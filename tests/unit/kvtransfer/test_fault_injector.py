@@ -19,7 +19,6 @@ from kvtransfer.protocol.frames import Frame, Kind, Tag, tag_of
 from kvtransfer.protocol.lease import Lease
 from kvtransfer.protocol.session import State
 from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
-from kvtransfer.transports.tcp import TcpSend
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv.kv_shape import Grant
 from tests.unit.kvtransfer.harness import WAIT_S, Clock, Heard, Pair, wait_for
@@ -193,9 +192,9 @@ def test_a_truncated_frame_consumes_the_next_bytes(make_pair: Callable[..., Pair
 
 
 def test_an_unfinished_frame_is_not_forwarded() -> None:
-    (mine, theirs), trap = socket.socketpair(), FaultInjector(lambda tag: None, 4096)
+    (mine, theirs), trap = socket.socketpair(), FaultInjector(lambda tag: None)
     theirs.settimeout(WAIT_S)
-    near = trap.between(mine, TcpSend())
+    near = trap.between(mine, has_slots=False)
     whole = Frame(Kind.ANNOUNCE, Tag(bytes(16), 1, 1)).encode()
     near.sendall(whole + Frame(Kind.RETRACT, Tag(bytes(16), 1, 1), length=100).encode() + b"half of it")
     near.close()
@@ -208,7 +207,7 @@ def test_a_late_thread_does_nothing_after_the_signal(monkeypatch: pytest.MonkeyP
     sent: list[int] = []
     monkeypatch.setattr("kvtransfer.faults.injector.os.kill", lambda process, number: sent.append(number))
     monkeypatch.setattr("kvtransfer.faults.injector.subprocess.Popen", lambda *_, **__: None)
-    trap = FaultInjector(lambda tag: None, 4096)
+    trap = FaultInjector(lambda tag: None)
     began_s = time.monotonic()
     trap.end_process(Fault(FaultKind.STOP, Where.SENT, 0, 0.05, 0.5))
     assert time.monotonic() - began_s >= 0.05
@@ -229,7 +228,7 @@ def late(*words, **options):
     return started
 
 subprocess.Popen = late
-trap = FaultInjector(lambda tag: None, 4096)
+trap = FaultInjector(lambda tag: None)
 stop = Fault(FaultKind.STOP, Where.SENT, 0, 0.01, 0.5)
 threads = [threading.Thread(target=trap.end_process, args=(stop,)) for _ in range(2)]
 for thread in threads:
@@ -245,8 +244,8 @@ def test_a_process_that_is_stopped_late_is_woken() -> None:
 
 
 def test_a_workers_setting_defines_its_fault_plan() -> None:
-    assert make_fault_injector("", 4096) is None
-    trap = make_fault_injector("seed=7,share=1,drop=1", 4096)
+    assert make_fault_injector("") is None
+    trap = make_fault_injector("seed=7,share=1,drop=1")
     assert trap is not None
     plan, tag = parse("seed=7,share=1,drop=1"), Tag(bytes(16), 1, 1)
     fault = plan.fault_of(tag)
@@ -254,13 +253,13 @@ def test_a_workers_setting_defines_its_fault_plan() -> None:
     met = [trap.due(tag, fault.where) for _ in range(fault.nth + 1)]
     assert met == [None] * fault.nth + [fault]
     with pytest.raises(ConfigError):
-        make_fault_injector("explode=1", 4096)
+        make_fault_injector("explode=1")
 
 
 def test_frames_are_counted_for_a_limited_number_of_transfers() -> None:
     """The memory of a worker that injects faults for days does not grow."""
     fault = Fault(FaultKind.DROP, Where.SENT, 1, 0.1, 0.5)
-    trap = FaultInjector(lambda tag: fault, 4096)
+    trap = FaultInjector(lambda tag: fault)
     for generation in range(2000):
         assert trap.due(Tag(bytes(16), 1, generation), Where.SENT) is None
     assert len(trap._frames) <= 1024
@@ -280,13 +279,12 @@ from kvtransfer.faults.injector import FaultInjector
 from kvtransfer.faults.plan import Fault, FaultKind, Where
 from kvtransfer.protocol.frames import Tag
 from kvtransfer.protocol.frames import Frame, Kind
-from kvtransfer.transports.tcp import TcpSend
 where = Where(sys.argv[2])
 fault = Fault(FaultKind(sys.argv[1]), where, 1, 0.3, 0.5)
-trap = FaultInjector(lambda tag: fault, 4096)
+trap = FaultInjector(lambda tag: fault)
 tag = Tag(bytes(16), 1, 1)
 mine, theirs = socket.socketpair()
-near = trap.between(mine, TcpSend())
+near = trap.between(mine, has_slots=False)
 frame = Frame(Kind.ANNOUNCE, tag).encode()
 def pass_one():
     if where is Where.WRITTEN:

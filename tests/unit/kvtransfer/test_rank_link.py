@@ -48,7 +48,7 @@ class Worker:
         self, name: str, degree: int, *, is_sender: bool, transport: str = "tcp", memory: Memory = "host"
     ) -> None:
         self.storage, self.name = RankedStorage(degree, memory), name
-        none = FaultInjector(lambda tag: None, self.storage.pool.block_bytes)
+        none = FaultInjector(lambda tag: None)
         self.ranks = StormRanks(self.storage, transport, name, f"{name}-1", none)
         facts = fingerprint_of_ranks(degree)
         common: dict[str, Any] = {
@@ -259,7 +259,7 @@ def test_a_grant_without_all_ranks_is_refused_by_name(worker: Callable[..., Work
 def server() -> Iterator[RankServer]:
     storage = RankedStorage(2)
     config = WorkerConfig(model="m", worker_id="d0", transport="tcp", cluster_secret=TEXT)
-    none = FaultInjector(lambda tag: None, storage.pool.block_bytes)
+    none = FaultInjector(lambda tag: None)
     ranks = StormRanks(storage, "tcp", "d0", "d0-1", none)
     assert config.worker_id == "d0"
     yield ranks.servers[0]
@@ -296,7 +296,7 @@ def test_a_rank_has_one_leader(server: RankServer) -> None:
 
 def test_an_endpoint_that_cannot_open_reports_the_reason() -> None:
     storage = RankedStorage(2)
-    none = FaultInjector(lambda tag: None, storage.pool.block_bytes)
+    none = FaultInjector(lambda tag: None)
     ranks = StormRanks(storage, "nccl", "d0", "d0-1", none)
     with pytest.raises(ConfigError, match=r"rank 1: transport: got nccl"):
         RankLink(1, ranks.servers[0].address, LEADER, OPENING, 20.0)
