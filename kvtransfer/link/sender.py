@@ -101,8 +101,7 @@ class StreamSender:
         self, key: TransferKey, blocks: Sequence[tuple[int, int]], is_last: bool, groups: range | None = None
     ) -> None:
         """Raises InvalidRequest on indices outside the grant or blocks outside the pool."""
-        with self._lock:
-            found = self._transfers.get(key)
+        found = self._transfers.get(key)  # one look-up needs no lock
         if found is None:  # it has ended; the report to its owner was made or is being made
             return
         outbound, size = found
@@ -118,6 +117,9 @@ class StreamSender:
         after = fence_of(self.config.pool, self.config.transports)
         outbound.post(Push(key, tuple(blocks), epochs, is_last, groups, after))
 
+    def sender_of(self, key: TransferKey) -> StreamSender:
+        return self
+
     def abort(self, key: TransferKey) -> None:
         self._give_up(Abort(key))
 
@@ -125,8 +127,7 @@ class StreamSender:
         self._give_up(Abort(key, error))
 
     def _give_up(self, command: Abort) -> None:
-        with self._lock:
-            found = self._transfers.get(command.key)
+        found = self._transfers.get(command.key)
         if found is not None:
             found[0].post(command)
 

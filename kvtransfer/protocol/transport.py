@@ -262,8 +262,22 @@ class Sender(Protocol):
     def close(self) -> None: ...
 
 
+class TransferSender(Protocol):
+    """What a Sender does with a transfer that it has started."""
+
+    def push(
+        self, key: TransferKey, blocks: Sequence[tuple[int, int]], is_last: bool, groups: range | None = None
+    ) -> None: ...
+
+    def abort(self, key: TransferKey) -> None: ...
+
+
 class RankSender(Sender, Protocol):
     """The Sender of one rank, whose transfers are parts of a worker's transfers."""
+
+    def sender_of(self, key: TransferKey) -> TransferSender:
+        """The sender that has the transfer: this one, or one inside it."""
+        ...
 
     def fail(self, key: TransferKey, error: str) -> None:
         """Like `abort`, but because another part has failed. The receiver then reports a failure."""

@@ -23,6 +23,7 @@ from kvtransfer.protocol.transport import (
     SendOutcome,
     Sent,
     Text,
+    TransferSender,
     TransferStats,
     total,
 )
@@ -41,7 +42,7 @@ from kvtransfer.ranks.joint import (
 )
 from kvtransfer.ranks.rank_link import RankLink, RemoteReceiver, RemoteSender
 from pdserve.core.access.proof import Identity
-from pdserve.core.errors import ConfigError, PdserveError, Unavailable
+from pdserve.core.errors import ConfigError, InvalidRequest, PdserveError, Unavailable
 from pdserve.core.kv.kv_shape import Grant, KvShape, TransferKey, check_convertible
 from pdserve.core.kv.stamps import BlockStamps
 from pdserve.engine.interface import Engine
@@ -53,6 +54,7 @@ from pdserve.v1 import rank_pb2
 # tests in this process too.
 
 Rank = TypeVar("Rank", RankReceiver, RankSender)
+_CLOSED: Final = "the KV endpoints of the worker's ranks are closed"
 OnReceived = Callable[[Received], None]
 
 
@@ -97,7 +99,7 @@ class _Joined(Generic[Rank, Member, Result]):
         """Raises Unavailable after close(), and InvalidRequest on a key in use."""
         with self._lock:
             if self._is_closed:
-                raise Unavailable("the KV endpoints of the worker's ranks are closed")
+                raise Unavailable(_CLOSED)
             self._table.open(key, members, members)
             self._reports.own(key, on_end)
 
@@ -193,7 +195,11 @@ class JoinedReceiver(_Joined[RankReceiver, int, Received]):
 
 @final
 class JoinedSender(_Joined[RankSender, tuple[int, int], Sent]):
-    """A Sender. Members are pairs of a rank of this worker and one of the receiving worker."""
+    """A Sender. Members are pairs of a rank of this worker and one of the receiving worker.
+
+    Also for a worker of one rank, because a decode worker may have several. If neither has, blocks go directly to the
+    sender of the transfer.
+    """
 
     def __init__(self, ranks: Sequence[RankSender], shape: KvShape, *, is_on_host: bool) -> None:
         """`shape` is the shape of any rank. Raises ConfigError if a rank is missing."""
@@ -201,11 +207,16 @@ class JoinedSender(_Joined[RankSender, tuple[int, int], Sent]):
         super().__init__(ranks, JointTransfers(join_sent))
         self._shape, self._is_on_host = shape, is_on_host
         self._keys: dict[TransferKey, dict[tuple[int, int], TransferKey]] = {}  # keys of the parts
+        self._undivided: dict[TransferKey, TransferSender] = {}  # transfers of one part, which need no table
 
     @property
     def links(self) -> list[Link]:
         """The connections of this process. Other ranks use the same transports to the same workers."""
         return list(self._ranks[0].links)
+
+    @property
+    def open_keys(self) -> list[TransferKey]:
+        return [*super().open_keys, *list(self._undivided)]
 
     @property
     def divides_blocks(self) -> bool:
@@ -232,6 +243,9 @@ class JoinedSender(_Joined[RankSender, tuple[int, int], Sent]):
         except ConfigError as error:
             on_end(Sent(key=grant.key, outcome=SendOutcome.FAILED, error=error.message))
             return
+        if len(self._ranks) == target.tp_degree == 1:
+            self._start_undivided(grant, on_end, deadline_s, text, groups)
+            return
         pairs = rank_pairs(self._shape, target)
         self._open(grant.key, pairs, on_end)
         grants = [rank_grant(grant, theirs) for _, theirs in pairs]
@@ -248,10 +262,45 @@ class JoinedSender(_Joined[RankSender, tuple[int, int], Sent]):
     def push(
         self, key: TransferKey, blocks: Sequence[tuple[int, int]], is_last: bool, groups: range | None = None
     ) -> None:
+        if (sender := self._undivided.get(key)) is not None:  # one look-up needs no lock
+            sender.push(key, blocks, is_last, groups)
+            return
         with self._lock:
             parts = list(self._keys.get(key, {}).items())
         for (rank, _), part_key in parts:
             self._ranks[rank].push(part_key, blocks, is_last, groups)
+
+    def abort(self, key: TransferKey) -> None:
+        if (sender := self._undivided.get(key)) is not None:
+            sender.abort(key)
+        else:
+            super().abort(key)
+
+    def _start_undivided(
+        self, grant: Grant, on_end: OnSent, deadline_s: float | None, text: Text | None, groups: int
+    ) -> None:
+        """From one rank to one rank: blocks are pushed to the sender that has the transfer."""
+        key, rank = grant.key, self._ranks[0]
+        with self._lock:
+            if self._is_closed:
+                raise Unavailable(_CLOSED)
+            if key in self._undivided:
+                raise InvalidRequest("grant.key", key, "one that is not open already")
+            self._undivided[key] = rank
+
+        def end(sent: Sent) -> None:
+            with self._lock:
+                has_ended = self._undivided.pop(key, None) is None
+            if not has_ended:
+                on_end(sent)
+
+        try:
+            rank.start(grant, end, deadline_s, text, groups)
+        except PdserveError as error:
+            end(Sent(key=key, outcome=SendOutcome.FAILED, error=error.message))
+        with self._lock:
+            if key in self._undivided:  # it has not ended
+                self._undivided[key] = rank.sender_of(key)
 
     def _part_ended(self, key: TransferKey, pair: tuple[int, int], end: Sent) -> None:
         with self._lock:
@@ -297,10 +346,7 @@ def joined_sender(
     engine: Engine,
     config: EndpointConfig,
 ) -> Sender:
-    """`local` is this process's sender. Raises ConfigError, and closes `local`, if a rank cannot be reached.
-
-    Also used for a worker of one rank, because a decode worker may have several.
-    """
+    """`local` is this process's sender. Raises ConfigError, and closes `local`, if a rank cannot be reached."""
     links = _links(local, engine, config, is_sender=True)
     if links:
         _send_epochs(engine, config.stamps)

@@ -222,6 +222,9 @@ class RemoteSender(_RemoteEndpoint):
     def moved_bytes(self) -> int:
         return self._link.stats.moved_bytes
 
+    def sender_of(self, key: TransferKey) -> RemoteSender:
+        return self
+
     def start(
         self,
         grant: Grant,

@@ -55,8 +55,7 @@ class ShapedSender:
     @property
     def reshapers(self) -> list[Reshaper]:
         """One for each shape and wire dtype that differs from this side's."""
-        with self._lock:
-            return list(self._reshapers.values())
+        return list(self._reshapers.values())
 
     def start(
         self,
@@ -88,13 +87,16 @@ class ShapedSender:
     def push(
         self, key: TransferKey, blocks: Sequence[tuple[int, int]], is_last: bool, groups: range | None = None
     ) -> None:
-        self._mover(key).push(key, blocks, is_last, groups)
+        self.sender_of(key).push(key, blocks, is_last, groups)
+
+    def sender_of(self, key: TransferKey) -> Reshaper | StreamSender:
+        return next((one for one in self.reshapers if key in one), self.plain)
 
     def abort(self, key: TransferKey) -> None:
-        self._mover(key).abort(key)
+        self.sender_of(key).abort(key)
 
     def fail(self, key: TransferKey, error: str) -> None:
-        self._mover(key).fail(key, error)
+        self.sender_of(key).fail(key, error)
 
     def close(self) -> None:
         """Ends every transfer that is open (FAILED) and every thread. Not from a callback."""
@@ -103,9 +105,6 @@ class ShapedSender:
         for reshaper in self.reshapers:
             reshaper.close()
         self.plain.close()
-
-    def _mover(self, key: TransferKey) -> Reshaper | StreamSender:
-        return next((one for one in self.reshapers if key in one), self.plain)
 
     def _observed(self, grant: Grant, dtype: str, on_end: OnSent) -> OnSent:
         """Uses an exact transfer to measure the link, if that decides the dtype of the next one."""

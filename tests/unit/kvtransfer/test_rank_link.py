@@ -34,7 +34,7 @@ from pdserve.v1 import rank_pb2
 from tests.support.cluster_secret import SECRET, TEXT
 from tests.support.fake_ends import stand_ins
 from tests.support.transfer_ends import endpoint_config
-from tests.unit.kvtransfer.harness import PATIENT, GrpcHost, Heard, wait_for
+from tests.unit.kvtransfer.harness import PATIENT, GrpcHost, Heard, Pair, wait_for
 
 COUNT = 5
 LEADER = Identity.of(SECRET, "leader", "d0", "d0-1")
@@ -330,3 +330,32 @@ def test_the_leader_rejects_a_key_in_use(server: RankServer) -> None:
     link.close()
     with pytest.raises(Unavailable):
         remote.expect(grant, ended)
+
+
+@pytest.mark.parametrize("transport", ["tcp"])
+def test_one_rank_and_equal_shapes_need_only_the_plain_sender(pair: Pair) -> None:
+    sender = JoinedSender([pair.sender], pair.sender.config.fingerprint.shape, is_on_host=True)
+    grant, received, sent = pair.grant((1, 2)), Heard(), Heard()
+    pair.receiver.expect(grant, received)
+    sender.start(grant, sent)
+    assert sender._undivided == {grant.key: pair.sender.plain}
+    assert sender.open_keys == [grant.key]
+    with pytest.raises(InvalidRequest, match="one that is not open already"):
+        sender.start(grant, sent)
+    sender.push(grant.key, [(0, 3), (1, 4)], True)
+    assert received.wait().outcome is ReceiveOutcome.VERIFIED
+    assert sent.wait().outcome is SendOutcome.SENT
+    assert sender.open_keys == []
+    given_up, failed = pair.grant((5,)), Heard()
+    sender.start(given_up, failed)
+    sender.abort(given_up.key)
+    assert failed.wait().is_cancelled
+    pair.sender.plain.close()
+    late = Heard()
+    sender.start(pair.grant((6,)), late)
+    assert late.wait().error == "the KV sender is closed"
+    sender.close()
+    with pytest.raises(Unavailable, match="the KV endpoints of the worker's ranks are closed"):
+        sender.start(pair.grant((7,)), late)
+    assert sent.outcomes == ["sent"]
+    assert sender.open_keys == []
