@@ -27,7 +27,7 @@ from kvtransfer.link.endpoint import make_receiver, make_sender
 from kvtransfer.link.endpoint_config import EndpointConfig
 from kvtransfer.protocol.grants import PROTOCOL
 from kvtransfer.protocol.transport import SendOutcome, Sent
-from kvtransfer.transports.registry import TRANSPORTS, choose
+from kvtransfer.transports.common.registry import TRANSPORTS, choose
 from pdserve.config import SECRET_ENV, forget_secrets, from_env
 from pdserve.core.access.proof import NONCE_BYTES, CallChecker, ClusterSecret
 from pdserve.core.errors import PdserveError, TransferFailed

@@ -35,6 +35,7 @@ MAY_USE_STRINGS: Final = {
     "pdserve": "lazy exports of the SDK",
     "pdserve.telemetry.tracing": "OpenTelemetry is optional, and the client must not import it",
     "pdserve.engine.load_engine": "engines of other distributions are entry points",
+    "kvtransfer.transports.common.registry": "a transport is added by its file alone",
     "pdserve.image_check": "tries to import every module",
     "router.policy": "each file in policies/ is a policy, found by its name",
     "pdserve.isolated.tied_program": "runs a program by its name",

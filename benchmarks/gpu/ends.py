@@ -22,8 +22,8 @@ import torch
 from kvtransfer.devices.copy_streams import CopyLimits
 from kvtransfer.link.endpoint import make_receiver, make_sender
 from kvtransfer.protocol.transport import Received, Sent
+from kvtransfer.transports.common.registry import TRANSPORTS
 from kvtransfer.transports.cuda_ipc import CUDA_IPC
-from kvtransfer.transports.registry import TRANSPORTS
 from pdserve.core.errors import InternalError
 from pdserve.core.kv.kv_shape import Fingerprint, Grant, TransferKey
 from tests.support.fake_device import DevicePool

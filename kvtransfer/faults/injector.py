@@ -28,7 +28,7 @@ from kvtransfer.faults.plan import Fault, FaultKind, Where, parse
 from kvtransfer.protocol.frames import HEADER_BYTES, Frame, Kind, Tag, decode
 from kvtransfer.protocol.plan import MAX_CHUNK_BYTES
 from kvtransfer.protocol.receive_transfer import Claim
-from kvtransfer.transports.interface import ReceiveLink, ReceivePath, SendPath, Transport
+from kvtransfer.transports.common.interface import ReceiveLink, ReceivePath, SendPath, Transport
 from pdserve.engine.interface import KvPool
 
 log = logging.getLogger(__name__)
@@ -127,7 +127,8 @@ class FaultyTransport:
 
     def __init__(self, inner: Transport, injector: FaultInjector) -> None:
         self._inner, self._injector = inner, injector
-        self.kind, self.name, self.is_same_host = inner.kind, inner.name, inner.is_same_host
+        self.kind, self.name, self.order = inner.kind, inner.name, inner.order
+        self.is_same_host = inner.is_same_host
         self.is_for_hosts, self.is_for_devices = inner.is_for_hosts, inner.is_for_devices
         self.divides_blocks, self.has_slots = inner.divides_blocks, inner.has_slots
         self.why_not, self.prepare, self.fence = inner.why_not, inner.prepare, inner.fence

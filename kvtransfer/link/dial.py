@@ -25,7 +25,7 @@ from kvtransfer.protocol.checksum import Checksum
 from kvtransfer.protocol.credentials import Parties, receiver_answer, sender_greeting
 from kvtransfer.protocol.frames import ANSWER_BYTES, MAX_TEXT_BYTES, TICKET_BYTES, decode_text
 from kvtransfer.protocol.plan import MAX_CHUNK_BYTES
-from kvtransfer.transports.interface import SendPath, Transport
+from kvtransfer.transports.common.interface import SendPath, Transport
 from pdserve.build import FULL_VERSION
 from pdserve.core.access.proof import NONCE_BYTES, ClusterSecret
 from pdserve.core.errors import TransferFailed, Unauthenticated
@@ -103,7 +103,7 @@ def open_request(config: EndpointConfig, transports: Sequence[Transport]) -> tra
         sender_id=config.worker_id,
         sender_incarnation=config.incarnation,
         host_id=host_id(),
-        transports=[transfer_pb2.TransportKind.Name(one.kind) for one in transports],
+        transports=[one.kind for one in transports],  # type: ignore[misc]  # also numbers that the enum does not name
         checksums=[CHECKSUMS[kind] for kind in config.checksums],
         wire_dtype=config.wire_dtype or config.fingerprint.shape.dtype,
         version=FULL_VERSION,

@@ -10,7 +10,7 @@ from kvtransfer.link.receiver import StreamReceiver
 from kvtransfer.protocol.grants import fingerprint_of
 from kvtransfer.protocol.plan import DEFAULT_CHUNK_BYTES, DEVICE_CHUNK_BYTES, MAX_GROUPS, Part, PartLayout
 from kvtransfer.reshape.sender import ShapedSender
-from kvtransfer.transports.registry import choose, prepare
+from kvtransfer.transports.common.registry import choose, prepare
 from pdserve.config import WorkerConfig
 from pdserve.core.access.proof import ClusterSecret
 from pdserve.core.kv.kv_shape import KvShape

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from kvtransfer.devices.copy_streams import CopyLimits
 from kvtransfer.protocol import checksum
 from kvtransfer.protocol.lease import DEFAULT_LEASE, Lease
-from kvtransfer.transports.interface import Transport
+from kvtransfer.transports.common.interface import Transport
 from pdserve.core.access.proof import ClusterSecret, Identity
 from pdserve.core.kv.kv_shape import Fingerprint
 from pdserve.core.kv.stamps import BlockStamps

@@ -23,7 +23,7 @@ from kvtransfer.protocol.grants import compare
 from kvtransfer.protocol.mapping import arrival_of
 from kvtransfer.protocol.plan import PartLayout
 from kvtransfer.protocol.transport import TransferStats
-from kvtransfer.transports.registry import name_of, names_of
+from kvtransfer.transports.common.registry import name_of, names_of
 from pdserve.build import FULL_VERSION
 from pdserve.core.access.proof import caller_name
 from pdserve.core.errors import ConfigError, Overloaded, PdserveError, TransferFailed, Unauthenticated
@@ -99,7 +99,7 @@ class Gate:
             self._stats.refused_opens += 1
             raise
         return transfer_pb2.OpenResponse(
-            transport=transfer_pb2.TransportKind.Name(peer.transport),
+            transport=peer.transport,  # type: ignore[arg-type]  # also numbers that the enum does not name
             address=self._addresses[peer.transport],
             ticket=ticket,
             receiver_incarnation=self._config.incarnation,

@@ -35,7 +35,7 @@ from kvtransfer.protocol.mapping import arrival_of
 from kvtransfer.protocol.plan import Part, PartLayout
 from kvtransfer.protocol.receive_transfer import Claim
 from kvtransfer.reshape.unpacker import Unpacker
-from kvtransfer.transports.interface import ReceiveLink, ReceivePath, Transport
+from kvtransfer.transports.common.interface import ReceiveLink, ReceivePath, Transport
 from pdserve.core.errors import ConfigError, TransferFailed
 from pdserve.core.kv.kv_shape import KvShape, is_same_bytes
 from pdserve.engine.interface import KvPool

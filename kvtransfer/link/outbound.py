@@ -23,7 +23,7 @@ from kvtransfer.protocol.plan import WHOLE, Part, PartLayout, blocks_per_chunk
 from kvtransfer.protocol.send_transfer import Job
 from kvtransfer.protocol.send_transfers import Action, Announce, ReportSent, SendTransfers, StaleSource
 from kvtransfer.protocol.transport import Link, TransferStats
-from kvtransfer.transports.interface import SendPath
+from kvtransfer.transports.common.interface import SendPath
 from pdserve.core.durations import clamped_s
 from pdserve.core.errors import TransferFailed
 from pdserve.core.kv.kv_shape import TransferKey

@@ -26,8 +26,8 @@ from kvtransfer.protocol.plan import DEFAULT_CHUNK_BYTES, Part, host_view
 from kvtransfer.protocol.receive_transfer import Claim
 from kvtransfer.protocol.receive_transfers import Action, ReceiveTransfers, ReplyToSender, Sever
 from kvtransfer.protocol.transport import OnOpen, Received, ReceiveOutcome, Sent, TransferStats
-from kvtransfer.transports.interface import Transport
-from kvtransfer.transports.registry import fence_of
+from kvtransfer.transports.common.interface import Transport
+from kvtransfer.transports.common.registry import fence_of
 from pdserve.core.durations import clamped_s
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
 from pdserve.core.kv.kv_shape import Grant, TransferKey

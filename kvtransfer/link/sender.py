@@ -13,7 +13,7 @@ from kvtransfer.protocol.commands import Abort, OnRead, OnSent, Push, Start
 from kvtransfer.protocol.grants import compare
 from kvtransfer.protocol.plan import Part, PartLayout, host_view
 from kvtransfer.protocol.transport import Link, Sent, Text, TransferStats, total
-from kvtransfer.transports.registry import fence_of
+from kvtransfer.transports.common.registry import fence_of
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
 from pdserve.core.kv.kv_shape import Grant, KvShape, TransferKey, is_same_bytes
 from pdserve.outage_log import OutageLog

@@ -14,7 +14,7 @@ from kvtransfer.protocol.frames import BadFrame, Frame
 from kvtransfer.protocol.mapping import Arrival
 from kvtransfer.protocol.receive_transfer import Claim
 from kvtransfer.reshape.convert import BlockArrays, unpack
-from kvtransfer.transports.interface import ReceiveLink
+from kvtransfer.transports.common.interface import ReceiveLink
 from pdserve.core.kv.kv_shape import BlockForm
 from pdserve.engine.interface import KvPool
 from pdserve.engine.memory.host import HostMemory

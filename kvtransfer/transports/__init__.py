@@ -1,5 +1,5 @@
-"""How a chunk's bytes get from one pool into another: one file per transport, behind the protocols of interface.py.
+"""How a chunk's bytes get from one pool into another: each file here is one transport, and nothing else.
 
-`registry.py` lists the transports. It imports protocol/ and devices/, and the channel of link/.
-Read `interface.py` first, then `tcp.py`.
+A new transport NAME is a file NAME.py whose `TRANSPORT` implements the protocols of common/interface.py, and its test.
+Settings, commands and pages read the names of the files. Read `tcp.py` first.
 """

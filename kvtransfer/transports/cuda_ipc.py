@@ -18,9 +18,9 @@ from kvtransfer.protocol.plan import DEVICE_CHUNK_BYTES
 from kvtransfer.protocol.receive_transfer import Claim
 from kvtransfer.protocol.send_transfer import Job
 from kvtransfer.protocol.send_transfers import StaleSource
-from kvtransfer.transports.interface import ReceiveLink, ReceivePath, SendLink, SendPath
-from kvtransfer.transports.on_device import OnDevice, extents_of_part
-from kvtransfer.transports.slots import (
+from kvtransfer.transports.common.interface import ReceiveLink, ReceivePath, SendLink, SendPath
+from kvtransfer.transports.common.on_device import OnDevice, extents_of_part
+from kvtransfer.transports.common.slots import (
     TAKEN,
     Slots,
     UnixListener,
@@ -143,6 +143,7 @@ class CudaIpcReceive:
 class CudaIpc(OnDevice, UnixListener):
     kind: int = CUDA_IPC
     name = "cuda_ipc"
+    order = 10
     has_slots = True
 
     def prepare(self, pool: KvPool, runs: Sequence[StridedExtent] = (), limits: CopyLimits | None = None) -> None:
@@ -176,3 +177,6 @@ class CudaIpc(OnDevice, UnixListener):
             raise BadFrame(f"a pool of {num_blocks} blocks in memory of {source.num_blocks}")
         link.channel.post(TAKEN)
         return CudaIpcReceive(link, device, source)
+
+
+TRANSPORT: Final = CudaIpc()

@@ -35,8 +35,8 @@ from kvtransfer.protocol.device import Copying, Device, DeviceConnection, Device
 from kvtransfer.protocol.frames import BadFrame, Frame, Kind, Tag
 from kvtransfer.protocol.receive_transfer import Claim
 from kvtransfer.protocol.send_transfer import Job
-from kvtransfer.transports.interface import ReceiveLink, ReceivePath, SendLink, SendPath
-from kvtransfer.transports.on_device import (
+from kvtransfer.transports.common.interface import ReceiveLink, ReceivePath, SendLink, SendPath
+from kvtransfer.transports.common.on_device import (
     DeviceOf,
     OnDevice,
     StagingSlots,
@@ -44,7 +44,7 @@ from kvtransfer.transports.on_device import (
     extents_of_part,
     slot_size,
 )
-from kvtransfer.transports.slots import TAKEN, await_taken, give_back, receive_within
+from kvtransfer.transports.common.slots import TAKEN, await_taken, give_back, receive_within
 from kvtransfer.transports.tcp import TcpListener
 from pdserve.core.errors import TransferFailed
 from pdserve.engine.gpu.kernels.extent import StridedExtent
@@ -293,6 +293,7 @@ class NcclReceive:
 class Nccl(OnDevice, TcpListener):
     kind: int = NCCL
     name = "nccl"
+    order = 20
     has_slots = True
     packages = ("cupy",)
 
@@ -366,6 +367,9 @@ class Nccl(OnDevice, TcpListener):
         from kvtransfer.devices.nccl_connection import NcclConnector
 
         return NcclConnector()
+
+
+TRANSPORT: Final = Nccl()
 
 
 @contextmanager

@@ -28,8 +28,8 @@ from kvtransfer.protocol.frames import BadFrame, Frame
 from kvtransfer.protocol.plan import byte_ranges, copy
 from kvtransfer.protocol.receive_transfer import Claim
 from kvtransfer.protocol.send_transfer import Job
-from kvtransfer.transports.interface import OnHost, ReceiveLink, ReceivePath, SendLink, SendPath
-from kvtransfer.transports.slots import (
+from kvtransfer.transports.common.interface import OnHost, ReceiveLink, ReceivePath, SendLink, SendPath
+from kvtransfer.transports.common.slots import (
     TAKEN,
     Slots,
     await_taken,
@@ -150,6 +150,7 @@ class Nixl(OnHost, TcpListener):
 
     kind: int = NIXL
     name = "nixl"
+    order = 50
     has_slots = True
 
     def __init__(self, make: MakeLibrary | None = None) -> None:
@@ -191,3 +192,6 @@ class Nixl(OnHost, TcpListener):
             raise BadFrame(failed.message) from failed
         link.channel.post(TAKEN)
         return NixlReceive(link, reader, address, num_blocks)
+
+
+TRANSPORT: Final = Nixl()

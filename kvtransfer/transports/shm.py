@@ -18,8 +18,16 @@ from kvtransfer.protocol.frames import BadFrame, Frame
 from kvtransfer.protocol.plan import copy, views_of
 from kvtransfer.protocol.receive_transfer import Claim
 from kvtransfer.protocol.send_transfer import Job
-from kvtransfer.transports.interface import OnHost, ReceiveLink, ReceivePath, SendLink, SendPath
-from kvtransfer.transports.slots import TAKEN, Slots, UnixListener, await_taken, check_numbers, give_back, read_numbers
+from kvtransfer.transports.common.interface import OnHost, ReceiveLink, ReceivePath, SendLink, SendPath
+from kvtransfer.transports.common.slots import (
+    TAKEN,
+    Slots,
+    UnixListener,
+    await_taken,
+    check_numbers,
+    give_back,
+    read_numbers,
+)
 from pdserve.engine.interface import KvPool
 from pdserve.v1 import transfer_pb2
 
@@ -120,6 +128,7 @@ class ShmReceive:
 class Shm(OnHost, UnixListener):
     kind: int = SHM
     name = "shm"
+    order = 30
     has_slots = True
 
     def why_not(self, *, is_on_host: bool = True) -> str:
@@ -135,6 +144,9 @@ class Shm(OnHost, UnixListener):
         source = SharedPool(hello, descriptors, link.source.block_bytes)
         link.channel.post(TAKEN)
         return ShmReceive(link, source)
+
+
+TRANSPORT: Final = Shm()
 
 
 def _receive_descriptors(link: ReceiveLink) -> tuple[bytes, list[int]]:

@@ -10,7 +10,7 @@ from kvtransfer.protocol.frames import BadFrame, Frame
 from kvtransfer.protocol.plan import advance
 from kvtransfer.protocol.receive_transfer import Claim
 from kvtransfer.protocol.send_transfer import Job
-from kvtransfer.transports.interface import OnHost, ReceiveLink, ReceivePath, SendLink, SendPath
+from kvtransfer.transports.common.interface import OnHost, ReceiveLink, ReceivePath, SendLink, SendPath
 from pdserve.engine.interface import KvPool
 from pdserve.v1 import transfer_pb2
 
@@ -141,6 +141,7 @@ class TcpListener:
 class Tcp(OnHost, TcpListener):
     kind: int = TCP
     name = "tcp"
+    order = 40
     has_slots = False
 
     def sender(self, sock: socket.socket, pool: KvPool) -> tuple[socket.socket, SendPath]:
@@ -148,6 +149,9 @@ class Tcp(OnHost, TcpListener):
 
     def receiver(self, link: ReceiveLink) -> ReceivePath:
         return TcpReceive(link)
+
+
+TRANSPORT: Final = Tcp()
 
 
 def _family(host: str) -> socket.AddressFamily:

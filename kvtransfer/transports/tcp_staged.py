@@ -25,8 +25,8 @@ from kvtransfer.protocol.frames import BadFrame, Frame
 from kvtransfer.protocol.plan import host_view
 from kvtransfer.protocol.receive_transfer import Claim
 from kvtransfer.protocol.send_transfer import Job
-from kvtransfer.transports.interface import ReceiveLink, ReceivePath, SendLink, SendPath
-from kvtransfer.transports.on_device import (
+from kvtransfer.transports.common.interface import ReceiveLink, ReceivePath, SendLink, SendPath
+from kvtransfer.transports.common.on_device import (
     DeviceOf,
     OnDevice,
     StagingSlots,
@@ -158,6 +158,7 @@ class TcpStagedReceive:
 class TcpStaged(OnDevice, TcpListener):
     kind: int = TCP_STAGED
     name = "tcp_staged"
+    order = 60
     has_slots = False
     is_for_hosts = True  # if the peer's pool is on a device
 
@@ -178,6 +179,9 @@ class TcpStaged(OnDevice, TcpListener):
 
     def _end(self, pool: KvPool, memory: memoryview, block_bytes: int) -> Device:
         return HostDevice(memory, block_bytes, self._host_budget) if pool.is_on_host else self._device(pool)
+
+
+TRANSPORT: Final = TcpStaged()
 
 
 def _slots_of(device: Device, block_bytes: int) -> StagingSlots:

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from kvtransfer.devices.copy_streams import CopyLimits
+from kvtransfer.transports.common.on_device import DeviceOf
+from kvtransfer.transports.common.registry import TRANSPORTS
 from kvtransfer.transports.cuda_ipc import CUDA_IPC, CudaIpc
 from kvtransfer.transports.nccl import NCCL, Nccl
-from kvtransfer.transports.on_device import DeviceOf
-from kvtransfer.transports.registry import TRANSPORTS
 from kvtransfer.transports.tcp_staged import TCP_STAGED, TcpStaged
 from tests.support.fake_device import PLAIN, FakeDevice, Trouble
 from tests.support.fake_nccl import FakeConnector

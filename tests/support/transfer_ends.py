@@ -16,7 +16,7 @@ from kvtransfer.link.dial import open_request
 from kvtransfer.link.endpoint_config import EndpointConfig
 from kvtransfer.link.sender import StreamSender
 from kvtransfer.protocol.grants import PROTOCOL
-from kvtransfer.transports.registry import choose
+from kvtransfer.transports.common.registry import choose
 from pdserve.core.errors import PdserveError
 from pdserve.core.kv.kv_shape import Fingerprint, KvShape
 from pdserve.core.kv.stamps import BlockStamps

@@ -89,7 +89,7 @@ def open_engine(config: WorkerConfig, role: Role) -> Engine:
 def warmed(engine: AnyEngine, worker_id: str = "") -> AnyEngine:
     """Compiles every kernel of the engine's steps before the first request.
 
-    Transfer endpoints do the same for their kernels (kvtransfer.transports.on_device).
+    Transfer endpoints do the same for their kernels (kvtransfer.transports.common.on_device).
     """
     began_s = time.monotonic()
     report, steps = PhaseReport(worker_id, "kernels", "steps"), list(warm_rows(engine.spec))

@@ -19,8 +19,8 @@ from kvtransfer.link.endpoint import make_receiver, make_sender
 from kvtransfer.protocol.frames import Tag
 from kvtransfer.protocol.lease import Lease
 from kvtransfer.protocol.plan import DEFAULT_CHUNK_BYTES
+from kvtransfer.transports.common.registry import TRANSPORTS
 from kvtransfer.transports.nixl import NIXL, Nixl
-from kvtransfer.transports.registry import TRANSPORTS
 from pdserve.core.kv.kv_shape import Fingerprint
 from pdserve.core.kv.stamps import BlockStamps
 from tests.support.fake_device import DevicePool, FakeDevice

@@ -16,10 +16,10 @@ from kvtransfer.protocol.frames import BadFrame, Frame, Kind, pack, tag_of
 from kvtransfer.protocol.plan import Part, PartLayout
 from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
 from kvtransfer.transports import cuda_ipc, nccl
+from kvtransfer.transports.common.on_device import extents_of_part
+from kvtransfer.transports.common.registry import TRANSPORTS
 from kvtransfer.transports.cuda_ipc import CUDA_IPC
 from kvtransfer.transports.nccl import NCCL, Nccl
-from kvtransfer.transports.on_device import extents_of_part
-from kvtransfer.transports.registry import TRANSPORTS
 from pdserve.core.errors import TransferFailed
 from pdserve.core.kv.kv_shape import Grant, TransferKey
 from tests.support.fake_device import DevicePool, FakeBlocks, FakeDevice

@@ -19,6 +19,7 @@ from kvtransfer.protocol.plan import DEFAULT_CHUNK_BYTES
 from kvtransfer.protocol.transport import EVENTS, ReceiveOutcome, Receiver, Sender, SendOutcome, events
 from kvtransfer.reshape.sender import ShapedSender
 from kvtransfer.transports import shm, tcp
+from kvtransfer.transports.common.registry import TRANSPORTS
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
 from tests.support.fake_ends import DEVICE_TRANSPORTS
 from tests.support.transfer_ends import endpoint_config
@@ -28,7 +29,10 @@ MakePair = Callable[..., Pair]
 CHUNK_BLOCKS = {"tcp": tcp.CHUNK_BYTES // BLOCK_BYTES, "shm": shm.CHUNK_BYTES // BLOCK_BYTES}
 
 
-@pytest.fixture(params=["tcp", "tcp+tls", "tcp_staged+tls", "shm", *DEVICE_TRANSPORTS, "nixl", "nixl-stand-in"])
+LISTED = ["tcp", "tcp+tls", "tcp_staged+tls", "shm", *DEVICE_TRANSPORTS, "nixl", "nixl-stand-in"]
+
+
+@pytest.fixture(params=LISTED + [one.name for one in TRANSPORTS.values() if one.name not in LISTED])
 def transport(request: pytest.FixtureRequest, prepared: Callable[[str], str]) -> str:
     return prepared(request.param)
 

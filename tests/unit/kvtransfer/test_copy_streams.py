@@ -16,7 +16,7 @@ from kvtransfer.devices.staging_budget import StagingBudget, num_slots
 from kvtransfer.protocol import plan
 from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
 from kvtransfer.transports import nccl, tcp_staged
-from kvtransfer.transports.on_device import slot_size
+from kvtransfer.transports.common.on_device import slot_size
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import TransferFailed
 from tests.support.fake_device import FakeBlocks, FakeCopying, FakeDevice

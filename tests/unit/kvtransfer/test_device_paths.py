@@ -16,9 +16,9 @@ from kvtransfer.link.outbound import Outbound
 from kvtransfer.protocol.frames import Frame, Kind, pack
 from kvtransfer.protocol.lease import Lease
 from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome, Text
+from kvtransfer.transports.common.registry import TRANSPORTS
 from kvtransfer.transports.cuda_ipc import CUDA_IPC, CudaIpc
 from kvtransfer.transports.nccl import NCCL, Nccl
-from kvtransfer.transports.registry import TRANSPORTS
 from kvtransfer.transports.tcp_staged import TCP_STAGED, TcpStaged
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv.kv_shape import Grant

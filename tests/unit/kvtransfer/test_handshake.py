@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -21,8 +22,8 @@ from kvtransfer.link.receiver import MAX_PENDING
 from kvtransfer.protocol.checksum import Checksum
 from kvtransfer.protocol.frames import ANSWER_BYTES, GREETING_BYTES
 from kvtransfer.protocol.transport import ReceiveOutcome
+from kvtransfer.transports.common.registry import TRANSPORTS, choose, name_of
 from kvtransfer.transports.nccl import NCCL
-from kvtransfer.transports.registry import TRANSPORTS, choose
 from kvtransfer.transports.tcp import TcpSend, host_and_port
 from pdserve.build import FULL_VERSION
 from pdserve.core.access.proof import ClusterSecret
@@ -145,6 +146,13 @@ def test_open_rejects_another_fingerprint(
     assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert refused.value.details() == f"{field}: got {seen}, expected {expected}, as on the receiving worker"
     assert pair.receiver.stats.refused_opens == 1
+
+
+def test_a_transport_of_a_later_version_is_ignored(pair: Pair, transport: str) -> None:
+    later: Any = SimpleNamespace(kind=99)
+    answer = pair.host.open(pair.sender, transports=(later, *pair.sender.config.transports))
+    assert name_of(answer.transport) == transport
+    assert answer.transport_reason == "the receiver has no 99"
 
 
 def test_open_rejects_unsupported_transports_and_checksums(pair: Pair, transport: str) -> None:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kvtransfer.transports.slots import UnixListener
+from kvtransfer.transports.common.slots import UnixListener
 
 STRANGER = 54_321  # a user id that owns nothing
 

@@ -16,7 +16,7 @@ from kvtransfer.devices import nixl_agent
 from kvtransfer.protocol.frames import Frame, Kind, tag_of
 from kvtransfer.protocol.transport import ReceiveOutcome
 from kvtransfer.transports import nixl
-from kvtransfer.transports.registry import NAMES
+from kvtransfer.transports.common.registry import NAMES
 from kvtransfer.transports.tcp_staged import TCP_STAGED
 from pdserve.core.errors import ConfigError, TransferFailed
 from tests.support.transfer_ends import kinds

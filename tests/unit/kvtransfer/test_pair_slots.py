@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
+from kvtransfer.transports.common.registry import TRANSPORTS
 from kvtransfer.transports.nccl import MAX_PAIRS, NCCL, Nccl, PairSlot, PairSlots
-from kvtransfer.transports.registry import TRANSPORTS
 from pdserve.core.errors import TransferFailed
 from tests.support.fake_device import FakeDevice
 from tests.support.fake_nccl import FakeConnector

@@ -30,7 +30,7 @@ from kvtransfer.devices.copy_streams import CopyLimits
 from kvtransfer.devices.cuda import CudaBlocks, CudaDevice
 from kvtransfer.devices.cuda_driver import Driver
 from kvtransfer.devices.nccl_connection import NcclConnection
-from kvtransfer.transports.on_device import OnDevice
+from kvtransfer.transports.common.on_device import OnDevice
 from kvtransfer.transports.tcp_staged import TcpStagedReceive, TcpStagedSend
 from pdserve.engine.gpu.kernels.extent import StridedExtent
 from tests.unit.kvtransfer.fake_driver import FakeLibrary

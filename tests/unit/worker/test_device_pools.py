@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import pytest
 
+from kvtransfer.transports.common.registry import TRANSPORTS
 from kvtransfer.transports.nccl import NCCL
-from kvtransfer.transports.registry import TRANSPORTS
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role
 from pdserve.engine.interface import Engine

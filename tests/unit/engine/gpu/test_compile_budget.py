@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtransfer.transports.on_device import OnDevice
+from kvtransfer.transports.common.on_device import OnDevice
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Sampling
 from pdserve.engine.gpu.graphs import StaticDecode

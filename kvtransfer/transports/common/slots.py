@@ -19,7 +19,7 @@ from typing import Final, final
 from kvtransfer.protocol.frames import BadFrame, Frame, Kind
 from kvtransfer.protocol.send_transfer import Job
 from kvtransfer.protocol.send_transfers import StaleSource
-from kvtransfer.transports.interface import ReceiveLink, SendLink
+from kvtransfer.transports.common.interface import ReceiveLink, SendLink
 
 _NUMBER_BYTES: Final = 4
 

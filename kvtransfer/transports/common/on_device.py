@@ -14,7 +14,7 @@ from kvtransfer.protocol.frames import BadFrame
 from kvtransfer.protocol.plan import Part, blocks_per_chunk
 from kvtransfer.protocol.send_transfer import Job
 from kvtransfer.protocol.send_transfers import StaleSource
-from kvtransfer.transports.interface import ReceiveLink, SendLink
+from kvtransfer.transports.common.interface import ReceiveLink, SendLink
 from pdserve.engine.gpu.kernels.extent import StridedExtent
 from pdserve.engine.interface import KvPool
 

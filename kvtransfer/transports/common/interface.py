@@ -169,8 +169,9 @@ class ReceivePath(Protocol):
 class Transport(Protocol):
     """How the two halves of one transport connect."""
 
-    kind: int  # of TransportKind
-    name: str
+    kind: int  # its number on the wire, which no other transport has: of TransportKind, or the next one
+    name: str  # that of its file
+    order: int  # its place among those of `auto`, which prefers the lowest
     is_same_host: bool  # requires that both processes can share memory
     is_for_hosts: bool  # supports pools in host memory
     is_for_devices: bool  # supports pools on a GPU

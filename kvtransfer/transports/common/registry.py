@@ -1,27 +1,33 @@
-"""The list of transports. A new one needs one file in this folder and one line below."""
+"""Finds the transports: one file in kvtransfer/transports each."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Sequence
 from typing import Final
 
 from kvtransfer.devices.copy_streams import CopyLimits
 from kvtransfer.protocol.device import Fence
-from kvtransfer.transports.cuda_ipc import CudaIpc
-from kvtransfer.transports.interface import Transport
-from kvtransfer.transports.nccl import Nccl
-from kvtransfer.transports.nixl import Nixl
-from kvtransfer.transports.shm import Shm
-from kvtransfer.transports.tcp import Tcp
-from kvtransfer.transports.tcp_staged import TcpStaged
+from kvtransfer.transports.common.interface import Transport
+from pdserve.config import STAGED, TRANSPORT_FILES
 from pdserve.core.errors import ConfigError
 from pdserve.engine.gpu.kernels.extent import StridedExtent
 from pdserve.engine.interface import KvPool
 
-#: In order of preference.
-_IN_ORDER: Final[tuple[Transport, ...]] = (CudaIpc(), Nccl(), Shm(), Tcp(), Nixl(), TcpStaged())
-TRANSPORTS: Final[dict[int, Transport]] = {one.kind: one for one in _IN_ORDER}
-NAMES: Final = ("auto", *(one.name for one in _IN_ORDER if one.name != TcpStaged.name))  # values of a setting
+
+def _find() -> dict[int, Transport]:
+    """By number, the preferred one first. Imported by name, so that a transport is added by its file alone."""
+    found: list[Transport] = [
+        importlib.import_module(f"kvtransfer.transports.{name}").TRANSPORT for name in TRANSPORT_FILES
+    ]
+    assert [one.name for one in found] == list(TRANSPORT_FILES), "a transport has the name of its file"
+    by_kind = {one.kind: one for one in sorted(found, key=lambda one: one.order)}
+    assert len(by_kind) == len(found), f"two transports have one number: {[(one.name, one.kind) for one in found]}"
+    return by_kind
+
+
+TRANSPORTS: Final = _find()
+NAMES: Final = ("auto", *(one.name for one in TRANSPORTS.values() if not one.name.endswith(STAGED)))  # of a setting
 
 
 def choose(name: str, *, is_on_host: bool = True) -> tuple[Transport, ...]:
@@ -29,7 +35,7 @@ def choose(name: str, *, is_on_host: bool = True) -> tuple[Transport, ...]:
 
     tcp for a pool on a GPU is tcp_staged, which `auto` includes for every pool. Raises ConfigError.
     """
-    if name not in (*NAMES, TcpStaged.name):
+    if name != "auto" and name not in TRANSPORT_FILES:
         raise ConfigError("transport", name, "one of " + ", ".join(NAMES))
     fitting = [one for one in TRANSPORTS.values() if (one.is_for_hosts if is_on_host else one.is_for_devices)]
     if name == "auto":
@@ -38,10 +44,10 @@ def choose(name: str, *, is_on_host: bool = True) -> tuple[Transport, ...]:
             reasons = "; ".join(f"{one.name}: {one.why_not(is_on_host=is_on_host)}" for one in fitting)
             raise ConfigError("transport", name, f"a system that has one ({reasons})")
         return found
-    chosen = next((one for one in fitting if one.name in (name, f"{name}_staged")), None)
+    chosen = next((one for one in fitting if one.name in (name, name + STAGED)), None)
     if chosen is None:
         where = "in host memory" if is_on_host else "on a GPU"
-        allowed = ", ".join(dict.fromkeys(one.name.removesuffix("_staged") for one in fitting))
+        allowed = ", ".join(dict.fromkeys(one.name.removesuffix(STAGED) for one in fitting))
         raise ConfigError("transport", name, f"{allowed}: the KV pool is {where}")
     if why_not := chosen.why_not(is_on_host=is_on_host):
         raise ConfigError("transport", name, f"another on this system: {why_not}")
