@@ -58,7 +58,7 @@ assert _SHAPE.block_bytes * NUM_BLOCKS == POOL_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PathFound:
+class ProbeResult:
     """The result for one transport, or in `error` why it does not work."""
 
     asked: str  # its name, or auto
@@ -90,7 +90,7 @@ def names(*, is_on_host: bool) -> Iterator[tuple[str, str]]:
             yield one.name, one.why_not(is_on_host=is_on_host)
 
 
-def probe(device: str = "cpu", other: str = "cpu") -> Iterator[PathFound]:
+def probe(device: str = "cpu", other: str = "cpu") -> Iterator[ProbeResult]:
     """Probes each transport, and last `auto`, from a pool on `device` in this process to one on `other` in another
     process."""
     child = _Child(other)
@@ -98,17 +98,17 @@ def probe(device: str = "cpu", other: str = "cpu") -> Iterator[PathFound]:
         pool = _pool(device)
         for name, why_not in (*names(is_on_host=pool.is_on_host), (AUTO, "")):
             if why_not:
-                yield PathFound(asked=name, error=why_not)
+                yield ProbeResult(asked=name, error=why_not)
                 continue
             try:
                 yield _measure(pool, name, child)
             except PdserveError as error:
-                yield PathFound(asked=name, error=error.message)
+                yield ProbeResult(asked=name, error=error.message)
     finally:
         child.close()
 
 
-def _measure(pool: KvPool, name: str, child: _Child) -> PathFound:
+def _measure(pool: KvPool, name: str, child: _Child) -> ProbeResult:
     """Raises PdserveError."""
     endpoint = child.ask(open=name)
     sender = make_sender(_config(pool, name, child.secret))
@@ -118,7 +118,7 @@ def _measure(pool: KvPool, name: str, child: _Child) -> PathFound:
         took_s = min(_move(sender, child, name, endpoint, NUM_BLOCKS) for _ in range(TRIES))
     finally:
         sender.close()
-    return PathFound(
+    return ProbeResult(
         asked=name,
         transport=link.transport,
         reason=link.reason,

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.transfer.off import OFF, allow
-from kvtransfer.link.receiver import StreamReceiver
-from kvtransfer.link.sender import StreamSender
+from kvtransfer.link.receiver import PlainReceiver
+from kvtransfer.link.sender import PlainSender
 from kvtransfer.protocol.checksum import Checksum
 from kvtransfer.protocol.transport import SendOutcome, Sent
 from pdserve.core.kv.kv_shape import Grant, TransferKey
@@ -86,7 +86,7 @@ def serve(max_bytes: int, block_bytes: int, source_fd: int, tls_folder: str = ""
     source = memoryview(mmap.mmap(source_fd, max_bytes, prot=mmap.PROT_READ))
     found = ends(certificates(tls_folder))
     receivers = {
-        end: StreamReceiver(
+        end: PlainReceiver(
             endpoint_config(
                 pool,
                 fingerprint(block_bytes),
@@ -216,7 +216,7 @@ class Ways:
         self._socket = socket.create_connection(("127.0.0.1", heard["socket"]))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._senders = {
-            end: StreamSender(
+            end: PlainSender(
                 endpoint_config(
                     self._pool,
                     fingerprint(block_bytes),

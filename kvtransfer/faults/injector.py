@@ -28,7 +28,7 @@ from kvtransfer.faults.plan import Fault, FaultKind, Where, parse
 from kvtransfer.protocol.frames import HEADER_BYTES, Frame, Kind, Tag, decode
 from kvtransfer.protocol.plan import MAX_CHUNK_BYTES
 from kvtransfer.protocol.receive_transfer import Claim
-from kvtransfer.transports.common.interface import ReceiveLink, ReceivePath, SendPath, Transport
+from kvtransfer.transports.common.interface import ReceiveHalf, ReceiveLink, SendHalf, Transport
 from pdserve.engine.interface import KvPool
 
 log = logging.getLogger(__name__)
@@ -135,17 +135,17 @@ class FaultyTransport:
         self.listen, self.address = inner.listen, inner.address
         self.dial, self.admits = inner.dial, inner.admits
 
-    def sender(self, sock: socket.socket, pool: KvPool) -> tuple[socket.socket, SendPath]:
-        sock, path = self._inner.sender(sock, pool)
-        return self._injector.between(sock, has_slots=self.has_slots), path
+    def sender(self, sock: socket.socket, pool: KvPool) -> tuple[socket.socket, SendHalf]:
+        sock, half = self._inner.sender(sock, pool)
+        return self._injector.between(sock, has_slots=self.has_slots), half
 
-    def receiver(self, link: ReceiveLink) -> ReceivePath:
+    def receiver(self, link: ReceiveLink) -> ReceiveHalf:
         return _FaultyReceive(self._inner.receiver(link), self._injector)
 
 
 @final
 class _FaultyReceive:
-    def __init__(self, inner: ReceivePath, injector: FaultInjector) -> None:
+    def __init__(self, inner: ReceiveHalf, injector: FaultInjector) -> None:
         self._inner, self._injector = inner, injector
         self.poll, self.close = inner.poll, inner.close
 

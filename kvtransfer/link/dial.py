@@ -25,7 +25,7 @@ from kvtransfer.protocol.checksum import Checksum
 from kvtransfer.protocol.credentials import Parties, receiver_answer, sender_greeting
 from kvtransfer.protocol.frames import ANSWER_BYTES, MAX_TEXT_BYTES, TICKET_BYTES, decode_text
 from kvtransfer.protocol.plan import MAX_CHUNK_BYTES
-from kvtransfer.transports.common.interface import SendPath, Transport
+from kvtransfer.transports.common.interface import SendHalf, Transport
 from pdserve.build import FULL_VERSION
 from pdserve.core.access.proof import NONCE_BYTES, ClusterSecret
 from pdserve.core.errors import TransferFailed, Unauthenticated
@@ -46,7 +46,7 @@ class DataConnection:
     """An authenticated data connection."""
 
     socket: socket.socket
-    path: SendPath
+    half: SendHalf
     transport: str
     reason: str  # why this transport was chosen
     checksum: Checksum
@@ -54,7 +54,7 @@ class DataConnection:
 
     def close(self) -> None:
         self.socket.close()
-        self.path.close()
+        self.half.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +151,8 @@ def _connect(
         parties = Parties(config.identity.name, answer.receiver_incarnation, answer.transport)
         _greet(config.secret, parties, sock, answer.ticket, ends_s)
         reason = decode_text(answer.transport_reason.encode()[:MAX_TEXT_BYTES])
-        sock, path = transport.sender(sock, config.pool)
-        return DataConnection(sock, path, transport.name, reason, kind, answer.chunk_bytes)
+        sock, half = transport.sender(sock, config.pool)
+        return DataConnection(sock, half, transport.name, reason, kind, answer.chunk_bytes)
     except BaseException:
         sock.close()
         raise

@@ -6,7 +6,7 @@ from kvtransfer.devices import fused
 from kvtransfer.devices.copy_streams import CopyLimits
 from kvtransfer.faults.injector import FaultInjector, make_fault_injector, with_faults
 from kvtransfer.link.endpoint_config import EndpointConfig
-from kvtransfer.link.receiver import StreamReceiver
+from kvtransfer.link.receiver import PlainReceiver
 from kvtransfer.protocol.grants import fingerprint_of
 from kvtransfer.protocol.plan import DEFAULT_CHUNK_BYTES, DEVICE_CHUNK_BYTES, MAX_GROUPS, Part, PartLayout
 from kvtransfer.reshape.sender import ShapedSender
@@ -45,13 +45,13 @@ def config_of(
     )
 
 
-def make_receiver(config: EndpointConfig, host: str) -> StreamReceiver:
+def make_receiver(config: EndpointConfig, host: str) -> PlainReceiver:
     """Listens at once, on `host` and free ports. Add `.servicer` to the worker's gRPC server. Raises ConfigError."""
     pool = config.pool
     if pool.is_on_host:
         fused.prepare(pool.block_bytes)
     prepare(pool, config.transports, _runs_of(config.fingerprint.shape), config.limits)
-    return StreamReceiver(config, host, DEFAULT_CHUNK_BYTES if pool.is_on_host else DEVICE_CHUNK_BYTES)
+    return PlainReceiver(config, host, DEFAULT_CHUNK_BYTES if pool.is_on_host else DEVICE_CHUNK_BYTES)
 
 
 def make_sender(config: EndpointConfig, kv_wire: str = "exact") -> ShapedSender:

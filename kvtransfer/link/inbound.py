@@ -35,7 +35,7 @@ from kvtransfer.protocol.mapping import arrival_of
 from kvtransfer.protocol.plan import Part, PartLayout
 from kvtransfer.protocol.receive_transfer import Claim
 from kvtransfer.reshape.unpacker import Unpacker
-from kvtransfer.transports.common.interface import ReceiveLink, ReceivePath, Transport
+from kvtransfer.transports.common.interface import ReceiveHalf, ReceiveLink, Transport
 from pdserve.core.errors import ConfigError, TransferFailed
 from pdserve.core.kv.kv_shape import KvShape, is_same_bytes
 from pdserve.engine.interface import KvPool
@@ -82,7 +82,7 @@ class Inbound(threading.Thread):
         self.channel = Channel(sock, clock=hub.clock)
         self.enter, self.leave = hub.enter, hub.leave
         self._hub, self._transport = hub, transport
-        self._path: ReceivePath | None = None
+        self._half: ReceiveHalf | None = None
         self._unpacker: Unpacker | None = None  # if blocks arrive in another format
         self._began_s = hub.clock()
 
@@ -119,8 +119,8 @@ class Inbound(threading.Thread):
             log.exception("kv connection failed", extra={"connection": self.number})
         finally:
             # In this order, because the table may free memory as soon as `ended` reports that this writer is gone.
-            if self._path is not None:
-                self._path.close()
+            if self._half is not None:
+                self._half.close()
             self._hub.ended(self, error, is_peers_fault=is_peers_fault, is_silent=is_silent)
             self.channel.close()
 
@@ -172,7 +172,7 @@ class Inbound(threading.Thread):
                 raise TransferFailed(f"{peer.wire_dtype} for {mine.dtype}: blocks on a GPU cannot be converted")
             self._unpacker = Unpacker(self, arrival_of(peer.shape, mine, peer.wire_dtype), mine.form)
         try:
-            self._path = self._transport.receiver(self._link)
+            self._half = self._transport.receiver(self._link)
         except ConnectionError as lost:
             raise Gone(f"connection lost: {lost}") from lost
         self.channel.watch(Heartbeat(self._hub.lease, self._hub.clock()), beat())
@@ -194,13 +194,13 @@ class Inbound(threading.Thread):
 
     def _serve(self) -> None:
         header = bytearray(HEADER_BYTES)
-        assert self._path is not None
-        self.channel.meanwhile = self._path.poll  # closes finished writes while the rest of a frame has not arrived
+        assert self._half is not None
+        self.channel.meanwhile = self._half.poll  # closes finished writes while the rest of a frame has not arrived
         while True:
             self.channel.fill(memoryview(header))
             frame = decode(header, self.chunk_bytes)
             if frame.kind is Kind.CHUNK:
-                self._receive_chunk(frame, self._path)
+                self._receive_chunk(frame, self._half)
             elif frame.kind is Kind.ANNOUNCE:
                 self._announce(frame)
             elif frame.kind is Kind.RETRACT:
@@ -223,12 +223,12 @@ class Inbound(threading.Thread):
         except ConfigError as error:
             raise BadFrame(error.message) from error
 
-    def _receive_chunk(self, frame: Frame, path: ReceivePath) -> None:
+    def _receive_chunk(self, frame: Frame, half: ReceiveHalf) -> None:
         self._require_part(frame)
         if not 0 < self._link.size_of(frame) <= self.chunk_bytes:
             raise BadFrame(f"a chunk of {frame.count} blocks of {self.block_bytes} bytes, at most {self.chunk_bytes}")
-        path.check(frame)
+        half.check(frame)
         stamps = bytearray(frame.count * STAMP_BYTES)
         self.channel.fill(memoryview(stamps))
         claim = self._hub.claim(frame, self.number, bytes(stamps))
-        path.receive(frame, claim if claim is None or self._unpacker is None else self._unpacker.staged(claim))
+        half.receive(frame, claim if claim is None or self._unpacker is None else self._unpacker.staged(claim))

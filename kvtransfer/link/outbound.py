@@ -23,7 +23,7 @@ from kvtransfer.protocol.plan import WHOLE, Part, PartLayout, blocks_per_chunk
 from kvtransfer.protocol.send_transfer import Job
 from kvtransfer.protocol.send_transfers import Action, Announce, ReportSent, SendTransfers, StaleSource
 from kvtransfer.protocol.transport import Link, TransferStats
-from kvtransfer.transports.common.interface import SendPath
+from kvtransfer.transports.common.interface import SendHalf
 from pdserve.core.durations import clamped_s
 from pdserve.core.errors import TransferFailed
 from pdserve.core.kv.kv_shape import TransferKey
@@ -204,7 +204,7 @@ class Outbound(threading.Thread):
                     threading.Thread(target=self._dial, name=f"kv-dial-{self._endpoint}", daemon=True).start()
                 self._waker.wait(self._timeout_s())
                 continue
-            progress = self._write(self._channel, self._connection.path)
+            progress = self._write(self._channel, self._connection.half)
             timeout_s = 0.0 if progress is WriteProgress.BUSY else self._timeout_s()
             self._channel.wait(timeout_s, is_writing=progress is WriteProgress.BLOCKED)
             if self._channel.is_readable:
@@ -276,7 +276,7 @@ class Outbound(threading.Thread):
         self._channel = Channel(connection.socket, self._waker)
         self._digest = hasher(connection.checksum)
         self._heartbeat = Heartbeat(self._config.lease, self._clock())
-        connection.path.attach(self)
+        connection.half.attach(self)
         facts = {"endpoint": self._endpoint, "transport": connection.transport, "reason": connection.reason}
         self._ends.recovered(self._endpoint, **facts)
 
@@ -293,26 +293,26 @@ class Outbound(threading.Thread):
             else:
                 self.writer.write(encode_text(Kind.RETRACT, action.tag, action.error, is_cancelled=action.is_cancelled))
 
-    def _write(self, channel: Channel, path: SendPath) -> WriteProgress:
+    def _write(self, channel: Channel, half: SendHalf) -> WriteProgress:
         """Sends at most one chunk."""
-        path.poll()
+        half.poll()
         for abandoned in [one for one in self._jobs if not one.transfer.session.is_open]:
-            path.abandon(abandoned)  # the owner is waiting for the source blocks
-        job = self._table.take(self._limit_blocks(path), self._clock()) if path.is_free else None
+            half.abandon(abandoned)  # the owner is waiting for the source blocks
+        job = self._table.take(self._limit_blocks(half), self._clock()) if half.is_free else None
         if job is not None:
-            self._post(path, job)
+            self._post(half, job)
         return self.writer.advance(channel)
 
-    def _limit_blocks(self, path: SendPath) -> int:
+    def _limit_blocks(self, half: SendHalf) -> int:
         assert self._connection is not None
-        agreed, own = self._connection.chunk_bytes, path.chunk_bytes
+        agreed, own = self._connection.chunk_bytes, half.chunk_bytes
         block_bytes = self.block_bytes if self._layout is None else max(self.block_bytes, self._layout.largest_bytes)
         return blocks_per_chunk(block_bytes, agreed if own is None else min(agreed, own))
 
-    def _post(self, path: SendPath, job: Job) -> None:
+    def _post(self, half: SendHalf, job: Job) -> None:
         self._jobs.append(job)
         try:
-            path.post(job)
+            half.post(job)
         except StaleSource as stale:
             self.stale(job, str(stale))
 
@@ -330,6 +330,6 @@ class Outbound(threading.Thread):
         elif frame.kind is Kind.REFUSE:
             self._act(self._table.refused(frame.tag, text, now_s, is_cancelled=frame.is_cancelled))
         elif frame.kind is Kind.CREDIT and self._connection is not None:
-            self._connection.path.on_credit(frame)
+            self._connection.half.on_credit(frame)
         elif frame.kind is not Kind.BEAT:
             raise BadFrame(f"a {frame.kind.name} frame from a receiver")

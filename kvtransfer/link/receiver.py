@@ -96,7 +96,7 @@ _ACCEPT_PAUSE_S: Final = 0.05
 OnReceived = Callable[[Received], None]
 
 
-class StreamReceiver:
+class PlainReceiver:
     def __init__(self, config: EndpointConfig, host: str, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> None:
         """Listens at once, on `host` and free ports. Raises ConfigError."""
         pool, fingerprint, lease = config.pool, config.fingerprint, config.lease

@@ -24,7 +24,7 @@ _JOIN_S: Final = 5.0
 Pair = tuple[str, str, str]  # endpoint, worker id, incarnation
 
 
-class StreamSender:
+class PlainSender:
     """`on_read` is called on the connections' threads, before a transfer ends, with the source blocks that are no
     longer read."""
 
@@ -117,7 +117,7 @@ class StreamSender:
         after = fence_of(self.config.pool, self.config.transports)
         outbound.post(Push(key, tuple(blocks), epochs, is_last, groups, after))
 
-    def sender_of(self, key: TransferKey) -> StreamSender:
+    def sender_of(self, key: TransferKey) -> PlainSender:
         return self
 
     def abort(self, key: TransferKey) -> None:

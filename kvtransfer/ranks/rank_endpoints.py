@@ -235,7 +235,7 @@ class JoinedSender(_Joined[RankSender, tuple[int, int], Sent]):
         text: Text | None = None,
         groups: int = 1,
     ) -> None:
-        """Like StreamSender.start. An error of a rank ends the transfer."""
+        """Like PlainSender.start. An error of a rank ends the transfer."""
         target = grant.fingerprint.shape
         try:
             check_convertible(self._shape, target)

@@ -24,7 +24,7 @@ import grpc.aio
 
 from kvtransfer.faults.injector import FaultInjector, make_fault_injector
 from kvtransfer.link.endpoint import config_of, make_receiver, make_sender
-from kvtransfer.link.receiver import StreamReceiver
+from kvtransfer.link.receiver import PlainReceiver
 from kvtransfer.protocol.grants import grant_from_proto
 from kvtransfer.protocol.transport import Received, ReceiveOutcome, SendOutcome, Sent
 from kvtransfer.ranks.rank_link import MAX_MESSAGE_BYTES
@@ -81,7 +81,7 @@ class Endpoint:
         self._fault_injector = fault_injector
         self._incarnation = incarnation
         self.report: ReportFollow = lambda report: None
-        self.receiver: StreamReceiver | None = None
+        self.receiver: PlainReceiver | None = None
         self._sender: ShapedSender | None = None
 
     def open(self, *, is_sender: bool) -> None:
@@ -118,7 +118,7 @@ class Endpoint:
             if end is not None:
                 end.close()
 
-    def _expect(self, receiver: StreamReceiver, order: rank_pb2.ExpectTransfer) -> None:
+    def _expect(self, receiver: PlainReceiver, order: rank_pb2.ExpectTransfer) -> None:
         try:
             grant, content_hashes = read_expect(order, self._pool.num_blocks)
             for block, epoch in zip(grant.blocks, order.epochs, strict=True):
@@ -157,9 +157,9 @@ class Endpoint:
             sender.fail(key, error.message)
 
     def _ended(self, end: Received | Sent) -> None:
-        mover = self.receiver or self._sender
-        assert mover is not None
-        self.report(ended_report(end, mover.stats))
+        side = self.receiver or self._sender
+        assert side is not None
+        self.report(ended_report(end, side.stats))
 
 
 @final

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, final
 
 from kvtransfer.link.endpoint_config import EndpointConfig
-from kvtransfer.link.sender import StreamSender
+from kvtransfer.link.sender import PlainSender
 from kvtransfer.protocol.commands import OnSent
 from kvtransfer.protocol.mapping import arrival_of, pieces_of, ready_blocks
 from kvtransfer.protocol.plan import flat
@@ -82,7 +82,7 @@ class Reshaper:
         self._turns: deque[ReshapedTransfer] = deque()  # transfers that may have blocks to pack
         self._is_closed = False
         self._own = TransferStats()  # counts in addition to the plain sender's
-        self._inner = StreamSender(
+        self._inner = PlainSender(
             replace(config, pool=staging, stamps=self._staging_stamps, wire_dtype=dtype), self._read
         )
         self._thread = threading.Thread(target=self._run, name="kv-reshaper", daemon=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import final
 
 from kvtransfer.link.endpoint_config import EndpointConfig
-from kvtransfer.link.sender import StreamSender
+from kvtransfer.link.sender import PlainSender
 from kvtransfer.protocol.commands import OnSent
 from kvtransfer.protocol.transport import Link, SendOutcome, Sent, Text, TransferStats, total
 from kvtransfer.reshape.reshaper import Reshaper
@@ -24,7 +24,7 @@ class ShapedSender:
         if pool.block_bytes != fingerprint.block_bytes:
             raise ConfigError("kv_shape.block_bytes", fingerprint.block_bytes, f"{pool.block_bytes}, as in the pool")
         self.config, self._shape = config, fingerprint.shape
-        self.plain = StreamSender(replace(config, wire_dtype=self._shape.dtype))
+        self.plain = PlainSender(replace(config, wire_dtype=self._shape.dtype))
         self._kv_wire, self._rule = kv_wire, WireRule(kv_wire)
         self._lock = threading.Lock()  # guards all below
         self._reshapers: dict[tuple[KvShape, str], Reshaper] = {}
@@ -65,7 +65,7 @@ class ShapedSender:
         text: Text | None = None,
         groups: int = 1,
     ) -> None:
-        """Like StreamSender.start; also raises InvalidRequest if the shapes differ and `text` is missing."""
+        """Like PlainSender.start; also raises InvalidRequest if the shapes differ and `text` is missing."""
         theirs = grant.fingerprint.shape
         is_quantised = text is not None and self._rule.is_quantised(grant.endpoint)
         dtype = wire_dtype(self._shape, theirs, is_quantised=is_quantised)
@@ -89,7 +89,7 @@ class ShapedSender:
     ) -> None:
         self.sender_of(key).push(key, blocks, is_last, groups)
 
-    def sender_of(self, key: TransferKey) -> Reshaper | StreamSender:
+    def sender_of(self, key: TransferKey) -> Reshaper | PlainSender:
         return next((one for one in self.reshapers if key in one), self.plain)
 
     def abort(self, key: TransferKey) -> None:

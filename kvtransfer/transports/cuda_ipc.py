@@ -18,7 +18,7 @@ from kvtransfer.protocol.plan import DEVICE_CHUNK_BYTES
 from kvtransfer.protocol.receive_transfer import Claim
 from kvtransfer.protocol.send_transfer import Job
 from kvtransfer.protocol.send_transfers import StaleSource
-from kvtransfer.transports.common.interface import ReceiveLink, ReceivePath, SendLink, SendPath
+from kvtransfer.transports.common.interface import ReceiveHalf, ReceiveLink, SendHalf, SendLink
 from kvtransfer.transports.common.on_device import OnDevice, extents_of_part
 from kvtransfer.transports.common.slots import (
     TAKEN,
@@ -151,7 +151,7 @@ class CudaIpc(OnDevice, UnixListener):
         with suppress(TransferFailed):  # the next connection raises this error again
             self._device(pool).export()
 
-    def sender(self, sock: socket.socket, pool: KvPool) -> tuple[socket.socket, SendPath]:
+    def sender(self, sock: socket.socket, pool: KvPool) -> tuple[socket.socket, SendHalf]:
         try:
             device = self._device(pool)
             exported = device.export()
@@ -161,7 +161,7 @@ class CudaIpc(OnDevice, UnixListener):
         await_taken(sock, "pool")
         return sock, CudaIpcSend(device)
 
-    def receiver(self, link: ReceiveLink) -> ReceivePath:
+    def receiver(self, link: ReceiveLink) -> ReceiveHalf:
         hello = receive_within(link, _HELLO.size, HANDSHAKE_S)
         magic, num_blocks, block_bytes, size = _HELLO.unpack(hello)
         expected = link.source.block_bytes

@@ -35,7 +35,7 @@ from kvtransfer.protocol.device import Copying, Device, DeviceConnection, Device
 from kvtransfer.protocol.frames import BadFrame, Frame, Kind, Tag
 from kvtransfer.protocol.receive_transfer import Claim
 from kvtransfer.protocol.send_transfer import Job
-from kvtransfer.transports.common.interface import ReceiveLink, ReceivePath, SendLink, SendPath
+from kvtransfer.transports.common.interface import ReceiveHalf, ReceiveLink, SendHalf, SendLink
 from kvtransfer.transports.common.on_device import (
     DeviceOf,
     OnDevice,
@@ -310,7 +310,7 @@ class Nccl(OnDevice, TcpListener):
         with suppress(TransferFailed):  # the next connection raises this error again
             self._connector()  # imports CuPy, which takes seconds with the GIL held
 
-    def sender(self, sock: socket.socket, pool: KvPool) -> tuple[socket.socket, SendPath]:
+    def sender(self, sock: socket.socket, pool: KvPool) -> tuple[socket.socket, SendHalf]:
         pair_slot: PairSlot | None = None
         share: StagingShare | None = None
         try:
@@ -336,7 +336,7 @@ class Nccl(OnDevice, TcpListener):
                 raise OSError(error.message) from error
             raise
 
-    def receiver(self, link: ReceiveLink) -> ReceivePath:
+    def receiver(self, link: ReceiveLink) -> ReceiveHalf:
         connector = self._connector()
         magic, version, block_bytes, slots, size = _HELLO.unpack(receive_within(link, _HELLO.size, HANDSHAKE_S))
         theirs = version.rstrip(b"\0").decode("ascii", "replace")

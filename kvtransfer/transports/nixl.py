@@ -28,7 +28,7 @@ from kvtransfer.protocol.frames import BadFrame, Frame
 from kvtransfer.protocol.plan import byte_ranges, copy
 from kvtransfer.protocol.receive_transfer import Claim
 from kvtransfer.protocol.send_transfer import Job
-from kvtransfer.transports.common.interface import OnHost, ReceiveLink, ReceivePath, SendLink, SendPath
+from kvtransfer.transports.common.interface import OnHost, ReceiveHalf, ReceiveLink, SendHalf, SendLink
 from kvtransfer.transports.common.slots import (
     TAKEN,
     Slots,
@@ -164,7 +164,7 @@ class Nixl(OnHost, TcpListener):
         is_there = self._make is not None or importlib.util.find_spec("nixl") is not None
         return "" if is_there else "the package nixl is not installed"
 
-    def sender(self, sock: socket.socket, pool: KvPool) -> tuple[socket.socket, SendPath]:
+    def sender(self, sock: socket.socket, pool: KvPool) -> tuple[socket.socket, SendHalf]:
         try:
             with self._lock:
                 self._exporter = self._exporter or Agent(self._make or make_library)
@@ -176,7 +176,7 @@ class Nixl(OnHost, TcpListener):
         await_taken(sock, "pool")
         return sock, NixlSend(self._exporter)
 
-    def receiver(self, link: ReceiveLink) -> ReceivePath:
+    def receiver(self, link: ReceiveLink) -> ReceiveHalf:
         hello = receive_within(link, _HELLO.size, HANDSHAKE_S)
         magic, num_blocks, block_bytes, address, size = _HELLO.unpack(hello)
         if magic != _MAGIC or block_bytes != link.source.block_bytes or not num_blocks:

@@ -18,7 +18,7 @@ from kvtransfer.protocol.frames import BadFrame, Frame
 from kvtransfer.protocol.plan import copy, views_of
 from kvtransfer.protocol.receive_transfer import Claim
 from kvtransfer.protocol.send_transfer import Job
-from kvtransfer.transports.common.interface import OnHost, ReceiveLink, ReceivePath, SendLink, SendPath
+from kvtransfer.transports.common.interface import OnHost, ReceiveHalf, ReceiveLink, SendHalf, SendLink
 from kvtransfer.transports.common.slots import (
     TAKEN,
     Slots,
@@ -134,12 +134,12 @@ class Shm(OnHost, UnixListener):
     def why_not(self, *, is_on_host: bool = True) -> str:
         return "" if can_share_memory() else "shm needs Linux"
 
-    def sender(self, sock: socket.socket, pool: KvPool) -> tuple[socket.socket, SendPath]:
+    def sender(self, sock: socket.socket, pool: KvPool) -> tuple[socket.socket, SendHalf]:
         offer(sock, pool)
         await_taken(sock, "pool")
         return sock, ShmSend()
 
-    def receiver(self, link: ReceiveLink) -> ReceivePath:
+    def receiver(self, link: ReceiveLink) -> ReceiveHalf:
         hello, descriptors = _receive_descriptors(link)
         source = SharedPool(hello, descriptors, link.source.block_bytes)
         link.channel.post(TAKEN)

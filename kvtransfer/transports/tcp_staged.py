@@ -25,7 +25,7 @@ from kvtransfer.protocol.frames import BadFrame, Frame
 from kvtransfer.protocol.plan import host_view
 from kvtransfer.protocol.receive_transfer import Claim
 from kvtransfer.protocol.send_transfer import Job
-from kvtransfer.transports.common.interface import ReceiveLink, ReceivePath, SendLink, SendPath
+from kvtransfer.transports.common.interface import ReceiveHalf, ReceiveLink, SendHalf, SendLink
 from kvtransfer.transports.common.on_device import (
     DeviceOf,
     OnDevice,
@@ -167,14 +167,14 @@ class TcpStaged(OnDevice, TcpListener):
         super().__init__(device_of)
         self._host_budget = StagingBudget(DEFAULT_STAGING_BYTES)
 
-    def sender(self, sock: socket.socket, pool: KvPool) -> tuple[socket.socket, SendPath]:
+    def sender(self, sock: socket.socket, pool: KvPool) -> tuple[socket.socket, SendHalf]:
         try:
             end = self._end(pool, host_view(pool).toreadonly(), pool.block_bytes)
             return sock, TcpStagedSend(end, pool.block_bytes)
         except TransferFailed as failed:  # another transport may work
             raise OSError(failed.message) from failed
 
-    def receiver(self, link: ReceiveLink) -> ReceivePath:
+    def receiver(self, link: ReceiveLink) -> ReceiveHalf:
         return TcpStagedReceive(link, self._end(link.pool, link.memory, link.block_bytes))
 
     def _end(self, pool: KvPool, memory: memoryview, block_bytes: int) -> Device:

@@ -14,7 +14,7 @@ import grpc
 from kvtransfer.faults.injector import FaultInjector, with_faults
 from kvtransfer.link.dial import open_request
 from kvtransfer.link.endpoint_config import EndpointConfig
-from kvtransfer.link.sender import StreamSender
+from kvtransfer.link.sender import PlainSender
 from kvtransfer.protocol.grants import PROTOCOL
 from kvtransfer.transports.common.registry import choose
 from pdserve.core.errors import PdserveError
@@ -118,7 +118,7 @@ class GrpcHost:
         await self._server.start()
         return bound
 
-    def open(self, sender: StreamSender, **changes: Any) -> Any:
+    def open(self, sender: PlainSender, **changes: Any) -> Any:
         """A real Open call with this sender's fields; raises grpc.RpcError."""
         config = replace(sender.config, **changes)
         request = open_request(config, config.transports)

@@ -1,13 +1,13 @@
 """The protocols that a transport implements.
 
 The connection is the same for all transports: a stream socket for frames, with one thread and one transfer table on
-each side. A path transfers the bytes of an announced chunk: they follow their frame (tcp), the receiver copies them
-from the sender's pool (shm), or a library transfers them. Each side has one half of the path. Only the connection's
-thread calls it.
+each side. A transport transfers the bytes of a chunk: they follow their frame (tcp), the receiver copies them from the
+sender's pool (shm), or a library transfers them. Each side has one half of it, which only the connection's thread
+calls.
 
     sender                                          receiver
     post(job): the frame, through the link  ------> receive(frame, claim), if the table allowed a claim
-    on_credit(frame) <--------------------------------- CREDIT, as often as the path needs
+    on_credit(frame) <--------------------------------- CREDIT, as often as it needs
     link.finished(job): it is no longer read        link.settle(claim, ...): it is in place, with this checksum
 
 `post` and `receive` may return before the bytes are transferred. The thread calls `poll` whenever it wakes, and any
@@ -33,7 +33,7 @@ from pdserve.engine.interface import KvPool
 
 
 class SendLink(Protocol):
-    """The interface of a connection on the prefill side, for its path."""
+    """The interface of a connection on the prefill side, for its half of the transport."""
 
     pool: KvPool
     memory: memoryview  # the pool's, read-only
@@ -45,7 +45,7 @@ class SendLink(Protocol):
         ...
 
     def head(self, job: Job, checksum: bytes, *, slot: int = 0, length: int = 0) -> bytes:
-        """The chunk's frame with its stamps. The path then writes `length` bytes to the socket.
+        """The chunk's frame with its stamps. The half then writes `length` bytes to the socket.
 
         Call it after the bytes were copied or their checksum was computed. Raises StaleSource, which `post` passes on:
         nothing of the job was sent, and its source blocks are no longer read.
@@ -65,7 +65,7 @@ class SendLink(Protocol):
         ...
 
     def stale(self, job: Job, error: str) -> None:
-        """For a path that calls `head` after `post` has returned: `head` raised StaleSource with this text."""
+        """For a half that calls `head` after `post` has returned: `head` raised StaleSource with this text."""
         ...
 
     def wake(self) -> None:
@@ -77,7 +77,7 @@ class SendLink(Protocol):
         ...
 
 
-class SendPath(Protocol):
+class SendHalf(Protocol):
     """The sender's half."""
 
     def attach(self, link: SendLink) -> None:
@@ -109,18 +109,18 @@ class SendPath(Protocol):
     def poll(self) -> None: ...
 
     def close(self) -> None:
-        """After this call, the path does not read the pool."""
+        """After this call, it does not read the pool."""
         ...
 
 
 class ReceiveLink(Protocol):
-    """The interface of a connection on the decode side, for its path."""
+    """The interface of a connection on the decode side, for its half of the transport."""
 
     pool: KvPool
     memory: memoryview  # the pool's
     block_bytes: int
     chunk_bytes: int  # the maximum size of one chunk
-    source: PartLayout  # layout of the sender's blocks, for paths that read them in the sender's pool
+    source: PartLayout  # layout of the sender's blocks, for transports that read them in the sender's pool
     target: PartLayout  # of this pool's blocks
     channel: Channel
     checksum: Checksum  # the one on which both sides agreed
@@ -148,7 +148,7 @@ class ReceiveLink(Protocol):
         ...
 
 
-class ReceivePath(Protocol):
+class ReceiveHalf(Protocol):
     """The receiver's half."""
 
     def check(self, frame: Frame) -> None:
@@ -162,7 +162,7 @@ class ReceivePath(Protocol):
     def poll(self) -> None: ...
 
     def close(self) -> None:
-        """After this call, neither side can write into the pool through this path."""
+        """After this call, neither side can write into the pool through this transport."""
         ...
 
 
@@ -196,14 +196,14 @@ class Transport(Protocol):
         """Whether an accepted socket may continue, before its ticket is read."""
         ...
 
-    def sender(self, sock: socket.socket, pool: KvPool) -> tuple[socket.socket, SendPath]:
+    def sender(self, sock: socket.socket, pool: KvPool) -> tuple[socket.socket, SendHalf]:
         """Exchanges the transport's messages after the ticket and before the first frame. Blocking. Raises OSError.
 
         Returns the socket for frames, and the sender's half.
         """
         ...
 
-    def receiver(self, link: ReceiveLink) -> ReceivePath:
+    def receiver(self, link: ReceiveLink) -> ReceiveHalf:
         """The receiver's side of `sender`. Raises OSError."""
         ...
 

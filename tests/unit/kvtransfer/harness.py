@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvtransfer.link.receiver import StreamReceiver
-from kvtransfer.link.sender import StreamSender
+from kvtransfer.link.receiver import PlainReceiver
+from kvtransfer.link.sender import PlainSender
 from kvtransfer.protocol.frames import Tag, pack
 from kvtransfer.protocol.lease import Lease
 from kvtransfer.protocol.transport import Received, Sent
@@ -73,8 +73,8 @@ class Pair:
     transport: str
     source: HostPool
     target: HostPool
-    receiver: StreamReceiver
-    sender: StreamSender
+    receiver: PlainReceiver
+    sender: PlainSender
     host: GrpcHost
     source_stamps: BlockStamps
     target_stamps: BlockStamps

@@ -56,7 +56,7 @@ class RawSender:
         self.connection: DataConnection = dial(caller, pair.host.endpoint, "d0-1")
         self.connection.socket.settimeout(WAIT_S)
         self.pool, self._next_block = pair.source, FIRST_BLOCK
-        self.is_shm = isinstance(self.connection.path, ShmSend)
+        self.is_shm = isinstance(self.connection.half, ShmSend)
         self._digest = hasher(self.connection.checksum)
 
     def send(self, data: bytes) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from kvtransfer.link.endpoint import make_receiver, make_sender
-from kvtransfer.link.receiver import StreamReceiver
+from kvtransfer.link.receiver import PlainReceiver
 from kvtransfer.protocol.mapping import arrival_of, pieces_of
 from kvtransfer.protocol.transport import Text
 from kvtransfer.reshape.convert import BlockArrays, pack, unpack
@@ -33,7 +33,7 @@ class Shapes:
     stamps: tuple[BlockStamps, BlockStamps]
     shapes: tuple[KvShape, KvShape]
     sender: ShapedSender
-    receiver: StreamReceiver
+    receiver: PlainReceiver
     host: GrpcHost
     order: random.Random = field(default_factory=lambda: random.Random(0))
     unused: list[list[int]] = field(default_factory=list)  # Blocks on each side.

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from kvtransfer.link.endpoint import make_receiver, make_sender
-from kvtransfer.link.receiver import StreamReceiver
+from kvtransfer.link.receiver import PlainReceiver
 from kvtransfer.protocol.frames import HEADER_BYTES, Frame, Kind
 from kvtransfer.protocol.plan import DEFAULT_CHUNK_BYTES
 from kvtransfer.protocol.transport import EVENTS, ReceiveOutcome, Receiver, Sender, SendOutcome, events
@@ -337,5 +337,5 @@ def test_a_raising_callback_affects_no_other_owner(pair: Pair, caplog: pytest.Lo
 
 
 def test_programs_and_tests_build_the_same_endpoints(pair: Pair) -> None:
-    assert isinstance(pair.receiver, StreamReceiver)
+    assert isinstance(pair.receiver, PlainReceiver)
     assert isinstance(pair.sender, ShapedSender)

@@ -20,7 +20,7 @@ from kvtransfer.link.channel import MAX_OUTBOX, Channel, Gone, Writer
 from kvtransfer.link.dial import DataConnection, dial
 from kvtransfer.link.inbound import Inbound
 from kvtransfer.link.outbound import Outbound
-from kvtransfer.link.sender import StreamSender
+from kvtransfer.link.sender import PlainSender
 from kvtransfer.protocol.checksum import Checksum, available
 from kvtransfer.protocol.frames import tag_of
 from kvtransfer.protocol.send_transfers import SendTransfers
@@ -241,8 +241,8 @@ def test_without_numba_blocks_are_still_copied(make_pair: MakePair, monkeypatch:
         assert pair.move(grant, (5, 6, 7))[0].outcome is ReceiveOutcome.VERIFIED
         pair.assert_equal(grant, (5, 6, 7))
         [connection] = pair.receiver._connections.values()
-        assert isinstance(connection._path, ShmReceive)
-        assert connection._path._copier is None
+        assert isinstance(connection._half, ShmReceive)
+        assert connection._half._copier is None
     fused._is_installed.cache_clear()
 
 
@@ -281,7 +281,7 @@ def test_another_users_process_is_rejected(make_pair: MakePair, monkeypatch: pyt
 
 
 def test_a_sender_with_a_false_fingerprint_sends_nothing(pair: Pair) -> None:
-    sender = StreamSender(
+    sender = PlainSender(
         endpoint_config(HostPool(64, 8), fingerprint(), worker_id="p1", incarnation="1", transport="tcp")
     )
     sent = Heard()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvtransfer import pair_probe
-from kvtransfer.pair_probe import AUTO, PathFound, probe
+from kvtransfer.pair_probe import AUTO, ProbeResult, probe
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def test_each_transport_has_a_result_or_a_reason(monkeypatch: pytest.MonkeyPatch
 
 def test_a_dead_receiving_process_is_reported(one_child: list[pair_probe._Child]) -> None:
     """Each remaining transport has the error, and nothing hangs."""
-    found: list[PathFound] = []
+    found: list[ProbeResult] = []
     for one in probe():
         found.append(one)
         os.kill(one_child[0]._process.pid, signal.SIGKILL)

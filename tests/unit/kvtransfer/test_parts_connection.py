@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kvtransfer.link.endpoint import make_receiver
-from kvtransfer.link.sender import StreamSender
+from kvtransfer.link.sender import PlainSender
 from kvtransfer.protocol.plan import Part, PartLayout
 from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
 from pdserve.core.kv.kv_shape import Grant, KvShape, TransferKey
@@ -34,7 +34,7 @@ class Rig:
         shapes = [replace(shape, tp_degree=ranks, tp_rank=rank) for rank in range(ranks)]
         self.pools = [HostPool(16, one.block_bytes, seed=rank) for rank, one in enumerate(shapes)]
         self.senders = [
-            StreamSender(
+            PlainSender(
                 endpoint_config(
                     pool,
                     replace(facts, shape=one),
