@@ -4,6 +4,7 @@ here is pure."""
 from __future__ import annotations
 
 import sys
+import textwrap
 from pathlib import Path
 from typing import Final
 
@@ -31,6 +32,7 @@ MEANING: Final[dict[State, str]] = {
 def section() -> str:
     """The generated part, including its markers."""
     faults = ", ".join(fault.value for fault in FAULTS)
+    rest = f"Not in the figure: from {', '.join(one.value for one in OPEN)}, any of {faults} leads to failing."
     lines = [
         BEGIN,
         "",
@@ -40,8 +42,7 @@ def section() -> str:
         *_arrows(RECEIVER_MOVES),
         "```",
         "",
-        f"Not in the figure: from {', '.join(state.value for state in OPEN)}, any of {faults} leads to failing.",
-        *_difference(),
+        *textwrap.wrap(f"{rest} {_difference()}", 120),
         "",
         "| state | meaning |",
         "|---|---|",
@@ -66,10 +67,10 @@ def _arrows(moves: Moves) -> list[str]:
     ]
 
 
-def _difference() -> list[str]:
+def _difference() -> str:
     """The difference between the sender's table and the receiver's."""
     others = sorted({after.value for (_, event), after in SENDER_MOVES.items() if event is Event.ABORTED})
-    return [f"The sender's table has the same moves, except that an abort leads to {' or '.join(others)}."]
+    return f"The sender's table has the same moves, except that an abort leads to {' or '.join(others)}."
 
 
 if __name__ == "__main__":
