@@ -1,6 +1,7 @@
 """`pdserve simulate`: simulates a cluster with a trace, using the router's and the workers' own decision code.
 
-Without a trace it runs a built-in workload. Without arguments it compares three policies at rising rates. A recording
+Without a trace it runs a built-in workload. Without arguments it compares three policies, one of them also without
+prefill workers, at rising rates. A recording
 has its own cluster. Each combination of policy and rate is one run. Equal arguments give equal output.
 """
 
@@ -26,7 +27,14 @@ WORKLOAD_NAMES: Final = "chat, long-tail, bursts, agents, short"
 FORMAT_NAMES: Final = "Mooncake JSONL, Azure CSV, pdserve recording"
 
 
+_OR_DEMO: Final = ", or those of the demonstration"
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "Without --trace, --workload, --policy, --rates and --rate-scale, a demonstration runs at four rates of the "
+        "built-in workload: goodput with and without prefill workers, round-robin and colocated."
+    )
     what = parser.add_argument_group("workload")
     what.add_argument("--trace", metavar="FILE", help=f"trace: {FORMAT_NAMES} (a built-in workload)")
     what.add_argument("--workload", metavar="NAME", help=f"built-in workload: {WORKLOAD_NAMES} (chat)")
@@ -39,7 +47,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="spread arrival times that the trace rounded, such as the 3 s of Mooncake",
     )
     rate = what.add_mutually_exclusive_group()
-    rate.add_argument("--rate-scale", type=float, metavar="X", help="multiply the arrival rate by X (1)")
+    rate.add_argument("--rate-scale", type=float, metavar="X", help=f"multiply the arrival rate by X (1{_OR_DEMO})")
     rate.add_argument(
         "--rates",
         type=read_as(_floats, "a number, or several such as 1,2,4"),
@@ -60,7 +68,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add_fault_flags(where)
     how = parser.add_argument_group("scheduling and targets")
-    how.add_argument("--policy", metavar="NAME[,..]", help=f"one or more policies: {POLICY_NAMES} (goodput)")
+    how.add_argument("--policy", metavar="NAME[,..]", help=f"one or more policies: {POLICY_NAMES} (goodput{_OR_DEMO})")
     how.add_argument("--rules-off", default="", metavar="A,B", help=f"rules of goodput to turn off: {RULE_NAMES}")
     how.add_argument("--slo-ttft", type=float, metavar="S", help=f"TTFT target in seconds ({flags.SLO_TTFT_S:g})")
     how.add_argument("--slo-tpot", type=float, metavar="S", help=f"TPOT target in seconds ({flags.SLO_TPOT_S:g})")

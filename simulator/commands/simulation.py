@@ -43,7 +43,7 @@ from simulator.traces.workloads import make_workload
 # The trace, the cluster and its settings. A recording contains its cluster, policy and targets. A flag about the
 # cluster replaces all recorded workers.
 
-_COMPARED: Final = "goodput,round-robin,colocated"
+_COMPARED: Final = "goodput,round-robin,colocated"  # goodput also without prefill workers
 _COMPARED_AT: Final = (1.0, 1.5, 2.0, 2.5)  # multiples of the built-in workload's rate, from low load to overload
 _BLOCK_TOKENS: Final = 64  # for traces without block ids
 
@@ -55,12 +55,21 @@ class SimulationInput:
     policies: tuple[str, ...]
     rate_scales: tuple[float, ...]
     base: SimConfig
+    is_demonstration: bool = False
     rules_off: tuple[str, ...] = ()  # of the goodput policy; other policies ignore them
 
-    def config(self, policy: str) -> SimConfig:
-        """With a policy that uses no prefill workers, each of the same machines prefills and decodes."""
+    @property
+    def variants(self) -> tuple[tuple[str, bool], ...]:
+        """Policies, and whether one that can use prefill workers runs without them."""
+        plain = [(policy, False) for policy in self.policies]
+        has_split = any(one.role is Role.PREFILL for one in self.base.workers)
+        return (*plain[:1], (self.policies[0], True), *plain[1:]) if self.is_demonstration and has_split else (*plain,)
+
+    def config(self, policy: str, is_whole: bool = False) -> SimConfig:
+        """With a policy that uses no prefill workers, or if `is_whole`, each of the same machines prefills and
+        decodes."""
         entry, workers = find_policy(policy), self.base.workers
-        if not entry.uses_prefill:
+        if is_whole or not entry.uses_prefill:
             # A recording does not contain the decode speed of a prefill worker.
             both = next(one for one in workers if one.role is Role.DECODE)
             workers = tuple(dataclasses.replace(both, worker_id=one.worker_id) for one in workers)
@@ -81,7 +90,7 @@ def make_input(args: argparse.Namespace, on_read: Callable[[int, int], None]) ->
         ttft_s=slo.ttft_s if args.slo_ttft is None else args.slo_ttft,
         tpot_s=slo.tpot_s if args.slo_tpot is None else args.slo_tpot,
     )
-    policies, rate_scales = _compared(args, file, recorded)
+    policies, rate_scales, is_demonstration = _compared(args, file, recorded)
     common = {"slo": slo, "num_routers": args.routers, "seed": args.seed, "noise": args.noise}
     if file is not None:
         for flag, value in (("workload", args.workload), ("duration", args.duration)):
@@ -107,14 +116,21 @@ def make_input(args: argparse.Namespace, on_read: Callable[[int, int], None]) ->
         )
         cluster = profile.name
     return SimulationInput(
-        trace=trace, cluster=cluster, policies=policies, rate_scales=rate_scales, base=base, rules_off=rules_off
+        trace=trace,
+        cluster=cluster,
+        policies=policies,
+        rate_scales=rate_scales,
+        base=base,
+        is_demonstration=is_demonstration,
+        rules_off=rules_off,
     )
 
 
 def _compared(
     args: argparse.Namespace, file: FileTrace | None, recorded: RecordedCluster | None
-) -> tuple[tuple[str, ...], tuple[float, ...]]:
-    """The policies and the rates to simulate: several of each if no flag chooses a trace, a policy or a rate."""
+) -> tuple[tuple[str, ...], tuple[float, ...], bool]:
+    """The policies and the rates to simulate: several of each, for a demonstration (True), if no flag chooses a trace,
+    a policy or a rate."""
     choices = (file, args.workload, args.policy, args.rates, args.rate_scale)
     is_default = all(one is None for one in choices)
     policy = args.policy or (_COMPARED if is_default else recorded.router.policy if recorded else "goodput")
@@ -122,7 +138,7 @@ def _compared(
     for name in policies or (policy,):
         find_policy(name)  # raises ConfigError
     one_rate = (1.0 if args.rate_scale is None else args.rate_scale,)
-    return policies, tuple(args.rates) if args.rates else _COMPARED_AT if is_default else one_rate
+    return policies, tuple(args.rates) if args.rates else _COMPARED_AT if is_default else one_rate, is_default
 
 
 def _steps(args: argparse.Namespace, file: FileTrace | None) -> Sequence[Step]:
@@ -159,14 +175,15 @@ def carry_out(args: argparse.Namespace) -> None:
         for scale in given.rate_scales:
             trace = Reshaped(given.trace, rate_scaled(scale))
             bounds: dict[tuple[WorkerShape, ...], Bound] = {}
-            for policy in given.policies:
-                config = given.config(policy)
+            for policy, is_whole in given.variants:
+                config = given.config(policy, is_whole)
                 if config.workers not in bounds:
                     bounds[config.workers] = _bound(trace, config, progress)
                 reading.is_shown = False
-                number, of = len(runs) + 1, len(given.rate_scales) * len(given.policies)
+                number, of = len(runs) + 1, len(given.rate_scales) * len(given.variants)
                 progress.begin(f"{policy} x{scale:g}" + (f", run {number} of {of}" if of > 1 else ""), span_s / scale)
-                runs.append(_run(policy, scale, trace, config, progress, bounds[config.workers], args.record))
+                run = _run(policy, scale, trace, config, progress, bounds[config.workers], args.record)
+                runs.append(dataclasses.replace(run, is_whole=is_whole))
                 reading.is_shown = True
     if args.rows:
         _write_rows(args.rows, runs)

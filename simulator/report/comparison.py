@@ -86,6 +86,12 @@ class PolicyRun:
     result: SimResult
     summary: Summary
     bound: Bound | None = None  # of the same trace and workers
+    is_whole: bool = False  # the policy without prefill workers, compared with the same policy with them
+
+    @property
+    def name(self) -> str:
+        """Of all runs that differ only in their rate."""
+        return f"{self.policy} {self.split}" if self.is_whole else self.policy
 
     @property
     def split(self) -> str:
@@ -134,7 +140,7 @@ def as_row(run: PolicyRun, row: RequestRow) -> dict[str, Any]:
     flat = {field.name: getattr(row, field.name) for field in dataclasses.fields(row) if field.name != "slo"}
     flat["path"] = row.path.value if row.path is not None else ""
     slo = {"slo_ttft_s": row.slo.ttft_s, "slo_tpot_s": row.slo.tpot_s}
-    return {"policy": run.policy, "rate_scale": run.rate_scale} | flat | slo | {"why": why(row)}
+    return {"policy": run.name, "rate_scale": run.rate_scale} | flat | slo | {"why": why(row)}
 
 
 def rows_of(runs: Iterable[PolicyRun]) -> Iterator[dict[str, Any]]:
@@ -142,16 +148,29 @@ def rows_of(runs: Iterable[PolicyRun]) -> Iterator[dict[str, Any]]:
 
 
 def highest_sustained(runs: Iterable[PolicyRun]) -> dict[str, float | None]:
-    """By policy: the highest tried rate that met the target, as did all lower ones; 0 if none did.
+    """By name: the highest tried rate that met the target, as did all lower ones; 0 if none did.
 
-    None: that run is too short for a verdict.
+    Runs that are too short for a verdict do not count. None: all runs that met the target are too short.
     """
-    held: dict[str, float | None] = {}
+    return {name: one.rate_rps for name, one in sustained(runs).items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sustained:
+    rate_rps: float | None  # as in highest_sustained
+    is_least: bool = False  # a higher rate met the target, in a run that is too short for a verdict
+
+
+def sustained(runs: Iterable[PolicyRun]) -> dict[str, Sustained]:
+    held: dict[str, Sustained] = {}
     broken: set[str] = set()
     for run in sorted(runs, key=lambda one: one.rate_scale):
-        held.setdefault(run.policy, 0.0)
+        before = held.setdefault(run.name, Sustained(rate_rps=0.0))
         if run.summary.attainment < TARGET:
-            broken.add(run.policy)
-        elif run.policy not in broken:
-            held[run.policy] = run.summary.rate_rps if run.shortage is None else None
+            broken.add(run.name)
+        elif run.name not in broken:
+            is_proven = run.shortage is None
+            held[run.name] = Sustained(
+                rate_rps=run.summary.rate_rps if is_proven else before.rate_rps or None, is_least=not is_proven
+            )
     return held

@@ -32,7 +32,7 @@ from simulator.report.time_charts import TimedRequests, frontier_panel, predicti
 
 def colours(runs: Iterable[PolicyRun]) -> dict[str, int]:
     """Each policy has the same colour on the whole page."""
-    return {policy: number for number, policy in enumerate(dict.fromkeys(run.policy for run in runs))}
+    return {policy: number for number, policy in enumerate(dict.fromkeys(run.name for run in runs))}
 
 
 def attainment_chart(runs: Sequence[PolicyRun]) -> Drawing:
@@ -40,7 +40,7 @@ def attainment_chart(runs: Sequence[PolicyRun]) -> Drawing:
     found = [
         Series(
             name=policy,
-            points=sorted((run.summary.rate_rps, run.summary.attainment) for run in runs if run.policy == policy),
+            points=sorted((run.summary.rate_rps, run.summary.attainment) for run in runs if run.name == policy),
             colour=colour,
             is_marked=True,
         )
@@ -63,7 +63,7 @@ def goodput_chart(runs: Sequence[PolicyRun]) -> Drawing:
     found = [
         Series(
             name=policy,
-            points=sorted((run.summary.rate_rps, run.summary.goodput_rps) for run in runs if run.policy == policy),
+            points=sorted((run.summary.rate_rps, run.summary.goodput_rps) for run in runs if run.name == policy),
             colour=colour,
             is_marked=True,
         )
@@ -91,16 +91,16 @@ def share_chart(
     """The share of all requests, including rejected ones, whose time was at most x. If a run left requests unanswered,
     its curve does not reach 1."""
     held = {
-        run.policy: sorted(seen for row in run.result.requests if (seen := value(row)) is not None and seen > 0.0)
+        run.name: sorted(seen for row in run.result.requests if (seen := value(row)) is not None and seen > 0.0)
         for run in runs
     }
     every = [seconds for values in held.values() for seconds in values] + [target_s]
     low, high = max(min(every), target_s / 1000.0), max(every)
     series = []
     for run in runs:
-        values, total = held[run.policy], len(run.result.requests)
+        values, total = held[run.name], len(run.result.requests)
         points = [(seconds, (rank + 1) / total) for rank, seconds in enumerate(values)]
-        series.append(Series(name=run.policy, points=thinned(points), colour=colour_of[run.policy], is_stepped=True))
+        series.append(Series(name=run.name, points=thinned(points), colour=colour_of[run.name], is_stepped=True))
     return line_chart(
         series,
         Axis(low=low * 0.9, high=high * 1.1, label=f"{title}, logarithmic", is_log=True, unit="s"),
@@ -178,7 +178,7 @@ def steps_panel(run: PolicyRun, *, is_folded: bool = False) -> Panel | None:
     span_s = max(_lasted_s(one) for one in shown)
     rows = [ShareRow(name=one.worker_id, width=one.shares_width_s, shares=one.shares) for one in shown]
     chart = share_rows(
-        rows, STEP_KINDS, _seconds(0.0, span_s), title=f"steps of each worker over time, {run.policy}", width=CONTENT
+        rows, STEP_KINDS, _seconds(0.0, span_s), title=f"steps of each worker over time, {run.name}", width=CONTENT
     )
     width_s = max(one.shares_width_s for one in shown)
     note = f"The height is the share of the time in which a worker computes, in intervals of {width_s:g} s."
@@ -201,7 +201,7 @@ def requests_panel(run: PolicyRun, *, is_folded: bool = False) -> Panel | None:
     begin_s = min(one.arrival_s for one in rows)
     end_s = max(one.ended_s if one.ended_s is not None else one.arrival_s for one in rows)
     order = [one.worker_id for one in run.result.config.workers]
-    chart = requests_gantt(rows, order, title=f"requests on each worker over time, {run.policy}")
+    chart = requests_gantt(rows, order, title=f"requests on each worker over time, {run.name}")
     note = (
         f"Requests {rows[0].number} to {rows[-1].number}, from {begin_s:.3g} s to {end_s:.3g} s, each on the workers "
         f"that served it. A worker shows at most {MAX_LANES} requests at once."
@@ -277,7 +277,7 @@ def _seconds(begin_s: float, end_s: float) -> Axis:
 
 
 def _about(run: PolicyRun) -> str:
-    return f"{run.policy} at {run.summary.rate_rps:.3g} requests/s"
+    return f"{run.name} at {run.summary.rate_rps:.3g} requests/s"
 
 
 # --- panels of the figure -------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ def panels(runs: Sequence[PolicyRun]) -> list[Panel]:
     focus, colour_of = focused(runs), colours(runs)
     found = [goodput_panel(runs)] if len({run.rate_scale for run in runs}) > 1 else []
     found.append(times_panel(focus, colour_of))
-    groups = [_timed(run, colour_of[run.policy]) for run in focus]
+    groups = [_timed(run, colour_of[run.name]) for run in focus]
     where = f"at {focus[0].summary.rate_rps:.3g} requests/s"
     optional = [frontier_panel(groups, focus[0].result.config.slo, where), prediction_panel(groups, where)]
     for number, run in enumerate(focus):
@@ -341,7 +341,7 @@ def times_panel(focus: Sequence[PolicyRun], colour_of: dict[str, int]) -> Panel:
             share_chart(focus, lambda row: row.tpot_s, slo.tpot_s, colour_of, "time per token"),
         ),
         note="A curve that is higher at the target is better. If it ends below 100%, the other requests got no token.",
-        legend=line_legend({run.policy: colour_of[run.policy] for run in focus}),
+        legend=line_legend({run.name: colour_of[run.name] for run in focus}),
     )
 
 
@@ -360,7 +360,7 @@ def _timed(run: PolicyRun, colour: int) -> TimedRequests:
     ended = [row for row in rows if row.ttft_s is not None and row.tpot_s is not None]
     whole = [row for row in ended if row.outcome in ("served", "late")]
     return TimedRequests(
-        name=run.policy,
+        name=run.name,
         colour=colour,
         total=len(rows),
         times=[(row.ttft_s or 0.0, row.tpot_s or 0.0) for row in whole],

@@ -11,9 +11,9 @@ from typing import Final
 from pdserve.plot.drawing import Legend, line_legend, safe
 from pdserve.plot.figure import caption as caption_html
 from pdserve.plot.figure import document, key, legend, section, table, tiles
-from simulator.report.comparison import TARGET, PolicyRun, highest_sustained, why, worst
+from simulator.report.comparison import TARGET, PolicyRun, why, worst
 from simulator.report.figures import TIMELINE_COLOURS, TIMELINES, caption, colours, focused, panels, timeline
-from simulator.report.tables import details, line, seconds, short_note, sustained_text
+from simulator.report.tables import details, line, seconds, short_note, sustained_texts
 
 _WORST: Final = 20
 _LEFT: Final = ("policy", "time", "path", "workers")  # columns of text
@@ -51,10 +51,10 @@ def _tiles(focus: Sequence[PolicyRun]) -> str:
 def _runs(runs: Sequence[PolicyRun]) -> str:
     colour_of = colours(runs)
     head = ("policy", "P:D", "req/s", "attained", "bound", "of bound", "goodput/s", *_TIMES, "rejected")
-    rows = [[key(colour_of[run.policy]) + safe(run.policy), *map(safe, line(run)[1:])] for run in runs]
+    rows = [[key(colour_of[run.name]) + safe(run.name), *map(safe, line(run)[1:])] for run in runs]
     held = ""
     if len({run.rate_scale for run in runs}) > 1:
-        best = ", ".join(f"{policy} {sustained_text(rate)}" for policy, rate in highest_sustained(runs).items())
+        best = ", ".join(f"{name} {text}" for name, text in sustained_texts(runs).items())
         note = short_note(runs)
         said = f"Highest of these rates that held with {TARGET:.0%} of the requests: {best}. {note}"
         held = f"<p>{safe(said.strip())}</p>"
@@ -68,7 +68,7 @@ def _percentiles(focus: Sequence[PolicyRun], colour_of: dict[str, int]) -> str:
     for run in focus:
         for name, held in (("TTFT", run.summary.ttft_s), ("TPOT", run.summary.tpot_s)):
             figures = (seconds(value) for value in (held.p50, held.p90, held.p95, held.p99))
-            rows.append([key(colour_of[run.policy]) + safe(run.policy), name, str(held.of), *figures])
+            rows.append([key(colour_of[run.name]) + safe(run.name), name, str(held.of), *figures])
     shown = table(head, rows, left=_LEFT, wide=_WIDE)
     return f"<section><h2>Percentiles at {focus[0].summary.rate_rps:.3g} requests/s</h2>{shown}</section>"
 
@@ -83,7 +83,7 @@ def _timelines(focus: Sequence[PolicyRun]) -> str:
             for index, (title, values) in enumerate(TIMELINES)
         )
         is_open = " open" if number == 0 else ""
-        about = f"{safe(run.policy)} at {run.summary.rate_rps:.3g} requests/s"
+        about = f"{safe(run.name)} at {run.summary.rate_rps:.3g} requests/s"
         shown.append(f"<details{is_open}><summary>{about}</summary><div>{charts}</div></details>")
     return f"<section><h2>Over time</h2>{''.join(shown)}</section>" if shown else ""
 
@@ -111,9 +111,7 @@ def _misses(focus: Sequence[PolicyRun]) -> str:
             for row in worst(run.result.requests, _WORST)
         ]
         total = run.summary.requests - run.summary.met
-        about = (
-            f"{safe(run.policy)}: {len(rows)} of {total} that missed" if rows else f"{safe(run.policy)}: none missed"
-        )
+        about = f"{safe(run.name)}: {len(rows)} of {total} that missed" if rows else f"{safe(run.name)}: none missed"
         is_open = " open" if number == 0 else ""
         listed = table(head, rows, left=_LEFT, wide=_WIDE) if rows else ""
         shown.append(f"<details{is_open}><summary>{about}</summary>{listed}</details>")

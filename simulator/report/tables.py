@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from simulator.report.comparison import TARGET, PolicyRun, highest_sustained
+from simulator.report.comparison import TARGET, PolicyRun, highest_sustained, sustained
 from simulator.search.goodput import surely_misses
 
 _TIMES = ("TTFT p50", "p99", "TPOT p50", "p99")
 _HEAD = ("POLICY", "P:D", "REQ/S", "ATTAINED", "BOUND", "OF BOUND", "GOODPUT/S", *_TIMES, "REJECTED")
+_LEGEND = (
+    "ATTAINED   requests that were completed and met both targets; GOODPUT/S: how many of them per second",
+    "BOUND      requests that any scheduler could have served within both targets, at most",
+    "OF BOUND   the ones that met both targets, as a share of BOUND",
+)
 
 
 def render(runs: Sequence[PolicyRun], cluster: str) -> str:
@@ -26,14 +31,34 @@ def render(runs: Sequence[PolicyRun], cluster: str) -> str:
         lines += ["", *details(first)]
     elif len({run.rate_scale for run in runs}) > 1:
         lines += ["", f"highest of these rates at which {TARGET:.0%} of the requests met both targets:"]
-        lines += [f"  {policy}: {sustained_text(held)}" for policy, held in highest_sustained(runs).items()]
-        if note := short_note(runs):
-            lines.append(note)
-    return "\n".join(lines)
+        lines += [f"  {name}: {text}" for name, text in sustained_texts(runs).items()]
+        lines += filter(None, (short_note(runs), disaggregation_note(runs)))
+    return "\n".join((*lines, "", *_LEGEND))
 
 
-def sustained_text(rate_rps: float | None) -> str:
-    return "no verdict" if rate_rps is None else f"{rate_rps:.3g} requests/s"
+def sustained_texts(runs: Sequence[PolicyRun]) -> dict[str, str]:
+    return {
+        name: "no verdict"
+        if one.rate_rps is None
+        else f"{'at least ' if one.is_least else ''}{one.rate_rps:.3g} requests/s"
+        for name, one in sustained(runs).items()
+    }
+
+
+def disaggregation_note(runs: Sequence[PolicyRun]) -> str:
+    """Whether disaggregation pays, if the same policy ran with and without it; otherwise empty."""
+    whole = next((run for run in runs if run.is_whole), None)
+    if whole is None:
+        return ""
+    rates, texts = highest_sustained(runs), sustained_texts(runs)
+    without, split = rates[whole.name], rates[whole.policy]
+    if without is None or split is None:
+        return ""
+    is_paying = split > without
+    return (
+        f"disaggregation {'pays' if is_paying else 'does not pay'} at these rates: with it, {whole.policy} sustains "
+        f"{texts[whole.policy]}, without it {texts[whole.name]}; `pdserve plan` compares all splits"
+    )
 
 
 def short_note(runs: Sequence[PolicyRun]) -> str:
@@ -49,7 +74,8 @@ def short_note(runs: Sequence[PolicyRun]) -> str:
     worst = max(short, key=lambda one: one.needed_requests)
     times = math.ceil(worst.needed_requests / max(worst.requests, 1))
     return (
-        f"no verdict on {count(len(short), 'run')}, which are too short; for example {worst.text}\n"
+        f"no verdict on {count(len(short), 'run')}, which {'is' if len(short) == 1 else 'are'} too short; for example "
+        f"{worst.text}\n"
         f"for a verdict, make the trace {times} times as long (--duration of a built-in workload)"
     )
 

@@ -42,10 +42,31 @@ def test_without_any_flag_it_compares_policies_on_a_built_in_workload(capsys: py
     seen = capsys.readouterr()
     lines = seen.out.splitlines()
     assert lines[0] == "built-in chat: 40 requests, h100-sxm.llama-3.1-8b.bf16, seed 0"
-    runs = [tuple(line.split()[:2]) for line in lines[4:16]]
-    assert runs == [("goodput", "1:1"), ("round-robin", "1:1"), ("colocated", "0:2")] * 4
-    assert lines[17].startswith("highest of these rates at which 90%")
+    runs = [tuple(line.split()[:2]) for line in lines[4:20]]
+    assert runs == [("goodput", "1:1"), ("goodput", "0:2"), ("round-robin", "1:1"), ("colocated", "0:2")] * 4
+    assert lines[21].startswith("highest of these rates at which 90%")
+    assert [line.split(":")[0] for line in lines[22:24]] == ["  goodput", "  goodput 0"]
+    assert [line.split("  ")[0] for line in lines[-3:]] == ["ATTAINED", "BOUND", "OF BOUND"]
     assert "error" not in seen.err
+
+
+def test_a_demonstration_without_prefill_workers_runs_goodput_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--prefill", "0", "--decode", "2"]) == 0
+    text = capsys.readouterr().out
+    assert [tuple(line.split()[:2]) for line in text.splitlines()[4:7]] == [
+        ("goodput", "0:2"),
+        ("round-robin", "0:2"),
+        ("colocated", "0:2"),
+    ]
+    assert "disaggregation" not in text
+
+
+def test_the_help_describes_the_demonstration(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "(goodput, or those of the demonstration)" in text
+    assert "a demonstration runs at four rates of the built-in workload: goodput with and without prefill" in text
 
 
 def test_json_is_one_object_and_equal_arguments_give_an_equal_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -158,6 +158,34 @@ def test_the_highest_met_rate_has_no_missed_rate_below() -> None:
     assert highest_sustained(runs) == {"a": runs[0].summary.rate_rps, "b": 0.0}
 
 
+def test_a_short_run_above_a_sustained_rate_keeps_its_verdict() -> None:
+    runs = [run(scale=1.0, met=1000, of=1000), run(scale=900.0, met=1000, of=1000)]
+    assert [one.shortage is None for one in runs] == [True, False]
+    assert highest_sustained(runs) == {"goodput": runs[0].summary.rate_rps}
+    assert f"  goodput: at least {runs[0].summary.rate_rps:.3g} requests/s" in render(runs, "h100").splitlines()
+    assert f"goodput at least {runs[0].summary.rate_rps:.3g} requests/s" in page(runs, cluster="h100")
+
+
+def test_only_a_run_too_short_gives_no_verdict() -> None:
+    runs = [run(scale=scale, met=1000, of=1000) for scale in (900.0, 1000.0)]
+    assert highest_sustained(runs) == {"goodput": None}
+    assert "  goodput: no verdict" in render(runs, "h100")
+
+
+@pytest.mark.parametrize(
+    ("split", "whole", "said"),
+    [
+        (900, 900, "does not pay at these rates: with it, goodput sustains 2 requests/s, without it 2 requests/s"),
+        (900, 500, "pays at these rates: with it, goodput sustains 2 requests/s, without it 1 requests/s"),
+        (500, 900, "does not pay at these rates: with it, goodput sustains 1 requests/s, without it 2 requests/s"),
+    ],
+)
+def test_the_same_policy_with_and_without_prefill_workers(split: int, whole: int, said: str) -> None:
+    runs = [run(scale=1.0, met=1000, of=1000), run(scale=2.0, met=split, of=1000)]
+    runs += [replace(run(scale=scale, met=met, of=1000), is_whole=True) for scale, met in ((1.0, 1000), (2.0, whole))]
+    assert f"disaggregation {said}; `pdserve plan` compares all splits" in render(runs, "h100").splitlines()
+
+
 def test_the_json_object_has_documented_names() -> None:
     found = as_json(run(met=7))
     assert (found["policy"], found["seed"], found["requests"], found["refused"]) == ("goodput", 0, 10, 3)
