@@ -17,6 +17,7 @@ BAR: Final = 24
 _EARLY: Final = 0.02  # share of the work below which the remaining time is not estimated
 _EARLY_S: Final = 0.5
 _MOST_NAME: Final = 40
+_LEAST_GB: Final = 1e8  # bytes; less is shown in MB
 _ROUNDING_S: Final = 1e-6
 _LINE: Final = re.compile(r"progress (\{.{1,400}\})\Z")
 
@@ -110,8 +111,12 @@ class PhaseProgress:
 
     @property
     def detail(self) -> str:
+        if self.unit == "bytes" and self.total < _LEAST_GB:
+            return f"{self.done / 1e6:.1f} of {self.total / 1e6:.1f} MB"
         if self.unit == "bytes":
             return f"{self.done / 1e9:.2f} of {self.total / 1e9:.2f} GB"
+        if self.total == 1:  # the phase's name says enough
+            return ""
         return f"{self.done:.0f} of {self.total:.0f}" + (f" {self.unit}" if self.unit != self.phase else "")
 
 

@@ -40,6 +40,7 @@ _PARTS: Final = {  # parts of a memory plan, with their column names
     "runtime": "runtime",
     "kv pool": "kv_pool",
 }
+_IMPORTS: Final = "imports"  # the interpreter and the modules of a worker, until its first phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,7 @@ class LauncherReport:
         self._files: dict[str, LogFile] = {}
         self._phases: list[tuple[str, float]] = []
         self._plans: dict[str, MemoryPlan] = {}
+        self._begun_s: dict[str, float] = {}  # when each process began
         self._parts: dict[str, dict[str, float]] = {}  # seconds of each phase of a worker's start, by process
         self._status = StatusLine()
         self._progress: ClusterProgress | None = None
@@ -135,6 +137,7 @@ class LauncherReport:
         self._next_s = now_s + first_s(is_terminal=self._status.is_terminal and not self._is_json)
 
     def begins(self, name: str) -> None:
+        self._begun_s[name] = time.monotonic()
         if self._progress is not None:
             self._progress.begins(name)
 
@@ -169,11 +172,15 @@ class LauncherReport:
         self._status.clear()
 
     def worker_phase(self, name: str, one: PhaseProgress) -> None:
-        parts = self._parts.setdefault(name, {})
+        now_s = time.monotonic()
+        if name not in self._parts:
+            begun_s = self._begun_s.get(name)
+            self._parts[name] = {} if begun_s is None else {_IMPORTS: max(now_s - begun_s - one.seconds, 0.0)}
+        parts = self._parts[name]
         if one.phase in parts or len(parts) < _MOST_PARTS:
             parts[one.phase] = one.seconds
         if self._progress is not None:
-            self._progress.phase(name, one, time.monotonic())
+            self._progress.phase(name, one, now_s)
 
     # -- the end of the start ------------------------------------------------------------------------------------
 
@@ -246,12 +253,14 @@ def memory_of(line: str) -> MemoryPlan | None:
 
 
 def memory_table(plans: Mapping[str, MemoryPlan]) -> list[str]:
-    """One row for each worker, in GB; a part that was not measured is empty. Pure."""
+    """One row for each worker, in GB; a part that was not measured is empty, and has no column if no worker measured
+    it. Pure."""
     if not plans:
         return []
-    rows = [("memory, GB", "total", *_PARTS, "kv tokens")]
+    parts = {part: name for part, name in _PARTS.items() if any(getattr(plan, name) for plan in plans.values())}
+    rows = [("memory, GB", "total", *parts, "kv tokens")]
     for name, plan in sorted(plans.items()):
-        sizes = (plan.total, *(getattr(plan, part) for part in _PARTS.values()))
+        sizes = (plan.total, *(getattr(plan, part) for part in parts.values()))
         values = (f"{size / 1e9:.2f}" if size else "" for size in sizes)
         rows.append((f"{name} {plan.device}", *values, f"{plan.kv_tokens:,}"))
     first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))

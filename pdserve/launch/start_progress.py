@@ -71,4 +71,4 @@ class ClusterProgress:
             return f"{name}: {self._causes[name]}" if name in self._causes else name
         remaining_s = self._phases[name].remaining_s(now_s)
         rest = "" if remaining_s is None else f", {remaining_s:.0f} s left"
-        return f"{name} {one.phase} {one.detail}{rest}"
+        return " ".join(filter(None, (name, one.phase, one.detail))) + rest

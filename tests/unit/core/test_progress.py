@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -73,6 +75,8 @@ def test_a_phase_survives_its_line() -> None:
     one = PhaseProgress(phase="weights", done=1.5e9, total=3e9, unit="bytes", seconds=0.5)
     assert phase_of(phase_line(one)) == one
     assert one.detail == "1.50 of 3.00 GB"
+    assert replace(one, done=4.25e6, total=99.9e6).detail == "4.2 of 99.9 MB"
+    assert replace(one, done=0.0, total=0.1e9).detail == "0.00 of 0.10 GB"
     steps = PhaseProgress(phase="decode graphs", done=3, total=3, unit="graphs", seconds=0.5)
     assert (steps.detail, steps.is_over, one.is_over) == ("3 of 3 graphs", True, False)
 

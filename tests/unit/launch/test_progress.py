@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+from types import SimpleNamespace
 
 import pytest
 
+import pdserve.launch.report
 import pdserve.progress
 from pdserve.core.progress import PhaseProgress, phase_line
 from pdserve.launch.local import start_steps
@@ -79,6 +81,29 @@ def test_the_table_has_the_phases_of_each_worker(capsys: pytest.CaptureFixture[s
         ["weights", "2.00"],
         ["kernels", "3.00"],
     ]
+
+
+def test_the_table_has_the_time_before_the_first_phase(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr(pdserve.launch.report, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    report = LauncherReport()
+    report.begins("d0")
+    take = report.relay("d0")
+    for now_s[0], one in ((106.5, weights(1e9, 0.5)), (108.0, weights(4e9, 2.0))):
+        take(phase_line(one))
+    report.phase("d0", 9.0)
+    report.table()
+    rows = [line.split()[:2] for line in capsys.readouterr().err.splitlines()[1:]]
+    assert rows == [["d0", "9.00"], ["imports", "6.00"], ["weights", "2.00"]]
+
+
+def test_a_phase_of_one_step_has_no_count() -> None:
+    progress = ClusterProgress("starting", ["d0"], 0.0)
+    progress.begins("d0")
+    progress.phase("d0", PhaseProgress(phase="kernels", done=0, total=1, unit="kernels", seconds=0.0), 1.0)
+    assert progress.detail(1.0) == "0 of 1; d0 kernels"
 
 
 def test_a_worker_cannot_fill_the_table(capsys: pytest.CaptureFixture[str]) -> None:

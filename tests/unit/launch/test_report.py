@@ -17,7 +17,7 @@ import pytest
 from pdserve.core.errors import ConfigError, NoWorkers
 from pdserve.engine.memory.plan import MemoryPlan
 from pdserve.launch import serve
-from pdserve.launch.report import LauncherReport, LogFile, LogLimits
+from pdserve.launch.report import LauncherReport, LogFile, LogLimits, memory_table
 from pdserve.launch.settings import read
 from pdserve.launch.spec import ClusterSpec
 
@@ -216,6 +216,10 @@ def test_the_table_of_the_start_divides_memory(capsys: pytest.CaptureFixture[str
         "p0 cuda:0 80.00 72.00 16.00 2.00 1.00 0.50 52.00 425,984",
     ]
     assert len({len(row) for row in rows}) == 1, "columns stand below each other"
+    assert [" ".join(row.split()) for row in memory_table({"d0": host})] == [
+        "memory, GB total usable weights kv pool kv tokens",
+        "d0 cpu 8.00 8.00 0.02 1.00 99",
+    ]
 
 
 LINE = "x" * 1019  # 1024 bytes with a number and a line end
