@@ -77,8 +77,9 @@ class OutageLog:
                 self._logged.popitem(last=False)
 
     def recovered(self, peer: str = "", **extra: object) -> None:
-        """Also for the first answer of a peer."""
+        """Also for the first answer of a peer. After a failure that was logged, the line has that failure's level:
+        whoever saw the one must see the other."""
         with self._lock:
             is_needed = peer in self._logged
             self._logged.pop(peer, None)
-        self._lines.write(logging.INFO, self._recovery, peer, extra, is_needed=is_needed)
+        self._lines.write(self._level if is_needed else logging.INFO, self._recovery, peer, extra, is_needed=is_needed)

@@ -109,7 +109,7 @@ class WorkerPublisher:
         self._heartbeat_s = lease_s / 4
         self._repeat_s = block_ttl_s / 3
         self._notes = CacheNotes()
-        self._outages = OutageLog(log, "Redis cannot be reached", "registered")
+        self._outages = OutageLog(log, "Redis cannot be reached", "registered in Redis")
         self._lines = PeerLog(log)
         self._in_flight: CacheBatch | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

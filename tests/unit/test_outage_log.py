@@ -64,6 +64,22 @@ def test_an_outage_is_logged_once_a_minute_with_a_count(clock: list[float], capl
     assert (caplog.records[-1].message, caplog.records[-1].__dict__["times"]) == ("down", 100)
 
 
+def test_a_recovery_has_the_level_of_the_logged_failure(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    outages = OutageLog(log, "down", "up")
+    outages.recovered("a")
+    outages.failed("b")
+    outages.recovered("b")
+    clock[0] += 60.0
+    outages.recovered("b")
+    assert [(one.message, one.levelname) for one in caplog.records] == [
+        ("up", "INFO"),
+        ("down", "WARNING"),
+        ("up", "WARNING"),
+        ("up", "INFO"),
+    ]
+
+
 def test_late_answers_of_the_index_are_logged_once(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
     index = RedisIndex("redis://127.0.0.1:1/0", "c")
     for _ in range(50):
