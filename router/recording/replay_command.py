@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"event {one.number} at {one.step.now_s:.6f} s: {one.step.event}")
         print(f"  recorded {list(one.step.commands)}")
         print(f"  replayed {list(one.replayed)}")
-    print(f"{events} events, {differing} with other commands")
+    same = f"the router decided the same in all {events} events"
+    print(f"the router decided otherwise in {differing} of {events} events" if differing else same)
     return 1 if differing else 0
 
 

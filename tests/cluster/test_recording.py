@@ -83,7 +83,7 @@ def test_a_running_clusters_recording_replays(
         assert seen[kind], kind
     assert '"outcome":"rejected"' in record.read_text()
     assert main(["replay", str(record)]) == 0
-    assert capsys.readouterr().out == f"{seen.total()} events, 0 with other commands\n"
+    assert capsys.readouterr().out == f"the router decided the same in all {seen.total()} events\n"
 
     trace = FileTrace(record)
     found = list(trace)

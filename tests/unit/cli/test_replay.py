@@ -22,7 +22,7 @@ def test_an_equal_replay_prints_one_line(tmp_path: Path, capsys: pytest.CaptureF
     path = recorded(tmp_path)
     assert main(["replay", str(path)]) == 0
     events = len(path.read_text().splitlines()) - 1
-    assert capsys.readouterr().out == f"{events} events, 0 with other commands\n"
+    assert capsys.readouterr().out == f"the router decided the same in all {events} events\n"
 
 
 def test_a_difference_is_shown_and_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,7 +34,7 @@ def test_a_difference_is_shown_and_is_a_failure(tmp_path: Path, capsys: pytest.C
     assert main(["replay", str(path)]) == 1
     out = capsys.readouterr().out
     assert f"event {number} at" in out
-    assert out.endswith("1 with other commands\n")
+    assert out.endswith(f"the router decided otherwise in 1 of {len(lines) - 1} events\n")
     assert main(["replay", str(path), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["first_differing"] == [number]
 
