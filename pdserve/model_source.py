@@ -116,8 +116,9 @@ def _offline_words(repository: str) -> str:
     is_off = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     why = "HF_HUB_OFFLINE is set" if is_off else "the Hub cannot be reached"
     return (
-        f"a cached repository, because {why} and {_cache()} has none. Where there is a network, run `hf download "
-        f"{repository}`, copy that folder here, or its model's folder and give its path; HF_HOME names another cache"
+        f"a cached repository, because {why} and {_cache()} has none. On a machine with a network, run `hf download "
+        f"{repository}` with `--local-dir DIR`, copy DIR to this machine, and give its path; HF_HOME names another "
+        "cache"
     )
 
 
