@@ -325,7 +325,10 @@ class RouterConfig(CallerTlsSettings):
             check_endpoint("workers", one)
         if not is_loopback_host(self.host) and not self.token and not self.key_file:
             raise ConfigError(
-                "host", self.host, "a loopback address, or a token or key file beside it: anyone could call this port"
+                "host",
+                self.host,
+                "a loopback address, or a token in PDSERVE_TOKEN or a file of keys in --key-file beside it: anyone "
+                "could call this port",
             )
         check_tls(self, self.host)
 

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol, final
 
 from pdserve.config import LOG_LEVEL_ENV, SECRETS, GatewayConfig, RouterConfig, WorkerConfig, forget_secrets, from_env
 from pdserve.config_flags import Config, log_flags, parse_flags, with_file
-from pdserve.core.access.hosts import is_loopback_host
+from pdserve.core.access.hosts import MIN_TOKEN_CHARS, is_loopback_host, is_weak_token
 from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.core.installation import missing
 from pdserve.core.setting import live_names
@@ -71,6 +71,12 @@ def run(module: str, kind: type[Config], make_host: Callable[[Config], Host], ar
         allow_descriptors(needed_by(config), name)
         if config.insecure and not config.tls_cert and not is_loopback_host(config.host):
             log.warning("plain text is served beyond loopback", extra={"host": config.host})
+        if isinstance(config, RouterConfig) and is_weak_token(config.token) and not is_loopback_host(config.host):
+            log.warning(
+                "PDSERVE_TOKEN can be guessed: use at least %d characters, such as those of `openssl rand -hex 16`",
+                MIN_TOKEN_CHARS,
+                extra={"host": config.host, "characters": len(config.token)},
+            )
         if not isinstance(config, GatewayConfig):
             config = replace(config, model=find_model(config.model))
         host = make_host(config)

@@ -157,8 +157,8 @@ def check_tls(config: TlsSettings, host: str, *, is_worker: bool = False) -> Non
         raise ConfigError("tls_client_ca", config.tls_client_ca, "tls_cert and tls_key beside it")
     if not (config.tls_cert or config.insecure or is_loopback_host(host)):
         expected = (
-            "a loopback address, or TLS: `pdserve up --tls auto`, or a certificate in tls_cert and tls_key; with "
-            "--insecure it is served in plain text"
+            "a loopback address, or TLS: `pdserve up --tls auto` or `--tls DIR`, or tls_cert and tls_key of a single "
+            "process; with --insecure it is served in plain text"
         )
         raise ConfigError("host", host, expected)
 

@@ -1,4 +1,4 @@
-"""What a process does after SIGHUP."""
+"""What a process does before it starts, and after SIGHUP."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pdserve.config import LOG_LEVEL_ENV, SECRETS, GatewayConfig, RouterConfig, 
 from pdserve.config_flags import live_flags, parse_flags, with_file
 from pdserve.core.errors import ConfigError
 from pdserve.core.setting import live_names
-from pdserve.program import Reloading
+from pdserve.program import USAGE_EXIT_CODE, Reloading, run
 
 
 class Host:
@@ -209,3 +209,26 @@ def test_a_wrong_flag_is_one_line(words: list[str], error: str, capsys: pytest.C
 def test_an_absent_file_is_named_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^flags_file: got .*/none, expected a file that can be read"):
         with_file([f"--flags-file={tmp_path / 'none'}"], "prog")
+
+
+@pytest.mark.parametrize(
+    ("host", "token", "is_weak"),
+    [("0.0.0.0", "abc", True), ("0.0.0.0", "x" * 15, True), ("0.0.0.0", "x" * 16, False), ("127.0.0.1", "abc", False)],
+)
+def test_a_token_that_can_be_guessed_is_a_warning_beyond_loopback(
+    file: Path,
+    host: str,
+    token: str,
+    is_weak: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(config: RouterConfig) -> Host:
+        raise ConfigError("port", 1, "nothing, as this is the end")
+
+    monkeypatch.setattr("pdserve.program.log_to_stderr", lambda name: None)
+    monkeypatch.setenv("PDSERVE_TOKEN", token)
+    assert run("router", RouterConfig, fail, ["--model=toy", f"--host={host}", "--insecure"]) == USAGE_EXIT_CODE
+    found = [one.getMessage() for one in caplog.records if "guessed" in one.getMessage()]
+    expected = "PDSERVE_TOKEN can be guessed: use at least 16 characters, such as those of `openssl rand -hex 16`"
+    assert found == [expected] * is_weak

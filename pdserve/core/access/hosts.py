@@ -12,6 +12,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.urls import hide_password
 
 PORTS: Final = (0, 65_535)
+MIN_TOKEN_CHARS: Final = 16  # of a token that other hosts could guess
 
 _ENDPOINT: Final = re.compile(
     r"((?P<name>[^\s\[\]:/@,?#]+)|\[(?P<ipv6>[0-9a-fA-F:.]+(%[\w.-]+)?)\]):(?P<port>[0-9]{1,5})",
@@ -88,6 +89,11 @@ MAX_TOKEN_CHARS: Final = 4096
 def is_token(token: str) -> bool:
     """Headers of HTTP and metadata of gRPC carry printable ASCII only, and lose spaces at the ends."""
     return 0 < len(token) <= MAX_TOKEN_CHARS and token.isascii() and token.isprintable() and token == token.strip()
+
+
+def is_weak_token(token: str) -> bool:
+    """Whether a token that is set can be guessed, because it is so short."""
+    return 0 < len(token) < MIN_TOKEN_CHARS
 
 
 def check_token(name: str, token: str) -> None:

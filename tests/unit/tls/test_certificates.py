@@ -214,10 +214,15 @@ def test_plain_text_beyond_loopback_names_both_options(host: str) -> None:
         (RouterConfig, {"model": "toy", "token": "t"}),
         (GatewayConfig, {"router": "127.0.0.1:1"}),
     ):
-        with pytest.raises(ConfigError, match=r"host: .*`pdserve up --tls auto`.*--insecure"):
+        with pytest.raises(ConfigError, match=r"host: .*`pdserve up --tls auto` or `--tls DIR`.*--insecure"):
             kind(**settings, host=host)
         assert kind(**settings, host=host, insecure=True).host == host
         assert kind(**settings, host=host, **certificate).host == host
+
+
+def test_an_open_port_without_a_token_names_its_variable_and_flag() -> None:
+    with pytest.raises(ConfigError, match=r"host: got 0\.0\.0\.0, .*PDSERVE_TOKEN.*--key-file"):
+        RouterConfig(model="toy", host="0.0.0.0")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "localhost", "::1"])
