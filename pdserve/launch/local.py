@@ -17,7 +17,7 @@ from pdserve.client.results import Completion
 from pdserve.client.retry import Retries
 from pdserve.config import RouterConfig
 from pdserve.core.access.hosts import join, local_host
-from pdserve.core.errors import ConfigError, Overloaded, Unavailable
+from pdserve.core.errors import ConfigError, Overloaded, PdserveError, Unavailable
 from pdserve.launch.degraded import check_alone
 from pdserve.launch.keys import Kind, Value
 from pdserve.launch.make_tls import make_certificates
@@ -53,6 +53,7 @@ from pdserve.wire.status import NO_CONNECTION
 PROMPT: Final = "def ready(cluster):\n    return all(worker.is_ready for worker in cluster.workers)\n" * 2
 ANSWER_TOKENS: Final = 2
 FIRST_ANSWER_S: Final = 120.0
+COUNT_S: Final = 0.5  # for the number of open requests, before a drain
 _ASK_AGAIN_S: Final = 0.05
 
 
@@ -213,7 +214,7 @@ class LocalCluster:
         # The first two drain together, so that one drain_s bounds both.
         stages = ([GATEWAY, "router"], self.spec.worker_ids)
         if is_graceful:
-            self._supervisor.expect_stop(stages)
+            self._supervisor.expect_stop(stages, await open_requests(self.spec))
         for names in stages:
             await self._supervisor.stop(names, is_graceful=is_graceful)
         await self._supervisor.stop_redis()
@@ -294,6 +295,24 @@ async def ask_first(spec: ClusterSpec, address: str, report: LauncherReport) -> 
         on_wait=partial(report.waits, FIRST_TOKEN),
     )
     report.phase(FIRST_TOKEN, time.monotonic() - began_s)
+
+
+async def open_requests(spec: ClusterSpec) -> int | None:
+    """The number of requests that the router has not finished; None if it does not answer soon."""
+    config = router_config(spec, ())
+    target = join(local_host(spec.host), spec.port)
+    limits = {"timeout_s": COUNT_S, "connect_timeout_s": COUNT_S, "retries": Retries(limit=0)}
+    try:
+        async with (
+            asyncio.timeout(COUNT_S),
+            AsyncClient(
+                target, token=config.token or None, tls=tls_to(config), insecure=config.insecure, **limits
+            ) as client,
+        ):
+            topology = await client.topology()
+    except (PdserveError, TimeoutError):
+        return None
+    return topology.running_requests + topology.queued_requests
 
 
 async def start_gateway(supervisor: Supervisor, spec: ClusterSpec, address: str) -> None:

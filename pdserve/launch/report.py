@@ -67,8 +67,9 @@ class LauncherReport:
         is_json: bool = False,
         holds_details: bool = False,
     ) -> None:
-        """`holds_details`: until `ready`, lines of level INFO are held back, and shown only by `failed`. Those in
-        files or JSON are always written."""
+        """`holds_details`: until `ready`, and from `stops` on, lines of level INFO are held back, and shown only by
+        `failed`. Those in files or JSON are always written."""
+        self._holds_details = holds_details
         self._held: deque[str] | None = deque(maxlen=_MOST_HELD) if holds_details else None
         self._began_s = time.monotonic()
         self._log_dir, self._log_limits = log_dir, log_limits or LogLimits()
@@ -228,6 +229,11 @@ class LauncherReport:
             line = json_line("launcher", json.dumps({"elapsed_s": round(self.elapsed_s, 3), "message": line}))
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
+
+    def stops(self) -> None:
+        """A planned stop: from now on, processes report connections that end."""
+        if self._holds_details:
+            self._held = deque(maxlen=_MOST_HELD)
 
     def reopen(self) -> None:
         """Opens every log file again, after another program has renamed it."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from pdserve.config import WorkerConfig
-from pdserve.core.access.hosts import is_loopback_host
+from pdserve.core.access.hosts import is_any_host, is_loopback_host, join
 from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.core.installation import advice
 from pdserve.core.urls import place
@@ -215,14 +215,12 @@ async def serve(asked: Asked, read_again: Callable[[], Asked]) -> int:
         if cluster.spec.inject_faults:
             report.say("launcher", f"FAULTS ARE INJECTED into KV transfers: {cluster.spec.inject_faults}")
         if cluster.spec.http is not None:
-            url = http_url(address, cluster.spec.http, is_tls=_is_https(cluster.spec))
-            report.say("launcher", f"live view: {url.removesuffix('/v1')}/ui")
+            report.say("launcher", f"live view: {live_url(cluster.spec)}")
         missing = await degradations(cluster.spec, has_own_redis=not asked.spec.redis)
         report.ready(ready_line(cluster.spec, address, missing))
         is_graceful = True
         tasks.append(asyncio.create_task(_follow_hangups(hangup, cluster, report, asked, read_again)))
         await cluster.run(stop)
-        report.say("launcher", "draining; a second signal ends everything at once")
         return 0
     finally:
         report.failed()
@@ -278,6 +276,12 @@ def ready_line(spec: ClusterSpec, address: str, missing: Sequence[str]) -> str:
 def http_url(address: str, port: int, *, is_tls: bool = False) -> str:
     """What OpenAI's clients call `base_url`. Both listen on the same host."""
     return f"http{'s' if is_tls else ''}://{address.rpartition(':')[0]}:{port}/v1"
+
+
+def live_url(spec: ClusterSpec) -> str:
+    """As a browser on this host opens it. Pure."""
+    host = "localhost" if is_any_host(spec.host) else spec.host
+    return http_url(join(host, 0), spec.http or 0, is_tls=_is_https(spec)).removesuffix("/v1") + "/ui"
 
 
 def _is_https(spec: ClusterSpec) -> bool:

@@ -155,12 +155,14 @@ class Supervisor:
         for child in children:
             self._report.say(child.name, "stopped")
 
-    def expect_stop(self, stages: Sequence[Sequence[str]]) -> None:
+    def expect_stop(self, stages: Sequence[Sequence[str]], num_requests: int | None) -> None:
         """The report then shows which processes still drain, and how long they may. `stages` stop one after the
-        other."""
+        other. `num_requests`: open ones, if known."""
         alive = {name for name, child in self._children.items() if child.is_running}
         running = [[name for name in stage if name in alive] for stage in stages]
         limit_s = sum(max(map(self._grace_s, stage)) for stage in running if stage)
+        self._report.stops()
+        self._report.say("launcher", drain_text(num_requests, limit_s))
         self._report.expect("draining", [name for stage in running for name in stage], limit_s)
 
     def reload(self, processes: Iterable[Process], log_level: str) -> None:
@@ -240,6 +242,11 @@ class Supervisor:
 
     def _grace_s(self, name: str) -> float:
         return self._processes[name].drain_s + KILL_AFTER_S
+
+
+def drain_text(num_requests: int | None, limit_s: float) -> str:
+    open_text = "" if num_requests is None else f"{num_requests} request{'' if num_requests == 1 else 's'}, "
+    return f"draining: {open_text}at most {limit_s:.0f} s; a second signal ends everything at once"
 
 
 def slow_start(*, is_worker: bool) -> str:

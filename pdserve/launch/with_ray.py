@@ -22,7 +22,16 @@ from pdserve.core.progress import phase_of
 from pdserve.core.urls import place
 from pdserve.launch.degraded import check_alone, redis_trouble
 from pdserve.launch.keys import Kind, Value
-from pdserve.launch.local import GATEWAY, ask_first, redis_path, start_gateway, start_steps, with_ports, with_sockets
+from pdserve.launch.local import (
+    GATEWAY,
+    ask_first,
+    open_requests,
+    redis_path,
+    start_gateway,
+    start_steps,
+    with_ports,
+    with_sockets,
+)
 from pdserve.launch.make_tls import make_certificates
 from pdserve.launch.ports import HeldPorts
 from pdserve.launch.ray_messages import BEGINS, NOW, TOOK
@@ -95,7 +104,7 @@ class RayCluster:
         # The first two drain together, so that one drain_s bounds both.
         stages = ([GATEWAY, "router"], [DRIVER])
         if is_graceful:
-            self._supervisor.expect_stop(stages)
+            self._supervisor.expect_stop(stages, await open_requests(self.spec))
         for names in stages:
             await self._supervisor.stop(names, is_graceful=is_graceful)
         await self._supervisor.stop_redis()

@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.core.errors import ConfigError
 from pdserve.launch.degraded import degradations, endpoint_answers
-from pdserve.launch.serve import ready_line
+from pdserve.launch.serve import live_url, ready_line
 from pdserve.launch.spec import ClusterSpec
 from pdserve.prefix.embedded import EmbeddedRedis
 from tests.support.tcp_redis import PASSWORD, listen_on_tcp
@@ -26,6 +26,21 @@ async def test_the_ready_line_names_what_is_missing() -> None:
         "redis does not answer, so prompts are placed without the prefix index; "
         "no collector answers at 127.0.0.1:1, so traces are lost"
     )
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8000/ui"),
+        ("0.0.0.0", "http://localhost:8000/ui"),
+        ("::", "http://localhost:8000/ui"),
+        ("fd00::1", "http://[fd00::1]:8000/ui"),
+    ],
+)
+def test_the_live_view_has_an_address_that_a_browser_opens(host: str, url: str) -> None:
+    settings = {kind: {"token": "0123456789abcdef"} for kind in ("router",)}
+    spec = dataclasses.replace(SPEC, host=host, http=8000, insecure=True, settings=settings)
+    assert live_url(spec) == url
 
 
 async def test_nothing_is_missing_if_all_services_answer() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -149,9 +150,13 @@ def test_a_signal_drains_and_ends_all_processes(number: signal.Signals) -> None:
         with Client(cluster.target) as client, client.stream(PROMPT, max_tokens=40, temperature=0) as stream:
             next(stream)
             cluster.process.send_signal(number)
+            said = cluster.wait_line("draining: ")
+            assert re.search(r"draining: 1 request, at most \d+ s; a second signal ends everything at once", said)
             assert sum(len(piece.token_ids) for piece in stream) == 39
         assert cluster.process.wait(WAIT_S) == 0
         assert sorted(pids) == ["d0", "p0", "redis", "router"]
+        planned = [line for line in cluster.lines if re.search("router gone|kv (sender|connection)", line)]
+        assert planned == [], "a planned stop does not report its own disconnections"
         assert [name for name, pid in pids.items() if is_alive(pid)] == []
 
 

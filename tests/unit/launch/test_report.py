@@ -119,6 +119,20 @@ def test_details_in_files_and_in_json_are_complete(
     assert detail in ((tmp_path / "d0.log").read_text() if is_in_files else capsys.readouterr().err)
 
 
+def test_details_of_a_planned_stop_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    for holds_details in (True, False):
+        report = LauncherReport(holds_details=holds_details)
+        report.ready("ready")
+        take = report.relay("d0")
+        take("2026-11-27 10:00:00,000 INFO decode_worker: attached")
+        report.stops()
+        take("2026-11-27 10:00:01,000 INFO decode_worker: router gone")
+        take("2026-11-27 10:00:02,000 WARNING decode_worker: a request was cut")
+        report.close()
+        shown = [line.split(": ")[-1] for line in capsys.readouterr().err.splitlines()]
+        assert shown == ["attached", *([] if holds_details else ["router gone"]), "a request was cut"]
+
+
 def test_a_full_disk_is_reported_once() -> None:
     told: list[str] = []
     file = LogFile(Path("/dev/full"), told.append, LogLimits(), open_file=lambda path: path.open("ab", buffering=0))
