@@ -38,10 +38,13 @@ def pairs() -> Iterator[CheckResult]:
             raise
         yield CheckResult("warn", "kv", f"not measured: {absent.field} is not installed", advice(EXTRAS[absent.field]))
         return
-    for where, devices in (("kv", ("cpu", "cpu")), *_gpu_pairs()):
+    gpu_pairs = list(_gpu_pairs())
+    for where, devices in (("kv", ("cpu", "cpu")), *gpu_pairs):
         for found in probe(*devices):
             is_choice = found.asked == AUTO
             name = f"{where} choice" if is_choice else f"{where} {found.asked}"
+            if found.error and found.asked in EXTRAS and not gpu_pairs:
+                continue  # a package for transfers between GPUs, which are absent
             if found.error:
                 repair = "start a worker with --transport tcp to see why" if is_choice else ""
                 yield CheckResult("fail" if is_choice else "warn", name, found.error, repair)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from pdserve.build import FULL_VERSION
+from pdserve.cli.up import SERVE_PORT
 from pdserve.core.errors import ModelError, PdserveError
 from pdserve.core.installation import EXTRAS, CheckResult, Level, advice, check_platform, missing
 from pdserve.engine.memory.host import free_bytes, usable_cores
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 HELP = "check whether this host can run a cluster"
 _MARKS: Final[dict[Level, str]] = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
+_HOST: Final = "127.0.0.1"
 _FILES_WANTED: Final = 1024
 _MEMORY_WANTED_GIB: Final = 2
 
@@ -31,7 +33,10 @@ _MEMORY_WANTED_GIB: Final = 2
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="MODEL", help="model to check, as for up; the bundled model when absent")
     parser.add_argument("--skip-pairs", action="store_true", help="do not measure KV transfers between two processes")
-    parser.add_argument("--port", type=int, default=50051, help="port to check (50051)")
+    parser.add_argument("--port", type=int, default=50051, help="gRPC port to check (50051)")
+    parser.add_argument(
+        "--http", type=int, default=SERVE_PORT, metavar="PORT", help=f"HTTP port to check ({SERVE_PORT})"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
         lambda: _packages(args.model),
         _memory,
         _limits,
-        lambda: _port(args.port),
+        lambda: _port("port", args.port),
+        lambda: _port("http", args.http),
         shared_memory,
         _redis,
         lambda: _torch(args.model),
@@ -125,13 +131,14 @@ def _limits() -> Iterator[CheckResult]:
         yield CheckResult("ok", "files", f"{files} open files allowed")
 
 
-def _port(port: int) -> Iterator[CheckResult]:
-    from pdserve.launch.ports import is_free
+def _port(flag: str, port: int) -> Iterator[CheckResult]:
+    from pdserve.launch.ports import is_free, user_of_port
 
-    if is_free("127.0.0.1", port):
-        yield CheckResult("ok", "port", f"{port} is free")
+    if is_free(_HOST, port):
+        yield CheckResult("ok", flag, f"{port} is free")
     else:
-        yield CheckResult("warn", "port", f"{port} is in use", "choose another one with --port; 0 picks a free one")
+        text = f"{port} is in use: {user_of_port(_HOST, port)}"
+        yield CheckResult("warn", flag, text, f"choose another one with --{flag}; 0 picks a free one")
 
 
 def _redis() -> Iterator[CheckResult]:

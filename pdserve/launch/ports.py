@@ -14,6 +14,8 @@ import os
 import random
 import re
 import socket
+import ssl
+import time
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple, final
@@ -103,6 +105,10 @@ try:
 except ImportError:  # on a system without it, no port is claimed
     fcntl = None  # type: ignore[assignment]
 
+_ASK_S: Final = 1.0  # for what uses a port
+_PAGE: Final = "/ui"
+_PAGE_BYTES: Final = 16_384  # with the headers and the title
+_TITLE: Final = b"<title>pdserve"
 _LOWEST: Final = 20_000
 _TRIES: Final = 2_000
 _claims: Final[set[int]] = set()
@@ -193,21 +199,52 @@ def check_free(name: str, host: str, port: int) -> None:
 
 
 def with_user_of_port(error: PortInUse, host: str, port: int) -> ConfigError:
-    """The error of a port that is in use, with what uses it, as far as that can be found in a second."""
+    """The error of a port that is in use, with what uses it."""
+    flags = {"port": "--port, for gRPC, sets it; ", "http": "--http sets it; ", "metrics": "--metrics sets it; "}
+    return ConfigError(
+        error.field, error.seen, f"{error.expected}; {flags.get(error.field, '')}{user_of_port(host, port)}"
+    )
+
+
+def user_of_port(host: str, port: int) -> str:
+    """What uses a port, as far as that can be found in a few seconds."""
     if not listening_on(port):
         user = "no server listens there: an outgoing connection may hold it, as Linux takes its ports from "
-        user += f"{_ephemeral_start()} on; try again"
-    elif _is_router(join(local_host(host), port)):
-        user = "another pdserve cluster serves there (`pdserve topology`)"
-    else:
-        user = "another program listens there"
-    flags = {"port": "--port, for gRPC, sets it; ", "http": "--http sets it; ", "metrics": "--metrics sets it; "}
-    return ConfigError(error.field, error.seen, f"{error.expected}; {flags.get(error.field, '')}{user}")
+        return user + f"{_ephemeral_start()} on; try again"
+    address = local_host(host)
+    if _is_gateway(address, port):
+        return f"another pdserve cluster serves HTTP there (its live view has the path {_PAGE})"
+    if _is_router(join(address, port)):
+        return "another pdserve cluster serves there (`pdserve topology`)"
+    return "another program listens there"
+
+
+def _is_gateway(host: str, port: int) -> bool:
+    """Whether it serves the page of the live view, over HTTP or HTTPS."""
+    return any(_TITLE in _page_of(host, port, is_tls=is_tls) for is_tls in (False, True))
+
+
+def _page_of(host: str, port: int, *, is_tls: bool) -> bytes:
+    """The beginning of the answer, as far as it comes in time."""
+    answer, deadline_s = b"", time.monotonic() + _ASK_S
+    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+        one = stack.enter_context(socket.create_connection((host, port), _ASK_S))
+        if is_tls:  # no secret is sent, so the certificate does not matter
+            context = ssl.create_default_context()
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            one = stack.enter_context(context.wrap_socket(one))
+        one.sendall(f"GET {_PAGE} HTTP/1.1\r\nhost: {join(host, port)}\r\nconnection: close\r\n\r\n".encode())
+        while len(answer) < _PAGE_BYTES and (left_s := deadline_s - time.monotonic()) > 0.0:
+            one.settimeout(left_s)
+            if not (more := one.recv(_PAGE_BYTES)):
+                break
+            answer += more
+    return answer
 
 
 def _is_router(address: str) -> bool:
     try:
-        with Client(address, timeout_s=1.0, connect_timeout_s=1.0, retries=Retries(limit=0)) as client:
+        with Client(address, timeout_s=_ASK_S, connect_timeout_s=_ASK_S, retries=Retries(limit=0)) as client:
             client.topology()
     except (Unauthenticated, PermissionDenied):
         return True

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -394,10 +395,23 @@ def test_doctor_passes_on_this_host(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert {line.split()[1] for line in lines[:-1]} >= {"python", "torch", "redis", "port", "shm", "ray", "tokenizer"}
     assert lines[-1] == "this host can run a cluster"
+    assert not any("nixl" in line for line in lines), "there is no GPU"
     shm, tcp, choice = (next(line for line in lines if line[6:].startswith(f"kv {name} ")) for name in KV_PATHS)
     for line in (shm, tcp):
         assert re.match(r"ok    kv \w+ +\d+\.\d\d ms for 256 KiB, \d+\.\d\d GB/s$", line), line
     assert re.match(r"ok    kv choice +shm: the sender's first choice$", choice), choice
+
+
+def test_doctor_names_the_cluster_that_has_a_port(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    port = target.rpartition(":")[2]
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        http = str(other.getsockname()[1])
+        main(["doctor", "--skip-pairs", "--model", "toy", "--port", port, "--http", http])
+    found = {
+        line.split()[1]: line for line in capsys.readouterr().out.splitlines() if line.split()[1] in ("port", "http")
+    }
+    assert f"{port} is in use: another pdserve cluster serves there (`pdserve topology`); choose" in found["port"]
+    assert f"{http} is in use: another program listens there; choose another one with --http" in found["http"]
 
 
 def test_doctor_checks_gpu_requirements(

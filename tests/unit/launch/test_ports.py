@@ -10,20 +10,24 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from benchmarks.attacks.taken_port import as_stranger
+from pdserve.config import GatewayConfig
 from pdserve.core.access.hosts import join
 from pdserve.core.errors import ConfigError
+from pdserve.gateway.server import GatewayHost
 from pdserve.launch import ports
-from pdserve.launch.ports import HeldPorts, claim, free_ports, with_user_of_port
+from pdserve.launch.ports import HeldPorts, claim, free_ports, user_of_port, with_user_of_port
 from pdserve.listening import HELD_ENV, PortInUse, bind_error
 from pdserve.owned_folder import OwnedFolder, sweep
 from pdserve.telemetry.metrics import MetricsServer
 from pdserve.testing import Cluster
+from tests.support.tls_files import TestAuthority
 
 WAIT_S = 10.0
 
@@ -74,6 +78,35 @@ def test_the_user_of_a_port_is_named() -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         assert words(held.getsockname()[1]).endswith("; try again")
+
+
+@pytest.mark.parametrize("is_tls", [False, True])
+def test_the_http_port_of_another_cluster_is_named(tmp_path: Path, *, is_tls: bool) -> None:
+    settings = TestAuthority(tmp_path).settings("gateway") if is_tls else {}
+    host = GatewayHost(GatewayConfig(router="127.0.0.1:1", port=0, **settings))
+    port = int(host.start().rpartition(":")[2])
+    try:
+        said = user_of_port("127.0.0.1", port)
+    finally:
+        host.stop()
+    assert said == "another pdserve cluster serves HTTP there (its live view has the path /ui)"
+
+
+def test_a_page_that_never_ends_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sends a byte at a time."""
+    monkeypatch.setattr(ports, "_ASK_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    one, _ = server.accept()
+                    with one, contextlib.suppress(OSError):
+                        while one.recv(1):
+                            one.sendall(b"x")
+
+        threading.Thread(target=drip, daemon=True).start()
+        assert user_of_port("127.0.0.1", server.getsockname()[1]) == "another program listens there"
 
 
 def test_a_held_port_takes_no_connection(held: HeldPorts) -> None:
