@@ -81,10 +81,14 @@ def show_next() -> None:
     print(f"{bold('what the rows mean')}: docs/telemetry.md#phases")
 
 
-def run_one(client: Client, number: int, title: str, prompt: str) -> Completion:
-    print(f"\n{bold(f'{number} · {title}')}")
+def show_prompt(title: str, prompt: str) -> None:
+    print(f"\n{bold(title)}")
     for line in prompt.split("\n"):
         print(f"{dim('│')} {cyan(line)}")
+
+
+def run_one(client: Client, number: int, title: str, prompt: str) -> Completion:
+    show_prompt(f"{number} · {title}", prompt)
     with client.stream(prompt, slo=Slo(ttft_s=2.0, tpot_s=0.2), **SAMPLING) as stream:  # type: ignore[arg-type]
         for piece in stream:
             print(piece.text, end="", flush=True)
@@ -93,41 +97,34 @@ def run_one(client: Client, number: int, title: str, prompt: str) -> Completion:
 
 
 def run_together(client: Client, title: str, *prompts: str) -> None:
-    print(f"\n{bold(f'3, 4 · {title}')}")
-    streams = [StreamThread(client, f"{number}", prompt) for number, prompt in enumerate(prompts, start=3)]
+    print(f"\n{bold(f'3, 4 · {title}; shown one after the other')}")
+    streams = [StreamThread(client, prompt) for prompt in prompts]
     for stream in streams:
         stream.start()
-    for stream in streams:
+    for number, stream in enumerate(streams, start=3):
         stream.join()
-    for stream in streams:
         if stream.error is not None:
             raise stream.error
         assert stream.completion is not None
-        print(f"\n{bold(stream.name)}\n{timeline(stream.completion)}")
+        show_prompt(f"{number}", stream.prompt)
+        print(f"{stream.completion.text}\n\n{timeline(stream.completion)}")
 
 
 class StreamThread(threading.Thread):
-    """Streams one answer in a thread of its own, and prints each line once it is complete."""
+    """Streams one answer in a thread of its own."""
 
-    def __init__(self, client: Client, number: str, prompt: str) -> None:
-        super().__init__(name=number, daemon=True)
-        self._client, self._prompt = client, prompt
+    def __init__(self, client: Client, prompt: str) -> None:
+        super().__init__(daemon=True)
+        self._client, self.prompt = client, prompt
         self.completion: Completion | None = None
         self.error: PdserveError | None = None
 
     def run(self) -> None:
-        prefix = bold(f"{self.name} ")
-        for line in self._prompt.split("\n"):
-            say(f"{prefix}{dim('│')} {cyan(line)}")
-        rest = ""
         try:
-            with self._client.stream(self._prompt, **SAMPLING) as stream:  # type: ignore[arg-type]
-                for piece in stream:
-                    *lines, rest = (rest + piece.text).split("\n")
-                    for line in lines:
-                        say(f"{prefix}  {line}")
+            with self._client.stream(self.prompt, **SAMPLING) as stream:  # type: ignore[arg-type]
+                for _ in stream:
+                    pass
             self.completion = stream.completion
-            say(f"{prefix}  {rest}")
         except PdserveError as error:
             self.error = error
 
