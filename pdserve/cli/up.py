@@ -36,7 +36,9 @@ SETTINGS = (
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        f"{SETTINGS} If PDSERVE_TOKEN is set, callers must present that token or, with --key-file, a tenant's key."
+        f"{SETTINGS} If PDSERVE_TOKEN is set, callers must present that token or, with --key-file, a tenant's key. "
+        "Ctrl-C and SIGTERM let open requests finish, in each process for at most its drain_s (30 s). A second signal "
+        "ends everything at once."
     )
     keep = argparse.SUPPRESS  # without the flag, the file's value applies
     add = parser.add_argument
@@ -94,7 +96,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=keep,
         help="allow plain text on a --host that is not loopback",
     )
-    add("--redis", default=keep, metavar="URL", help="URL of a Redis server; one is started on this host when absent")
+    add("--redis", default=keep, metavar="URL", help="URL of a Redis server (one that is started on this host)")
     add(
         "--ray",
         nargs="?",
