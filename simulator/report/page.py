@@ -13,7 +13,7 @@ from pdserve.plot.figure import caption as caption_html
 from pdserve.plot.figure import document, key, legend, section, table, tiles
 from simulator.report.comparison import TARGET, PolicyRun, why, worst
 from simulator.report.figures import TIMELINE_COLOURS, TIMELINES, caption, colours, focused, panels, timeline
-from simulator.report.tables import details, line, seconds, short_note, sustained_texts
+from simulator.report.tables import LEGEND, details, disaggregation_note, line, seconds, short_note, sustained_texts
 
 _WORST: Final = 20
 _LEFT: Final = ("policy", "time", "path", "workers")  # columns of text
@@ -55,11 +55,13 @@ def _runs(runs: Sequence[PolicyRun]) -> str:
     held = ""
     if len({run.rate_scale for run in runs}) > 1:
         best = ", ".join(f"{name} {text}" for name, text in sustained_texts(runs).items())
-        note = short_note(runs)
-        said = f"Highest of these rates that held with {TARGET:.0%} of the requests: {best}. {note}"
-        held = f"<p>{safe(said.strip())}</p>"
+        said = [f"Highest of these rates that held with {TARGET:.0%} of the requests: {best}."]
+        said += filter(None, (short_note(runs), disaggregation_note(runs)))
+        held = "".join(f"<p>{safe(one)}</p>" for one in said)
     about = "" if len(runs) > 1 else f"<pre>{safe(chr(10).join(details(runs[0])))}</pre>"
-    return f"<section><h2>Runs</h2>{held}{table(head, rows, left=_LEFT, wide=_WIDE)}{about}</section>"
+    # The legend is that of the terminal's table, in its letters.
+    legend_text = f"<pre>{safe(chr(10).join(LEGEND))}</pre>"
+    return f"<section><h2>Runs</h2>{held}{table(head, rows, left=_LEFT, wide=_WIDE)}{legend_text}{about}</section>"
 
 
 def _percentiles(focus: Sequence[PolicyRun], colour_of: dict[str, int]) -> str:

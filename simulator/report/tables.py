@@ -10,7 +10,7 @@ from simulator.search.goodput import surely_misses
 
 _TIMES = ("TTFT p50", "p99", "TPOT p50", "p99")
 _HEAD = ("POLICY", "P:D", "REQ/S", "ATTAINED", "BOUND", "OF BOUND", "GOODPUT/S", *_TIMES, "REJECTED")
-_LEGEND = (
+LEGEND = (
     "ATTAINED   requests that were completed and met both targets; GOODPUT/S: how many of them per second",
     "BOUND      requests that any scheduler could have served within both targets, at most",
     "OF BOUND   the ones that met both targets, as a share of BOUND",
@@ -33,7 +33,7 @@ def render(runs: Sequence[PolicyRun], cluster: str) -> str:
         lines += ["", f"highest of these rates at which {TARGET:.0%} of the requests met both targets:"]
         lines += [f"  {name}: {text}" for name, text in sustained_texts(runs).items()]
         lines += filter(None, (short_note(runs), disaggregation_note(runs)))
-    return "\n".join((*lines, "", *_LEGEND))
+    return "\n".join((*lines, "", *LEGEND))
 
 
 def sustained_texts(runs: Sequence[PolicyRun]) -> dict[str, str]:

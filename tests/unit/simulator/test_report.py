@@ -184,6 +184,9 @@ def test_the_same_policy_with_and_without_prefill_workers(split: int, whole: int
     runs = [run(scale=1.0, met=1000, of=1000), run(scale=2.0, met=split, of=1000)]
     runs += [replace(run(scale=scale, met=met, of=1000), is_whole=True) for scale, met in ((1.0, 1000), (2.0, whole))]
     assert f"disaggregation {said}; `pdserve plan` compares all splits" in render(runs, "h100").splitlines()
+    text = page(runs, cluster="h100")
+    assert f"disaggregation {said}; " in text
+    assert "OF BOUND   the ones that met both targets, as a share of BOUND" in text
 
 
 def test_the_json_object_has_documented_names() -> None:
