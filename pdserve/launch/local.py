@@ -301,12 +301,15 @@ async def open_requests(spec: ClusterSpec) -> int | None:
     """The number of requests that the router has not finished; None if it does not answer soon."""
     config = router_config(spec, ())
     target = join(local_host(spec.host), spec.port)
-    limits = {"timeout_s": COUNT_S, "connect_timeout_s": COUNT_S, "retries": Retries(limit=0)}
     try:
         async with (
-            asyncio.timeout(COUNT_S),
+            asyncio.timeout(COUNT_S),  # also for a call that connects
             AsyncClient(
-                target, token=config.token or None, tls=tls_to(config), insecure=config.insecure, **limits
+                target,
+                token=config.token or None,
+                tls=tls_to(config),
+                insecure=config.insecure,
+                retries=Retries(limit=0),
             ) as client,
         ):
             topology = await client.topology()
