@@ -319,7 +319,8 @@ def test_the_documented_settings_file_can_be_read(tmp_path: Path) -> None:
     text = text.replace("# model", "model").replace("/models/llama", str(tmp_path / "llama"))
     spec = read(None, text, folder=tmp_path).spec
     assert spec.model == str(tmp_path / "llama")
-    assert (spec.prefill, spec.settings) == (2, {"worker": {"kv_dtype": "int8"}})
+    assert (spec.http, spec.settings) == (8000, {"worker": {"kv_dtype": "int8"}})
+    assert spec.prefill + spec.decode <= 2, "two cores suffice, so a laptop gets no warning"
 
 
 URL = "redis://:pa55@127.0.0.1:6379/0"
