@@ -235,7 +235,7 @@ def _on_row(cluster: ClusterState, worker_id: str, row: TokenRow, commands: list
         view.joined(booking, request.first_token_s or cluster.now_s)
         cluster.is_placing_due = True
         _account_prefill(request, row, worker_id)
-        request.timeline.close(Phase.MESSAGES, cluster.now_s, request.attempt)
+        request.timeline.close(Phase.MESSAGES, cluster.now_s, request.attempt, works_on=True)
         _prefilled(request, worker_id, view.hello.block_size, row)
     _account_decode(request, row, worker_id)
     if tokens:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, final
 
 from pdserve.core.protocol import Granted, TransferEnded
@@ -21,6 +21,9 @@ from router.state.view import WorkerView
 # An interval ends when the request's stage changes. Workers' reports assign parts of it to phases. The rest is assigned
 # to MESSAGES if the worker has reported all of its own work, and otherwise to the phase of the stage. So the phases
 # always add up to the whole time.
+#
+# A worker does not wait until the router has read its message: it may compute a whole prompt before the router reads
+# the grant. A report that exceeds its interval then shortens the wait before it, which ended with that message.
 
 MAX_SLICES: Final = 128  # further intervals are added to an earlier slice of the same phase
 
@@ -41,17 +44,20 @@ GOES_ON: Final = frozenset(
         (Stage.LOCAL, Move.TOKENS),
     }
 )
+#: The worker works on after the message that ends the wait.
+WORKS_ON: Final = frozenset({(Stage.RESERVING_LOCAL, Move.GRANTED), (Stage.MOVING, Move.COMMITTED)})
 
 
 @final
 class Timeline:
-    __slots__ = ("_arrived_s", "_mark_s", "_parts", "_seconds", "_slices", "is_accounted")
+    __slots__ = ("_arrived_s", "_can_shorten", "_mark_s", "_parts", "_seconds", "_slices", "is_accounted")
 
     def __init__(self, arrived_s: float) -> None:
         self._arrived_s = self._mark_s = arrived_s
         self._seconds: dict[Phase, float] = {}
         self._slices: list[Slice] = []
         self._parts: list[tuple[Phase, float, str]] = []
+        self._can_shorten = False  # the last slice, by reports on the open interval
         self.is_accounted = False  # the worker has reported all of its work in the open interval
 
     def report(self, phase: Phase, seconds: float, worker_id: str) -> None:
@@ -59,13 +65,18 @@ class Timeline:
         if 0.0 < seconds < math.inf:
             self._parts.append((phase, seconds, worker_id))
 
-    def close(self, rest: Phase, now_s: float, attempt: int) -> None:
-        """Ends the open interval. Reports that exceed it are clipped, because two clocks never agree exactly."""
+    def close(self, rest: Phase, now_s: float, attempt: int, *, works_on: bool = False) -> None:
+        """Ends the open interval. Reports that exceed it are clipped, because two clocks never agree exactly.
+        `works_on`: the worker whose message ends the interval continues, so its later reports may shorten the rest."""
+        if self._can_shorten:
+            self._shorten(sum(seconds for _, seconds, _ in self._parts) - (now_s - self._mark_s))
         for phase, seconds, worker_id in self._parts:
             self._add(phase, min(self._mark_s + seconds, now_s), attempt, worker_id)
         self._parts.clear()
         self.is_accounted = False
+        num_slices = len(self._slices)
         self._add(rest, now_s, attempt)
+        self._can_shorten = works_on and len(self._slices) > num_slices
 
     def moved(self, stage: Stage, move: Move, now_s: float, attempt: int, last_token_s: float | None) -> None:
         """The request leaves `stage` by `move`. `last_token_s` is when the current attempt's last token came, or
@@ -83,12 +94,13 @@ class Timeline:
             rest = Phase.LOST
         elif is_lost:
             rest = Phase.LOST
-        self.close(rest, now_s, attempt)
+        self.close(rest, now_s, attempt, works_on=(stage, move) in WORKS_ON)
 
     def so_far(self, stage: Stage, last_token_s: float | None, now_s: float) -> tuple[Slice, ...]:
         """The slices if the open interval of a request in `stage` ended now. `last_token_s` is as for `moved`."""
         copy = Timeline(self._arrived_s)
         copy._mark_s, copy._parts, copy._slices = self._mark_s, list(self._parts), list(self._slices)
+        copy._can_shorten = self._can_shorten
         is_decoding = stage is Stage.LOCAL and last_token_s is not None
         copy.close(Phase.DECODE if is_decoding else STANDS_FOR.get(stage, Phase.MESSAGES), now_s, 0)
         return copy.slices
@@ -101,6 +113,17 @@ class Timeline:
     @property
     def slices(self) -> tuple[Slice, ...]:
         return tuple(self._slices)
+
+    def _shorten(self, excess_s: float) -> None:
+        """Takes this time, or as much as there is, from the last slice."""
+        if excess_s <= 0.0:
+            return
+        wait = self._slices.pop()
+        taken_s = min(excess_s, wait.seconds)
+        if taken_s < wait.seconds:
+            self._slices.append(replace(wait, seconds=wait.seconds - taken_s))
+        self._seconds[wait.phase] = max(self._seconds.get(wait.phase, 0.0) - taken_s, 0.0)
+        self._mark_s -= taken_s
 
     def _add(self, phase: Phase, until_s: float, attempt: int, worker_id: str = "") -> None:
         seconds = until_s - self._mark_s

@@ -134,6 +134,59 @@ def test_worker_reports_divide_a_local_request(given: Given) -> None:
     assert phases == Phases(reserve_s=0.5, prefill_queue_s=0.125, prefill_s=0.5, decode_s=0.75, messages_s=0.375 + 0.25)
 
 
+@pytest.mark.parametrize("late_s", [0.25, 0.75, 1.0])
+def test_a_grant_that_is_read_late_does_not_cost_a_local_request_its_reports(given: Given, late_s: float) -> None:
+    """The worker computes the prompt without waiting until the router has read its grant."""
+    given.connect_decode("d0")
+    given.arrives("a")
+    later(given, late_s)
+    given.seated()
+    later(given, 1.0 - late_s)
+    row(given, 0, queue_s=0.125, prefill_s=0.5)
+    later(given, 1.0)
+    phases = adds_up(ended(row(given, 1, decode_s=0.75, finish=FinishReason.STOP)))
+    assert (phases.prefill_queue_s, phases.prefill_s, phases.decode_s) == (0.125, 0.5, 0.75)
+    assert phases.reserve_s == min(late_s, 1.0 - 0.625)
+
+
+def test_tokens_that_arrive_together_do_not_cost_a_local_request_its_decode_report(given: Given) -> None:
+    given.connect_decode("d0")
+    given.arrives("a")
+    given.seated()
+    later(given, 2.0)
+    row(given, 0, queue_s=0.125, prefill_s=0.5)
+    phases = adds_up(ended(row(given, 1, decode_s=0.75, finish=FinishReason.STOP)))
+    assert phases == Phases(prefill_queue_s=0.125, prefill_s=0.5, decode_s=0.75, messages_s=0.625)
+
+
+def test_a_commit_that_is_read_late_does_not_cost_a_remote_request_its_decode_report(remote: Given) -> None:
+    first_token(remote, queue_s=0.0, prefill_s=0.0)
+    later(remote, 1.0)
+    remote.committed()
+    later(remote, 0.25)
+    row(remote, 1, decode_queue_s=0.125)
+    phases = adds_up(ended(row(remote, 2, decode_s=0.5, finish=FinishReason.STOP)))
+    assert (phases.transfer_wait_s, phases.decode_queue_s, phases.decode_s) == (0.625, 0.125, 0.5)
+
+
+def test_a_report_shortens_only_the_wait_just_before_it(given: Given) -> None:
+    given.connect_decode("d0")
+    given.arrives("a", spent_s=0.25)
+    later(given, 0.5)
+    given.seated()
+    phases = adds_up(ended(row(given, 0, queue_s=0.0, prefill_s=9.0, finish=FinishReason.LENGTH)))
+    assert phases == Phases(prepare_s=0.25, prefill_s=0.5)
+
+
+def test_a_running_request_is_shown_as_if_it_ended_now() -> None:
+    timeline = Timeline(0.0)
+    timeline.moved(Stage.RESERVING_LOCAL, Move.GRANTED, 1.0, 1, None)
+    timeline.report(Phase.PREFILL, 0.75, "d0")
+    shown = [(one.phase, one.begin_s, one.seconds) for one in timeline.so_far(Stage.LOCAL, None, 1.5)]
+    assert shown == [(Phase.RESERVE, 0.0, 0.75), (Phase.PREFILL, 0.75, 0.75)]
+    assert [(one.phase, one.seconds) for one in timeline.slices] == [(Phase.RESERVE, 1.0)]
+
+
 def test_preemption_is_a_phase_of_its_own(remote: Given) -> None:
     first_token(remote, queue_s=0.0, prefill_s=0.0)
     remote.committed()
