@@ -39,7 +39,7 @@ MEASURED_BY: Final[Mapping[Phase, Literal["router", "worker"]]] = {
     Phase.PREPARE: "router",
     Phase.PREFIX_LOOKUP: "router",
     Phase.QUEUE: "router",
-    Phase.RESERVE: "router",
+    Phase.RESERVE: "worker",
     Phase.PREFILL_QUEUE: "worker",
     Phase.PREFILL: "worker",
     Phase.TRANSFER_WAIT: "router",
@@ -139,7 +139,7 @@ class Timings:
     tpot_s: float  # (last token - first token) / (tokens - 1); 0 for a single token
     total_s: float
     phases: Phases = NO_PHASES
-    grant_s: float = 0.0  # time that the decode worker took to grant memory; the rest of phases.reserve_s is messages
+    grant_s: float = 0.0  # time that decode workers took to grant memory, as they reported
     transfer_s: float = 0.0  # from the first byte to the commit; overlaps the prefill
     transfer_busy_s: float = 0.0  # the part of transfer_s with bytes under way
     transfer_exposed_s: float = 0.0  # the part of the transfer after the prefill, which prefill did not hide

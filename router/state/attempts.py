@@ -49,6 +49,10 @@ def on_granted(cluster: ClusterState, event: Granted) -> Sequence[Command]:
     if event.worker_id != placement.decode_worker or (event.grant is None) is not (placement.path is Path.LOCAL):
         _wrong_sender(cluster, request, Move.GRANTED)
         return ()
+    if event.grant_s > 0.0:
+        request.timeline.report(Phase.RESERVE, event.grant_s, event.worker_id)
+        request.timeline.is_accounted = True
+    request.grant_s = event.grant_s
     if not cluster.move(request, Move.GRANTED):
         return ()
     view = cluster.fleet.workers[event.worker_id]
@@ -105,7 +109,7 @@ def on_first_token(cluster: ClusterState, event: FirstToken) -> Sequence[Command
     if event.worker_id != placement.prefill_worker:
         _wrong_sender(cluster, request, Move.FIRST_TOKEN)
         return ()
-    _account_prefill(request, event, placement.prefill_worker)
+    _account_prefill(request, event.queue_s, event.prefill_s, placement.prefill_worker)
     if not cluster.move(request, Move.FIRST_TOKEN):
         return ()
     view = cluster.fleet.workers[placement.prefill_worker]
@@ -234,7 +238,8 @@ def _on_row(cluster: ClusterState, worker_id: str, row: TokenRow, commands: list
         view.computed(booking, cluster.now_s)
         view.joined(booking, request.first_token_s or cluster.now_s)
         cluster.is_placing_due = True
-        _account_prefill(request, row, worker_id)
+        # A decode worker counts the wait of a local prompt from the arrival of Reserve, so it includes the grant.
+        _account_prefill(request, row.queue_s - request.grant_s, row.prefill_s, worker_id)
         request.timeline.close(Phase.MESSAGES, cluster.now_s, request.attempt, works_on=True)
         _prefilled(request, worker_id, view.hello.block_size, row)
     _account_decode(request, row, worker_id)
@@ -283,9 +288,9 @@ def _wrong_sender(cluster: ClusterState, request: Request, move: Move) -> None:
     request.remember(move, None)
 
 
-def _account_prefill(request: Request, durations: FirstToken | TokenRow, worker_id: str) -> None:
-    request.timeline.report(Phase.PREFILL_QUEUE, durations.queue_s, worker_id)
-    request.timeline.report(Phase.PREFILL, durations.prefill_s, worker_id)
+def _account_prefill(request: Request, queue_s: float, prefill_s: float, worker_id: str) -> None:
+    request.timeline.report(Phase.PREFILL_QUEUE, queue_s, worker_id)
+    request.timeline.report(Phase.PREFILL, prefill_s, worker_id)
     request.timeline.is_accounted = True
 
 

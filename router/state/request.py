@@ -206,6 +206,7 @@ class Request:
     queued_s: float = 0.0  # while QUEUED: since when the request waits
     placed_s: float = 0.0
     granted_s: float = 0.0
+    grant_s: float = 0.0  # time that the decode worker took for the grant, as it reported
     awaits_s: float = 0.0  # remaining time of the decode worker's step when the attempt was placed
     half_step_s: float = 0.0  # half of that step's duration
     not_before_s: float = 0.0  # end of the backoff

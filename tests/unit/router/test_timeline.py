@@ -149,6 +149,29 @@ def test_a_grant_that_is_read_late_does_not_cost_a_local_request_its_reports(giv
     assert phases.reserve_s == min(late_s, 1.0 - 0.625)
 
 
+@pytest.mark.parametrize("late_s", [0.5, 1.0])
+def test_a_local_request_waits_for_blocks_as_long_as_its_worker_reports(given: Given, late_s: float) -> None:
+    """The worker counts the wait of the prompt from the arrival of Reserve, so it includes the grant."""
+    given.connect_decode("d0")
+    given.arrives("a")
+    later(given, late_s)
+    given.submit(Granted(key=AttemptKey("d0", "a", 1), grant_s=0.125))
+    later(given, 1.0 - late_s)
+    phases = adds_up(ended(row(given, 0, queue_s=0.25, prefill_s=0.5, finish=FinishReason.LENGTH)))
+    assert phases == Phases(reserve_s=0.125, prefill_queue_s=0.125, prefill_s=0.5, messages_s=0.25)
+
+
+def test_a_remote_request_waits_for_blocks_as_long_as_its_worker_reports(given: Given) -> None:
+    given.connect_prefill("p0")
+    given.connect_decode("d0")
+    given.arrives("a")
+    later(given, 0.5)
+    given.submit(Granted(key=AttemptKey("d0", "a", 1), grant=b"grant", grant_s=0.125))
+    later(given, 0.5)
+    phases = adds_up(ended(first_token(given, queue_s=0.25, prefill_s=0.25, finish=FinishReason.LENGTH)))
+    assert phases == Phases(reserve_s=0.125, prefill_queue_s=0.25, prefill_s=0.25, messages_s=0.375)
+
+
 def test_tokens_that_arrive_together_do_not_cost_a_local_request_its_decode_report(given: Given) -> None:
     given.connect_decode("d0")
     given.arrives("a")
