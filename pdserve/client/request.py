@@ -22,6 +22,7 @@ from pdserve.v1 import inference_pb2
 
 LEAST_FLOAT32: Final = 2.0**-149
 MAX_TIMEOUT_S: Final = 1e9  # gRPC turns much larger ones into past times
+MAX_TOKENS_PER_CALL: Final = 8192  # whose bytes are asked for
 
 _OF_REQUEST: Final = inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name
 _OF_SAMPLING: Final = inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name

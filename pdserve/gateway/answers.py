@@ -9,13 +9,12 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Final, final
 
 from pdserve.client.aio import AsyncClient, AsyncStream
-from pdserve.client.request import Prompt
+from pdserve.client.request import MAX_TOKENS_PER_CALL, Prompt
 from pdserve.client.results import Completion, Piece, Token, TokenLogprob
 from pdserve.core.errors import InvalidRequest
 from pdserve.gateway.api.logprobs import EchoedPrompt
 from pdserve.gateway.api.sdk_call import SdkCall
 
-MAX_BYTES_OF: Final = 8192  # tokens in one call
 MAX_KNOWN: Final = 2**19  # more than a vocabulary has; at this number the table is cleared
 
 
@@ -128,8 +127,8 @@ class TokenTable:
         if len(self._known) > MAX_KNOWN:
             self._known.clear()
         missing = [one for one in token_ids if one not in self._known]
-        for start in range(0, len(missing), MAX_BYTES_OF):
-            asked: Sequence[int] = missing[start : start + MAX_BYTES_OF]
+        for start in range(0, len(missing), MAX_TOKENS_PER_CALL):
+            asked: Sequence[int] = missing[start : start + MAX_TOKENS_PER_CALL]
             self._known.update(zip(asked, await client.tokens(asked), strict=True))
 
 

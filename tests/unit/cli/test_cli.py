@@ -20,6 +20,7 @@ import pytest
 from pdserve import Client
 from pdserve.build import FULL_VERSION
 from pdserve.cli import doctor
+from pdserve.cli.generate import logprob_lines
 from pdserve.cli.main import hint, main, make_parsers
 from pdserve.cli.sampling import truncation_warnings, versions_line
 from pdserve.cli.topology import render
@@ -27,6 +28,8 @@ from pdserve.client import results
 from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
 from pdserve.config_flags import parse_flags
 from pdserve.core.errors import NONE_YET, NoWorkers, Unauthenticated, Unavailable
+from pdserve.core.results import Timings, Usage
+from pdserve.core.types import FinishReason
 from pdserve.engine.memory import host
 from pdserve.launch.settings import Asked
 from pdserve.launch.spec import served_names
@@ -97,6 +100,50 @@ def test_several_answers_are_printed_under_their_numbers(target: str, capsys: py
     done = json.loads(capsys.readouterr().out)
     assert [len(choice["logprobs"]) for choice in done["choices"]] == [8, 8]
     assert len(done["prompt_logprobs"]) == len(PROMPT)
+
+
+def test_logprobs_are_printed_after_the_answer(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--target", target, "--max-tokens", "3", "--temperature", "0", "--logprobs", "2"]
+    assert main(["generate", "def", *flags, "--json"]) == 0
+    scores = json.loads(capsys.readouterr().out)["logprobs"]
+    assert main(["generate", "def", *flags, "--prompt-logprobs", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    of_prompt, of_answer = (
+        next(n for n, line in enumerate(lines) if f"logprobs of the {one}:" in line) for one in ("prompt", "answer")
+    )
+    assert len(lines[of_prompt + 1 : of_answer]) == len("def") - 1
+    assert "rank" in lines[of_prompt + 1]
+    shown = lines[of_answer + 1 :]
+    assert [line.split()[:2] for line in shown] == [
+        [str(score["token_id"]), f"{score['logprob']:.4f}"] for score in scores
+    ]
+    for line, score in zip(shown, scores, strict=True):
+        assert [f"{logprob:.4f}" for _, logprob in score["top"]] == re.findall(r" (-?[0-9.]+)(?:,|$)", line)
+
+
+def test_logprobs_of_several_answers_have_their_numbers(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--target", target, "--max-tokens", "2", "--seed", "3", "-n", "2", "--logprobs", "0"]
+    assert main(["generate", PROMPT, *flags]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("logprobs of")]
+    assert [line.split(":")[0] for line in lines] == ["logprobs of [0]", "logprobs of [1]"]
+
+
+def test_a_token_that_is_no_text_is_escaped() -> None:
+    score = results.TokenLogprob(token_id=7, logprob=-0.5, top=((8, -0.25),))
+    choice = results.Choice(index=0, text="", token_ids=(7,), finish_reason=FinishReason.LENGTH, logprobs=(score,))
+    done = results.Completion(
+        request_id="a",
+        text="",
+        token_ids=(7,),
+        finish_reason=FinishReason.LENGTH,
+        usage=Usage(prompt_tokens=1, completion_tokens=1, cached_prompt_tokens=0),
+        timings=Timings(ttft_s=0.0, tpot_s=0.0, total_s=0.0),
+        choices=(choice,),
+    )
+    written = {7: b"\xff\x1b[2J", 8: b"a\n"}
+    tokens = {one: results.Token(token_bytes=text, is_special=False) for one, text in written.items()}
+    [_, line] = logprob_lines(done, tokens)
+    assert line.split() == ["7", "-0.5000", r"'\\xff\x1b[2J'", r"'a\n'", "-0.2500"]
 
 
 def test_beams_are_printed_with_their_scores(target: str, capsys: pytest.CaptureFixture[str]) -> None:
