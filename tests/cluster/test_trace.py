@@ -17,7 +17,7 @@ from tests.cluster.suite import toy_prompt
 from tests.unit.launch.conftest import until
 from tests.unit.telemetry.otlp_sink import OtlpSink, running_sink
 
-DECODE_SERVICES = {"pdserve.decode_queue": "pdserve-decode", "pdserve.decode": "pdserve-decode"}
+DECODE_SERVICES = dict.fromkeys(("pdserve.reserve", "pdserve.decode_queue", "pdserve.decode"), "pdserve-decode")
 
 
 @pytest.fixture
