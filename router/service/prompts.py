@@ -27,6 +27,10 @@ from router.service.fair_queue import ANONYMOUS, ClientKey
 from router.service.model import ModelFacts
 from router.service.tokenizing import GivenChat, TextChildren, TokenizerThreads
 
+_NO_TEMPLATE: Final = (
+    "text or token_ids (over HTTP: /v1/completions), because this model has no chat template; "
+    "chat_template.jinja in its folder would be one"
+)
 QUICK_CHARS: Final = 256  # shorter texts are tokenized on the event loop: a thread would take longer
 MAX_CHARS_WITHOUT_MODEL: Final = 65_536  # limit of Tokenize before the first worker has reported its context length
 
@@ -142,7 +146,7 @@ class PromptReader:
         add_generation_prompt: bool = True,
     ) -> EncodedChat:
         if not self._has_template:
-            raise InvalidRequest("chat", "messages", "text or token_ids: this model has no chat template")
+            raise InvalidRequest("chat", "messages", _NO_TEMPLATE)
         check_counts(chat)
         given = GivenChat(chat, has_special_tokens, add_generation_prompt)
         if not self._tokenizer.is_linear:

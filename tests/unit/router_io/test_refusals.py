@@ -42,6 +42,8 @@ BAD: list[tuple[str, str, dict[str, Any]]] = [
     ("token_ids", "below 257", {"token_ids": ids(1, 257)}),
     ("token_ids", "below 257", {"token_ids": ids(2**32 - 1)}),
     ("chat", "no chat template", {"chat": CHAT}),
+    ("chat", "/v1/completions", {"chat": CHAT}),
+    ("chat", "chat_template.jinja", {"chat": CHAT}),
     ("truncate_prompt_tokens", "between 1 and", {"truncate_prompt_tokens": 0}),
     ("truncate_prompt_tokens", "between 1 and", {"truncate_prompt_tokens": CONTEXT}),
     ("request_id", "1 to 128", {"request_id": "x" * 129}),
