@@ -134,7 +134,14 @@ _NOBODY: Final = re.compile(
     r".*?(?:ipv4|ipv6|unix):(.+?): (?:.*: )?(.+)",
     re.DOTALL,
 )
-NO_CONNECTION: Final = "no connection to"  # begins the message of a failed TLS handshake
+NO_CONNECTION: Final = "no connection to"  # begins the message if a server answers that does not speak gRPC or TLS
+_NOT_GRPC: Final = (  # gRPC's text when the other side does not speak HTTP/2, the first for HTTP/1
+    (
+        "http1.x server",
+        "that is an HTTP port; give the gRPC port of the router, which is 50051 unless its --port is another",
+    ),
+    ("Failed parsing HTTP/2", "that server does not speak gRPC; give the gRPC port of the router"),
+)
 _NO_NAME: Final = re.compile(r"lookup failed for (\S+): ([^\]]+)")
 _ENDED_CALLS: Final = "Cancelling all calls"  # of a gRPC server that ends
 _ALL_DRAIN: Final = "backend unhealthy"  # of a client that watches its routers' health (client/connect.py)
@@ -203,7 +210,8 @@ def from_code(code: grpc.StatusCode, text: str) -> PdserveError:
 def _who_is_away(text: str) -> str:
     """Rewords gRPC's text for a failed connection; other texts are unchanged."""
     if nobody := _NOBODY.search(text):
-        if why := tls_failure(text) or connection_failure(nobody[2]):
+        foreign = next((why for words, why in _NOT_GRPC if words in text), "")
+        if why := foreign or tls_failure(text) or connection_failure(nobody[2]):
             return f"{NO_CONNECTION} {unquote(nobody[1])}: {why}"
         return f"no server answers at {unquote(nobody[1])} ({nobody[2]})"
     if no_name := _NO_NAME.search(text):

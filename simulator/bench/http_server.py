@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import ssl
 import time
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from pdserve.core.access.hosts import is_loopback_host
 from pdserve.core.errors import ConfigError, Unauthenticated, Unavailable
 from pdserve.core.json_text import to_json
 from pdserve.core.urls import has_password, hide_password
+from pdserve.wire.status import NO_CONNECTION
 from simulator.bench.load import as_text
 from simulator.bench.server import BenchAnswer, RequestOptions, ServerReply, most_chunks
 from simulator.bench.sse import DONE, BrokenStream, EventReader, error_message, read_chunk
@@ -30,6 +32,9 @@ PATHS: Final[dict[str, str]] = {"completions": "/completions", "chat": "/chat/co
 CONNECT_S: Final = 5.0
 MAX_BODY_BYTES: Final = 2**20  # of an error or of a list of models
 MAX_TOKEN_CHARS: Final = 4096
+#: aiohttp shows the bytes that it could not read. HTTP/2 begins with a SETTINGS frame: 3 bytes of length, a 4, zeros.
+_HTTP2_BEGINS: Final = re.compile(r"\\x00\\x00(?:\\x..|\\?.)\\x04(?:\\x00){5}")
+_GRPC_PORT: Final = "that is a gRPC port; give it with --target instead, or give the HTTP port"
 
 
 @final
@@ -71,6 +76,8 @@ class HttpServer:
         try:
             async with self._opened().get(f"{self.address}/models") as answer:
                 body = await _body_of(answer)
+        except aiohttp.ClientResponseError as error:
+            raise Unavailable(f"{NO_CONNECTION} {self.address}: {_cause(error)}") from None
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise Unavailable(f"no server answers at {self.address} ({_cause(error)})") from None
         if answer.status in (401, 403):
@@ -220,4 +227,6 @@ def _cause(error: BaseException) -> str:
         return os.strerror(number) if number else error_message(str(error.os_error))
     if isinstance(error, TimeoutError | asyncio.TimeoutError):
         return "timeout"
+    if isinstance(error, aiohttp.ClientResponseError):  # its text has the bytes that came
+        return _GRPC_PORT if _HTTP2_BEGINS.search(error.message) else "that server does not speak HTTP/1"
     return error_message(str(error) or type(error).__name__)

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -101,6 +102,29 @@ async def test_a_missing_server_is_one_error() -> None:
     for server in (router("127.0.0.1:9"), http("http://127.0.0.1:9")):
         with pytest.raises(Unavailable, match="no server answers"):
             await load(server)
+
+
+async def test_the_ports_of_grpc_and_http_are_told_apart(toy: Served) -> None:
+    with pytest.raises(Unavailable, match="that is an HTTP port; give the gRPC port") as caught:
+        await load(router(urlsplit(toy.url).netloc))
+    assert "\n" not in caught.value.message
+    with pytest.raises(Unavailable, match=r"that is a gRPC port; give it with --target") as caught:
+        await load(http(f"http://{toy.router}"))
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("answer", [b"-ERR unknown command\r\n", b"\x00\xff\n\n", b"SSH-2.0-OpenSSH_9.6\r\n"])
+async def test_another_server_is_named_without_its_bytes(answer: bytes) -> None:
+    async def answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(answers, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(Unavailable, match="does not speak HTTP/1") as caught:
+            await load(http(f"http://127.0.0.1:{port}"))
+    assert caught.value.message.isprintable()
 
 
 async def test_a_token_is_needed_and_sent() -> None:

@@ -140,8 +140,14 @@ async def address() -> AsyncIterator[str]:
         (
             "failed to connect to all addresses; last error: UNAVAILABLE: ipv6:%5B::1%5D:6379: "
             "Failed parsing HTTP/2 (Expected SETTINGS frame as the first frame, got frame type 82)",
-            "no server answers at [::1]:6379 "
-            "(Failed parsing HTTP/2 (Expected SETTINGS frame as the first frame, got frame type 82))",
+            "no connection to [::1]:6379: that server does not speak gRPC; give the gRPC port of the router",
+        ),
+        (
+            "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:8000: Failed parsing HTTP/2 "
+            "(Expected SETTINGS frame as the first frame, got frame type 80) "
+            "(Trying to connect an http1.x server (HTTP status 400))",
+            "no connection to 127.0.0.1:8000: that is an HTTP port; give the gRPC port of the router, which is 50051 "
+            "unless its --port is another",
         ),
         (
             "errors resolving nowhere: [field:hostname lookup error:address lookup failed for nowhere: "
