@@ -23,6 +23,11 @@ from pdserve.plot_flag import add_plot_flag, check_plot, origin, write_plot
 HELP = "explain the placement of a request"
 HEAD: Final = ("", "PREFILL", "DECODE", "TTFT", "TPOT", "SLACK", "KEEPS TPOT", "LOST", "PREFERENCE", "COST")
 #: Below the table; docs/explain.md has more.
+NOTES: Final = (
+    "TTFT        counts from the decision; the one at the top also has the wait before it",
+    "SLACK       (target - prediction) / target, for the target that is nearest",
+    "KEEPS TPOT  whether this request and those on the decode worker meet their TPOT targets",
+)
 COST_NOTES: Final = (
     "LOST        time that this and other requests lose by the placement, in shares of their targets",
     "PREFERENCE  against (+) a decode worker alone while a prefill worker is free; for it (-) with a short prompt",
@@ -102,9 +107,9 @@ def render(explanation: Explanation) -> str:
         lines.append(f"client     to retry after {one.retry_after_s:.2f} s")
     lines += ["", *_outcome(one)]
     if one.candidates:
-        lines += ["", *_table([HEAD, *map(_row, one.candidates)])]
+        lines += ["", *_table([HEAD, *map(_row, one.candidates)]), "", *NOTES]
     if any(each.cost is not None for each in one.candidates):
-        lines += ["", *COST_NOTES]
+        lines += COST_NOTES
     return "\n".join(lines)
 
 
