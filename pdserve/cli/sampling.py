@@ -6,6 +6,8 @@ A flag that is not given is not sent, so the server's default applies.
 from __future__ import annotations
 
 import argparse
+import json
+import os
 from collections.abc import Container
 from dataclasses import fields
 from typing import Any, Final
@@ -59,14 +61,14 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     )
     shape = group.add_mutually_exclusive_group()
     shape.add_argument(
-        "--json-schema", type=_text, metavar="JSON", help="JSON schema that the output must match; or @FILE"
+        "--json-schema", type=_schema, metavar="JSON", help="JSON schema that the output must match; or @FILE"
     )
     shape.add_argument("--json-object", action="store_const", const=True, help="the output must be a JSON object")
     shape.add_argument("--regex", metavar="REGEX", help="regular expression that the whole output must match")
     shape.add_argument(
         "--choice", action="append", metavar="TEXT", help="the output must be one of the given texts; repeatable"
     )
-    shape.add_argument("--grammar", type=_text, metavar="LARK", help="grammar that the output must match; or @FILE")
+    shape.add_argument("--grammar", type=_grammar, metavar="LARK", help="grammar that the output must match; or @FILE")
     group.add_argument("--slo-ttft", type=float, metavar="SECONDS", help="TTFT target of the request")
     group.add_argument("--slo-tpot", type=float, metavar="SECONDS", help="TPOT target of the request")
     group.add_argument(
@@ -89,6 +91,31 @@ def _text(value: str) -> str:
         return read_text(value[1:], MAX_SETTINGS_BYTES, "file")
     except ConfigError as error:
         raise argparse.ArgumentTypeError(error.message) from None
+
+
+def _schema(value: str) -> str:
+    text = _text(value)
+    try:
+        json.loads(text)
+    except RecursionError:
+        pass  # the server says what is wrong with it
+    except ValueError as error:
+        what = value[1:] if value.startswith("@") else repr(value[:40])
+        raise argparse.ArgumentTypeError(f"{what} is not JSON ({error}){_meant(value)}") from None
+    return text
+
+
+def _grammar(value: str) -> str:
+    if ":" not in value and (meant := _meant(value)):  # each rule of a grammar has a colon
+        raise argparse.ArgumentTypeError(f"{value[:40]!r} is not a grammar{meant}")
+    return _text(value)
+
+
+def _meant(value: str) -> str:
+    """What to write instead of this value if it should name a file."""
+    if value.startswith("@"):
+        return ""
+    return f"; @{value} is that file" if os.path.isfile(value) else "; @NAME is a file"
 
 
 def _ids(value: str) -> list[int]:

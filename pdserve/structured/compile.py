@@ -135,7 +135,10 @@ def _with_json_options(lark: str) -> str:
 
 def schema_of(grammar: Grammar) -> dict[str, Any]:
     """Of a JSON_SCHEMA. Raises ValueError or RecursionError with the reason."""
-    schema = json.loads(grammar.text)
+    try:
+        schema = json.loads(grammar.text)
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from None
     if schema is True:
         return {}
     if schema is False:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import pytest
 
@@ -39,3 +40,35 @@ def test_flags_become_options_of_their_type(parser: argparse.ArgumentParser) -> 
         "logit_bias": {3: -1.0},
     }
     assert generate_request("hi", chosen).sampling.skip_special_tokens is False
+
+
+@pytest.mark.parametrize("flag", ["--json-schema", "--grammar"])
+def test_a_file_without_its_at_sign_is_named(
+    flag: str,
+    parser: argparse.ArgumentParser,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("shape").write_text("{}")
+    for value, meant in (("shape", "; @shape is that file"), ("absent", "; @NAME is a file")):
+        with pytest.raises(SystemExit):
+            parser.parse_args([flag, value])
+        assert f"argument {flag}: '{value}' is not " in (error := capsys.readouterr().err)
+        assert error.endswith(f"{meant}\n")
+
+
+def test_a_schema_is_json(parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for text in ('{"type": "object"}', "true", "[" * 100_000):  # the last one is too deep to be read here
+        assert parser.parse_args(["--json-schema", text]).json_schema == text
+    broken = tmp_path / "schema.json"
+    broken.write_text('{"type": }')
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--json-schema", f"@{broken}"])
+    assert f"{broken} is not JSON (Expecting value: line 1 column 10 (char 9))\n" in capsys.readouterr().err
+
+
+def test_a_grammar_may_have_the_length_of_no_file_name(parser: argparse.ArgumentParser) -> None:
+    grammar = 'start: "a"\n' * 1000
+    assert parser.parse_args(["--grammar", grammar]).grammar == grammar

@@ -123,6 +123,11 @@ def test_unsatisfiable_and_invalid_grammars_are_rejected(compiler: Compiler, nam
     assert len(seen) <= 300
 
 
+def test_a_schema_that_is_no_json_is_told_so(compiler: Compiler) -> None:
+    reason = reason_against(compiler, Grammar(GrammarKind.JSON_SCHEMA, "schema.json"))
+    assert reason == "not JSON: Expecting value: line 1 column 1 (char 0)"
+
+
 @pytest.mark.parametrize("keyword", UNSUPPORTED)
 def test_an_unsupported_keyword_is_rejected(compiler: Compiler, keyword: str) -> None:
     value = UNSUPPORTED[keyword]
