@@ -6,7 +6,7 @@ import argparse
 import re
 import sys
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 from pdserve.cli.sampling import add_sampling_flags, options, stats_line
 from pdserve.client.request import Prompt
@@ -67,15 +67,15 @@ class Conversation:
         self.messages += [{"role": "user", "content": line}, {"role": "assistant", "content": reply}]
 
 
-def _reply(client: Client, conversation: Conversation, line: str, chosen: dict[str, object]) -> int:
-    text = ""
+def _reply(client: Client, conversation: Conversation, line: str, chosen: dict[str, Any]) -> int:
+    text, slo = "", chosen.get("slo")
     try:
         with client.stream(conversation.prompt(line), **chosen) as stream:  # type: ignore[arg-type]
             for piece in stream:
                 text += piece.text
                 print(piece.text, end="", flush=True)
         print()
-        print(f"  {stats_line(stream.completion)}", file=sys.stderr)
+        print(f"  {stats_line(stream.completion, slo)}", file=sys.stderr)
     except KeyboardInterrupt:
         print("\n  stopped", file=sys.stderr)
     except PdserveError as error:

@@ -88,7 +88,9 @@ def run(args: argparse.Namespace) -> int:
     if tokens:
         print(*logprob_lines(done, tokens), sep="\n")
     if args.stats:
-        print(stats_line(done), phases_line(done.timings.phases), versions, sep="\n", file=sys.stderr)
+        print(
+            stats_line(done, chosen.get("slo")), phases_line(done.timings.phases), versions, sep="\n", file=sys.stderr
+        )
     for note in truncation_warnings([choice.finish_reason for choice in done.choices], chosen):
         print(f"pdserve generate: note: {note}", file=sys.stderr)
     return 0

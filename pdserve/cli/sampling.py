@@ -143,7 +143,8 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
 # Its timings, and a warning if it was truncated.
 
 
-def stats_line(done: Completion) -> str:
+def stats_line(done: Completion, slo: Slo | None) -> str:
+    """`slo`: the targets that the request named, if it did. The server's own are not known here."""
     usage, times = done.usage, done.timings
     rate = f"{1 / times.tpot_s:.1f} tokens/s" if times.tpot_s > 0 else "one token"
     cached = f" ({usage.cached_prompt_tokens} cached)" if usage.cached_prompt_tokens else ""
@@ -156,6 +157,13 @@ def stats_line(done: Completion) -> str:
         f"{times.path or 'unplaced'} {where}".strip(),
         f"ended by {done.finish_reason}",
     ]
+    if slo is not None:
+        compared = (("TTFT", slo.ttft_s, times.ttft_s), ("TPOT", slo.tpot_s, times.tpot_s))
+        parts += [
+            f"missed the {name} target of {milliseconds(target_s)}"
+            for name, target_s, took_s in compared
+            if took_s > target_s
+        ]
     if times.attempts > 1:
         parts.append(f"{times.attempts} attempts")
     parts.append(f"id {done.request_id}")

@@ -84,6 +84,24 @@ def test_stats_are_lines_on_stderr(target: str, capsys: pytest.CaptureFixture[st
     assert versions == f"router: version {FULL_VERSION}"
 
 
+def test_stats_name_each_missed_target(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--target", target, "--max-tokens", "4", "--stats"]
+    main(["generate", PROMPT, *flags, "--slo-ttft", "0.0001", "--slo-tpot", "60"])
+    assert " · missed the TTFT target of 0.1 ms · " in (seen := capsys.readouterr().err)
+    assert "TPOT target" not in seen
+    for slo in ([], ["--slo-ttft", "60", "--slo-tpot", "60"]):
+        main(["generate", PROMPT, *flags, *slo])
+        assert "missed" not in capsys.readouterr().err
+
+
+def test_chat_names_each_missed_target(
+    target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    assert main(["chat", "--target", target, "--max-tokens", "4", "--slo-ttft", "60", "--slo-tpot", "0.0001"]) == 0
+    assert " · missed the TPOT target of 0.1 ms · " in capsys.readouterr().err
+
+
 def test_an_invalid_value_is_one_line_with_the_field(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", PROMPT, "--target", target, "--top-p", "1.5"]) == 1
     [line] = capsys.readouterr().err.splitlines()
