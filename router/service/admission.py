@@ -235,7 +235,8 @@ class Admission:
             bad_words=bad,
         )
         if sampling.max_tokens > most:
-            raise InvalidRequest("max_tokens", sampling.max_tokens, f"at most {most} (router.max_new_tokens)")
+            window = f"prompt and answer together fill at most the context of {model.max_context_tokens} tokens"
+            raise InvalidRequest("max_tokens", sampling.max_tokens, f"at most {most} (router.max_new_tokens); {window}")
         check_token_ids(sampling, model.vocab_size)
         return sampling
 

@@ -61,6 +61,7 @@ BAD: list[tuple[str, str, dict[str, Any]]] = [
         for name, expected, value in [
             ("max_tokens", "at least 1", 0),
             ("max_tokens", "at most 4096", 4097),
+            ("max_tokens", f"the context of {CONTEXT} tokens", 4097),
             ("temperature", "[0, 100]", math.nan),
             ("temperature", "[0, 100]", -1.0),
             ("top_p", "(0, 1]", 0.0),
