@@ -16,6 +16,7 @@ from pdserve.build import FULL_VERSION
 from pdserve.config_flags import Parser
 from pdserve.core.errors import NONE_YET, NotFound, NoWorkers, PdserveError, Unauthenticated
 from pdserve.core.installation import missing
+from pdserve.tls.reasons import UNKNOWN_CA
 
 #: Of commands that share a module with another one.
 HELPS: Final = {"serve": "the same as `up --http 8000`, as vLLM's command"}
@@ -112,6 +113,11 @@ def hint(error: PdserveError) -> str:
     """A hint that the error itself does not contain."""
     if error.message.startswith("no server answers at"):
         return "; is `pdserve up` running there?"
+    if error.message.endswith(UNKNOWN_CA):
+        return (
+            "; name its CA with --tls-ca FILE, or omit --tls: the CA of a cluster that you have started on this host "
+            "with `up --tls auto` is then found by itself"
+        )
     if isinstance(error, NoWorkers):
         if "drained" in error.states:
             return "; `pdserve undrain WORKER` lets a drained one serve again"

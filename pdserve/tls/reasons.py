@@ -6,13 +6,14 @@ import re
 from typing import Final
 
 _CLOSED: Final = "it closed the connection; it may require TLS, or a client certificate"
+UNKNOWN_CA: Final = "its certificate is not from a CA that this side trusts"
 # Texts of BoringSSL within gRPC, and of OpenSSL within Python.
 _REASONS: Final = (
     (r"certificate has expired", "its certificate has expired"),
     (r"certificate is not yet valid", "its certificate is not valid yet"),
     (
         r"unable to get (?:local )?issuer certificate|self[- ]signed certificate",
-        "its certificate is not from a CA that this side trusts",
+        UNKNOWN_CA,
     ),
     (
         r"Hostname Verification Check failed|Hostname mismatch|IP address mismatch|certificate is not valid for",

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 
 from pdserve import Client
@@ -34,6 +35,7 @@ from pdserve.engine.memory import host
 from pdserve.launch.settings import Asked
 from pdserve.launch.spec import served_names
 from pdserve.v1 import cluster_pb2, worker_pb2
+from pdserve.wire.status import from_code
 
 PROMPT = "a prompt that is longer than what a decode worker reads itself"
 
@@ -197,6 +199,13 @@ def test_an_unreachable_router_is_one_line(capsys: pytest.CaptureFixture[str]) -
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("pdserve topology: error: no server answers at 127.0.0.1:1 (")
     assert line.endswith("is `pdserve up` running there?")
+
+
+@pytest.mark.parametrize("reason", ["self-signed certificate", "unable to get local issuer certificate"])
+def test_an_unknown_ca_names_what_to_do_about_it(reason: str) -> None:
+    text = f"failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:50051: {reason}"
+    words = hint(from_code(grpc.StatusCode.UNAVAILABLE, text))
+    assert words.startswith("; name its CA with --tls-ca FILE, or omit --tls: ")
 
 
 def test_a_missing_token_names_its_variable() -> None:
