@@ -32,6 +32,9 @@ class Parser(argparse.ArgumentParser):
     """Prints one line for a wrong command line, because a page of flags would hide the error, and suggests the nearest
     known word."""
 
+    #: What to write instead of a flag that this program lacks, by its name without dashes in front.
+    elsewhere: Mapping[str, str] = types.MappingProxyType({})
+
     def error(self, message: str) -> NoReturn:
         if wrong := re.search(r"invalid choice: '(.{1,100}?)' \(choose from (.*)\)", message):
             message += did_you_mean(nearest(wrong[1], re.findall(r"[^\s',]+", wrong[2])))
@@ -65,6 +68,8 @@ class Parser(argparse.ArgumentParser):
         name = word.partition("=")[0].lstrip("-").replace("_", "-")
         if not word.startswith("-"):
             return ""
+        if name in self.elsewhere and f"--{name}" not in self._flags():
+            return f" (here: {self.elsewhere[name]})"
         if name == "model" and self.prog.startswith("pdserve ") and "--model" not in self._flags():
             return "; a cluster serves one model, chosen with `pdserve up MODEL`"
         found = nearest(name, [one[2:] for one in self._flags() if one.startswith("--")])

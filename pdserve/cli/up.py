@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import os
 import sys
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -20,8 +21,10 @@ from pdserve.config import (
     LOG_LEVELS,
     RAY_STRATEGIES,
     TRANSPORTS,
+    RouterConfig,
+    WorkerConfig,
 )
-from pdserve.config_flags import joined, words
+from pdserve.config_flags import Parser, joined, words
 from pdserve.core.errors import ConfigError, ModelError
 from pdserve.core.installation import check_platform
 from pdserve.telemetry.logs import FORMAT_ENV, FORMATS
@@ -34,12 +37,47 @@ SETTINGS = (
 )
 
 
+#: Flags of vLLM and SGLang, by what they are here.
+_ELSEWHERE: Final = {
+    "quantization": "--dtype, such as int8",
+    "kv-cache-dtype": "--kv-dtype",
+    "tensor-parallel-size": "--set worker.tensor_parallel=N",
+    "tp": "--set worker.tensor_parallel=N",
+    "tp-size": "--set worker.tensor_parallel=N",
+    "data-parallel-size": "--prefill N and --decode M, the numbers of workers",
+    "gpu-memory-utilization": "--set worker.gpu_memory_share=X",
+    "mem-fraction-static": "--set worker.gpu_memory_share=X",
+    "max-model-len": "--set worker.max_context_tokens=N",
+    "context-length": "--set worker.max_context_tokens=N",
+    "max-num-seqs": "--set worker.max_batch=N",
+    "max-num-batched-tokens": "--set worker.max_batch_tokens=N",
+    "chunked-prefill-size": "--set worker.max_batch_tokens=N",
+    "page-size": "--set worker.block_size=N",
+    "model-path": "--model",
+    "load-format": "--load",
+    "api-key": "the token in PDSERVE_TOKEN, or --key-file FILE for several tenants",
+}
+
+
+def _elsewhere() -> dict[str, str]:
+    """With each setting of a worker or a router, by the name of its flag."""
+    settings = {
+        one.name.replace("_", "-"): f"--set {part}.{one.name}=VALUE"
+        for part, kind in (("router", RouterConfig), ("worker", WorkerConfig))
+        for one in fields(kind)
+        if not one.metadata["env"]
+    }
+    return settings | _ELSEWHERE
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         f"{SETTINGS} If PDSERVE_TOKEN is set, callers must present that token or, with --key-file, a tenant's key. "
         "Ctrl-C and SIGTERM let open requests finish, in each process for at most its drain_s (30 s). A second signal "
         "ends everything at once."
     )
+    if isinstance(parser, Parser):
+        parser.elsewhere = _elsewhere()
     keep = argparse.SUPPRESS  # without the flag, the file's value applies
     add = parser.add_argument
     add("given_model", nargs="?", default=None, metavar="MODEL", help="the same as --model")

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -297,6 +298,41 @@ def test_a_mistyped_word_gets_a_suggestion(argv: list[str], meant: str, capsys: 
     assert caught.value.code == 2
     [line] = capsys.readouterr().err.splitlines()
     assert f"did you mean {meant}?" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["--quantization", "int8"], "--dtype, such as int8)"),
+        (["--tensor-parallel-size", "2"], "--set worker.tensor_parallel=N"),
+        (["-tp", "2"], "--set worker.tensor_parallel=N"),
+        (["--max_model_len=2048"], "--set worker.max_context_tokens=N"),
+        (["--api-key", "x"], "the token in PDSERVE_TOKEN"),
+        (["--kv-blocks", "64"], "--set worker.kv_blocks=VALUE"),
+        (["--max-new-tokens", "64"], "--set router.max_new_tokens=VALUE"),
+    ],
+)
+@pytest.mark.parametrize("command", ["up", "serve"])
+def test_a_flag_of_another_server_or_a_setting_is_translated(
+    command: str, words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command, *words])
+    assert f"{words[0]} (here: {meant}" in capsys.readouterr().err
+
+
+def test_translated_flags_exist() -> None:
+    """Each names a flag of `up`, or a setting; and none translates a flag that `up` has."""
+    _, parser_of, _ = make_parsers()
+    parser = parser_of["up"]
+    settings = {f"worker.{one.name}" for one in fields(WorkerConfig)} | {
+        f"router.{one.name}" for one in fields(RouterConfig)
+    }
+    for name, meant in parser.elsewhere.items():
+        named = re.findall(r"--set ([a-z]+\.[a-z0-9_]+)=", meant)
+        assert set(named) <= settings, name
+        if not named:
+            assert set(re.findall(r"--[a-z-]+", meant)) <= set(parser._option_string_actions), name
 
 
 @pytest.mark.parametrize("kind", [WorkerConfig, RouterConfig, GatewayConfig])
