@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from pdserve.client.options import Options
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.types import Slo
+from pdserve.core.types import Sampling, Slo
 from pdserve.telemetry import propagate
 from pdserve.v1 import inference_pb2
 
@@ -30,10 +31,11 @@ _OF_OUTPUT: Final = inference_pb2.StructuredOutput.DESCRIPTOR.fields_by_name
 _TEXTS: Final = ("role", "content", "tool_call_id", "name", "reasoning_content")  # of a message
 _OPTIONAL: Final = ("tool_calls", *_TEXTS[2:])
 _TARGETS: Final = tuple(inference_pb2.Slo.DESCRIPTOR.fields_by_name)
+_SAMPLING: Final = frozenset(one.name for one in fields(Sampling))
 _WHOLE: Final = {
-    FieldDescriptor.CPPTYPE_INT32: "a signed 32-bit integer",
-    FieldDescriptor.CPPTYPE_UINT32: "an unsigned 32-bit integer",
-    FieldDescriptor.CPPTYPE_UINT64: "an unsigned 64-bit integer",
+    FieldDescriptor.CPPTYPE_INT32: f"{-(2**31)} to {2**31 - 1}",
+    FieldDescriptor.CPPTYPE_UINT32: f"0 to {2**32 - 1}",
+    FieldDescriptor.CPPTYPE_UINT64: f"0 to {2**64 - 1}",
 }
 
 Messages = Sequence[Mapping[str, Any]]
@@ -196,6 +198,9 @@ def _set_whole(request: inference_pb2.GenerateRequest, name: str, value: Any) ->
     try:
         setattr(_holder(request, name), name, int(value))
     except ValueError:
+        if name in _SAMPLING:
+            values: dict[str, Any] = {name: int(value)}
+            Sampling(**values)  # raises the server's error, if the value is outside its range too
         field = (_OF_REQUEST if name in _OF_REQUEST else _OF_SAMPLING)[name]
         raise InvalidRequest(name, value, _WHOLE[field.cpp_type]) from None
 
@@ -355,7 +360,7 @@ def _token_ids(name: str, values: Sequence[Any]) -> list[int]:
                 raise _wrong(f"{name}[{index}]", "int", value)
     if len(values) > 0 and not (min(values) >= 0 and max(values) < 2**32):
         index = next(index for index, value in enumerate(values) if not 0 <= value < 2**32)
-        raise InvalidRequest(f"{name}[{index}]", values[index], "a token id, which is an unsigned 32-bit integer")
+        raise InvalidRequest(f"{name}[{index}]", values[index], "a token id, 0 to 4294967295")
     return list(values) if is_plain else [int(value) for value in values]
 
 

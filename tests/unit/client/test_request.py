@@ -305,3 +305,23 @@ def test_tools_need_messages() -> None:
         generate_request("text", {"tools": [TOOL]})
     with pytest.raises(TypeError, match="tools"):
         generate_request([{"role": "user", "content": "x"}], {"tools": ["add"]})  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("max_tokens", -1, "at least 1"),
+        ("min_tokens", -1, "between 0 and max_tokens"),
+        ("top_k", -2, "at least 0; 0 keeps every token"),
+        ("logprobs", -1, "between 0 and 64"),
+        ("prompt_logprobs", 2**40, "between 0 and 20"),
+        ("seed", -1, "an unsigned 64-bit integer"),
+        ("max_tokens", 2**40, "0 to 4294967295"),
+        ("n", -1, "0 to 4294967295"),
+        ("priority", 2**31, "-2147483648 to 2147483647"),
+    ],
+)
+def test_a_number_that_does_not_fit_the_message_gets_the_servers_words(name: str, value: int, expected: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        generate_request("x", {name: value})
+    assert (caught.value.field, caught.value.expected) == (name, expected)
