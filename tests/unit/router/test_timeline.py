@@ -319,6 +319,30 @@ def test_slices_are_bounded_and_still_add_up() -> None:
     assert timeline.phases.total_s == pytest.approx(now_s - 5.0)
 
 
+def test_late_messages_leave_no_gap_and_add_up() -> None:
+    """Any order of stages, with reports of any length."""
+    rng = random.Random(5)
+    for _ in range(200):
+        timeline, now_s = Timeline(5.0), 5.0
+        for attempt in range(rng.randint(1, MAX_SLICES)):
+            for _ in range(rng.randint(0, 3)):
+                timeline.report(rng.choice(list(Phase)), rng.choice([0.25, 1.0, 9.0]), "d0")
+            timeline.is_accounted = rng.random() < 0.5
+            now_s += rng.choice([0.0, 0.125, 0.5])
+            timeline.moved(
+                rng.choice(sorted(LIVE, key=lambda stage: stage.value)), rng.choice(list(Move)), now_s, attempt, None
+            )
+        timeline.close(Phase.MESSAGES, now_s, 0)
+        assert timeline.phases.total_s == pytest.approx(now_s - 5.0)
+        if len(timeline.slices) < MAX_SLICES:
+            ends_s = 0.0
+            for one in timeline.slices:
+                assert one.begin_s == pytest.approx(ends_s)
+                assert one.seconds > 0.0
+                ends_s = one.begin_s + one.seconds
+            assert ends_s == pytest.approx(now_s - 5.0)
+
+
 def test_reported_times_are_summed_over_attempts(given: Given) -> None:
     """The grant time and the transferred bytes of each attempt."""
     for prefill in ("p0", "p1"):  # The pair that failed is avoided.
