@@ -97,7 +97,8 @@ class StepResults:
                 self._append(sequence, token, now_s, effects)
                 if key not in self._sequences.by_key:
                     break
-        effects.sort(key=lambda effect: _SENDING_ORDER.get(type(effect), _TOKENS + 1))
+        if len(set(map(type, effects))) > 1:
+            effects.sort(key=lambda effect: _SENDING_ORDER.get(type(effect), _TOKENS + 1))
         return effects
 
     def apply_run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -47,6 +48,8 @@ from pdserve.core.kv.kv_shape import Grant, KvShape, TransferKey, check_converti
 from pdserve.core.kv.stamps import BlockStamps
 from pdserve.engine.interface import Engine
 from pdserve.v1 import rank_pb2
+
+log = logging.getLogger(__name__)
 
 # --- joined senders and receivers -----------------------------------------------------------------------------
 # Each passes calls on to those of all ranks, which have separate pools. joint.py decides how a transfer ends.
@@ -235,7 +238,10 @@ class JoinedSender(_Joined[RankSender, tuple[int, int], Sent]):
         text: Text | None = None,
         groups: int = 1,
     ) -> None:
-        """Like PlainSender.start. An error of a rank ends the transfer."""
+        """Like PlainSender.start. An error of a rank ends the transfer.
+
+        One thread calls start, push and abort for a key: an abort before start has returned is forgotten.
+        """
         target = grant.fingerprint.shape
         try:
             check_convertible(self._shape, target)
@@ -292,7 +298,10 @@ class JoinedSender(_Joined[RankSender, tuple[int, int], Sent]):
             with self._lock:
                 has_ended = self._undivided.pop(key, None) is None
             if not has_ended:
-                on_end(sent)
+                try:
+                    on_end(sent)
+                except Exception:  # an error of one owner must not end the thread of the others' transfers
+                    log.exception("on_end of a transfer raised", extra={"transfer_id": key.transfer_id})
 
         try:
             rank.start(grant, end, deadline_s, text, groups)

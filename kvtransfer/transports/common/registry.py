@@ -10,16 +10,21 @@ from kvtransfer.devices.copy_streams import CopyLimits
 from kvtransfer.protocol.device import Fence
 from kvtransfer.transports.common.interface import Transport
 from pdserve.config import STAGED, TRANSPORT_FILES
-from pdserve.core.errors import ConfigError
+from pdserve.core.errors import ConfigError, InternalError
 from pdserve.engine.gpu.kernels.extent import StridedExtent
 from pdserve.engine.interface import KvPool
 
 
 def _find() -> dict[int, Transport]:
     """By number, the preferred one first. Imported by name, so that a transport is added by its file alone."""
-    found: list[Transport] = [
-        importlib.import_module(f"kvtransfer.transports.{name}").TRANSPORT for name in TRANSPORT_FILES
-    ]
+    found: list[Transport] = []
+    for name in TRANSPORT_FILES:
+        transport = getattr(importlib.import_module(f"kvtransfer.transports.{name}"), "TRANSPORT", None)
+        if transport is None:
+            raise InternalError(
+                f"kvtransfer/transports/{name}.py is no transport: remove it if an older version left it"
+            )
+        found.append(transport)
     assert [one.name for one in found] == list(TRANSPORT_FILES), "a transport has the name of its file"
     by_kind = {one.kind: one for one in sorted(found, key=lambda one: one.order)}
     assert len(by_kind) == len(found), f"two transports have one number: {[(one.name, one.kind) for one in found]}"
