@@ -11,7 +11,7 @@ def _names() -> tuple[str, ...]:
     router = find_spec("router")
     assert router is not None
     folders = [f"{one}/policy/policies" for one in router.submodule_search_locations or ()]
-    return tuple(sorted(one.name.replace("_", "-") for one in iter_modules(folders)))
+    return tuple(sorted(one.name.replace("_", "-") for one in iter_modules(folders) if not one.ispkg))
 
 
 POLICIES: Final = _names()

@@ -87,7 +87,7 @@ class Arrivals:
 
     def _accept_one(self) -> None:
         if self.connections.num_open >= self.connections.limits.max_connections:
-            self._hand_over()  # a connection whose request has come makes no room
+            self._hand_over(reads_rejected=False)  # a connection whose request has come makes no room
         sock, _ = self._listener.accept()
         try:
             self._poll.register(sock, select.EPOLLIN)
@@ -113,9 +113,12 @@ class Arrivals:
         if not self._poll.closed:
             self._loop.add_reader(self._listener, self._accept)
 
-    def _hand_over(self) -> None:
+    def _hand_over(self, *, reads_rejected: bool = True) -> None:
+        """`reads_rejected`: also drops what clients of rejected connections have sent. Once a turn, which bounds it."""
         for descriptor, _ in self._poll.poll(0):
             arrival = self._bare[descriptor]
+            if not (reads_rejected or arrival.is_open):
+                continue
             if not arrival.has_sent():
                 arrival.drop()
             elif arrival.is_open:

@@ -362,20 +362,19 @@ class CostModel:
 class CostModels:
     """The cost models of several workers, to compare many of them: one loop instead of a call for each."""
 
-    __slots__ = ("_chunk_tokens", "_chunks", "_models")
+    __slots__ = ("_chunks", "_least_chunk", "_models")
 
     def __init__(self, models: Sequence[CostModel], chunk_tokens: Sequence[int]) -> None:
         """`chunk_tokens` of each model, as in CostModel.prefill_s."""
         self._models = models
-        self._chunks = chunk_tokens
-        self._chunk_tokens = chunk_tokens[0] if len(set(chunk_tokens)) == 1 else 0  # of all models; 0: they differ
+        self._chunks = [one or math.inf for one in chunk_tokens]  # 0: prompts are computed whole
+        self._least_chunk = min(self._chunks, default=0.0)
 
     def prefill_s(self, uncached: float) -> list[float]:
-        """CostModel.prefill_s of a prompt without cached tokens, for each model; without its limit."""
-        chunk_tokens, half = self._chunk_tokens, 0.5 * uncached
-        if not chunk_tokens:
-            return [one.prefill_s(uncached, 0.0, chunk) for one, chunk in zip(self._models, self._chunks, strict=True)]
-        if uncached <= chunk_tokens:
+        """CostModel.prefill_s of a prompt without cached tokens, for each model. Without its limit if all compute it in
+        one chunk."""
+        half = 0.5 * uncached
+        if uncached <= self._least_chunk:
             return [
                 per_token_context * uncached * half + (batch_s if batch_s > weights_s else weights_s)
                 for model in self._models
@@ -383,18 +382,20 @@ class CostModels:
                 for batch_s in (base + per_token * uncached,)
                 for weights_s in (model.weights_s,)
             ]
-        chunks, rest = divmod(uncached, chunk_tokens)
         times = []
-        for model in self._models:
+        for model, chunk_tokens in zip(self._models, self._chunks, strict=True):
             base, per_token, per_token_context = model.prefill_coefficients
             weights_s = model.weights_s
             seconds = per_token_context * uncached * half
-            chunk_s = base + per_token * chunk_tokens
-            seconds += chunks * (chunk_s if chunk_s > weights_s else weights_s)
+            rest = uncached
+            if uncached > chunk_tokens:
+                chunks, rest = divmod(uncached, chunk_tokens)
+                chunk_s = base + per_token * chunk_tokens
+                seconds += chunks * (chunk_s if chunk_s > weights_s else weights_s)
             if rest:
                 rest_s = base + per_token * rest
                 seconds += rest_s if rest_s > weights_s else weights_s
-            times.append(seconds)
+            times.append(seconds if seconds < LONGEST_S else LONGEST_S)
         return times
 
     def least_decode_s(self, context_tokens: float) -> float:
