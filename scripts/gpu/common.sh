@@ -21,6 +21,8 @@ setup() {
       --target "$STATE/site" .carry/wheels/"$package"-*.whl
   done
   "$PYTHON" scripts/gpu/floors.py --say
+  # A fresh machine needs some 20 s to read these from its disk, which would be the time of the first part.
+  "$PYTHON" -W ignore -c "import torch, transformers, triton" || true
   export TRITON_CACHE_DIR="$STATE/triton"
   if [ -e .carry/triton-cache.tar.xz ] && [ ! -d "$TRITON_CACHE_DIR" ]; then
     mkdir -p "$TRITON_CACHE_DIR" && "$PYTHON" -W ignore -m tarfile -e .carry/triton-cache.tar.xz "$TRITON_CACHE_DIR"
