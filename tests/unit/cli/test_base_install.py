@@ -159,7 +159,7 @@ platform, *words = sys.argv[1:]
 if platform == "win32":
     sys.modules.update(dict.fromkeys(("resource", "fcntl", "termios", "pwd", "grp")))
 from pdserve.cli.main import main
-import grpc
+import grpc, shutil  # the standard library would look for modules of the other system
 sys.platform = platform
 sys.exit(main(words))
 """
