@@ -7,20 +7,17 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from pkgutil import iter_modules
 from typing import Final
 
 from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_text
 from pdserve.core.access.hosts import PORTS, check_endpoint, check_token, is_loopback_host
 from pdserve.core.durations import DAY_S
 from pdserve.core.errors import ConfigError
-from pdserve.core.policies import POLICIES
+from pdserve.core.policies import POLICIES, file_names
 from pdserve.core.setting import AUTO, LARGEST_COUNT, CallerTlsSettings, TlsSettings, check_fields, check_tls, setting
 
-_TRANSPORTS: Final = Path(__file__).parents[1] / "kvtransfer/transports"
 #: The transports' files, which are listed and not imported, because settings are read without numba and CUDA.
-TRANSPORT_FILES: Final = tuple(sorted(one.name for one in iter_modules([str(_TRANSPORTS)]) if not one.ispkg))
+TRANSPORT_FILES: Final = file_names("kvtransfer", "transports")
 STAGED: Final = "_staged"  # tcp_staged is tcp for pools on GPUs, and has no setting of its own
 TRANSPORTS: Final = ("auto", *(name for name in TRANSPORT_FILES if not name.endswith(STAGED)))
 DTYPES: Final = ("auto", "float32", "bfloat16", "int8", "int4", "fp8")

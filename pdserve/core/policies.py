@@ -1,4 +1,4 @@
-"""Names of the router's placement policies: its files in router/policy/policies, which are not imported. Pure."""
+"""Names of what is one file each: placement policies, KV transports. The files are listed, not imported. Pure."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from pkgutil import iter_modules
 from typing import Final
 
 
-def _names() -> tuple[str, ...]:
-    router = find_spec("router")
-    assert router is not None
-    folders = [f"{one}/policy/policies" for one in router.submodule_search_locations or ()]
-    return tuple(sorted(one.name.replace("_", "-") for one in iter_modules(folders) if not one.ispkg))
+def file_names(package: str, folder: str) -> tuple[str, ...]:
+    """The modules in a folder of an installed top-level package, sorted; without packages."""
+    found = find_spec(package)
+    assert found is not None
+    folders = [f"{one}/{folder}" for one in found.submodule_search_locations or ()]
+    return tuple(sorted(one.name for one in iter_modules(folders) if not one.ispkg))
 
 
-POLICIES: Final = _names()
+POLICIES: Final = tuple(name.replace("_", "-") for name in file_names("router", "policy/policies"))
