@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import random
+import shutil
 import statistics
 import tempfile
 import time
@@ -33,7 +35,6 @@ from unittest import mock
 import numpy as np
 import torch
 
-from benchmarks.structured import EOS, LARGE, large_folder
 from decode_worker.program import DecodeProgram
 from pdserve.config import WorkerConfig
 from pdserve.core.access.proof import ClusterSecret
@@ -51,6 +52,9 @@ from pdserve.v1 import worker_pb2
 from pdserve.wire.convert import sampling_to_proto
 from pdserve.worker.interface import ProgramContext
 
+BUNDLED: Final = next((Path(__file__).parents[1] / "pdserve/models").glob("stdlib-*"))
+LARGE: Final = 128_256  # tokens of the vocabulary
+EOS: Final = 0
 SESSION: Final = 1
 SECRET: Final = "0" * 64
 BLOCK_SIZE: Final = 16
@@ -223,6 +227,25 @@ def opened(folder: Path, most_rows: int, num_blocks: int) -> Iterator[tuple[Deco
         program = DecodeProgram(context, engine, receiver, lambda server: None)
         program.attached(SESSION, worker_pb2.RouterHello())
         yield program, stubs
+
+
+def large_folder(folder: Path) -> Path:
+    """The bundled model's folder, without weights, with LARGE tokens: pairs of its own added."""
+    config = json.loads((BUNDLED / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": LARGE}))
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        shutil.copy(BUNDLED / name, folder)
+    text = json.loads((BUNDLED / "tokenizer.json").read_text())
+    vocab, merges = text["model"]["vocab"], text["model"]["merges"]
+    first = [token for token, token_id in sorted(vocab.items(), key=lambda item: item[1]) if token_id > 0][-380:]
+    pairs = ((left, right) for left in first for right in first if left + right not in vocab)
+    while len(vocab) < LARGE:
+        left, right = next(pairs)
+        if left + right not in vocab:
+            vocab[left + right] = len(vocab)
+            merges.append([left, right])
+    (folder / "tokenizer.json").write_text(json.dumps(text))
+    return folder
 
 
 def reserve(number: int, context: int, max_tokens: int, grammar: Grammar | None) -> worker_pb2.AttachRequest:

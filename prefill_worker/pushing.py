@@ -22,7 +22,7 @@ from pdserve.core.cost.latency import TYPICAL_TRANSFER_BYTES, CostPrior, Fit, Li
 from pdserve.core.cost.overlap import grouped_s
 from pdserve.core.effects import StepAccount
 
-MESSAGE_S: Final = 1e-4  # cost of a further part at both ends; benchmarks/overlap/ measures it
+MESSAGE_S: Final = 1e-4  # cost of a further part at both ends; measured (docs/overlap.md)
 DEVICE_MESSAGE_S: Final = 5e-4  # between GPUs: launches, events and messages of both ends; estimated, not measured
 MARGIN: Final = 0.1  # required gain, as a share of the exposed time of sending at the end
 STEP_SHARE: Final = 0.02  # required gain, as a share of the compute time, which varies by as much

@@ -29,8 +29,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from benchmarks.engine.plot import draw
-from benchmarks.engine.report import Memory, limits_line, median_rate, peer_table, points_of, speed_table, table
+from benchmarks.engine.report import Memory, limits_line, peer_table, points_of, speed_table, table
 from benchmarks.engine.turns import PROMPT_TOKENS, WARM_STEPS, PeerEngine, PeerFailed, Point, Turn, take_turns
 from benchmarks.engine.work import WEIGHT_BYTES, EngineWork, decode_work, prefill_work
 from pdserve.core.errors import PdserveError
@@ -77,8 +76,7 @@ def main() -> int:
     )
     print(report)
     (out / "engine.md").write_text(report + "\n")
-    (out / "engine.svg").write_text(_plot(model, flags, turns))
-    _say(f"written to {out}: engine.md, engine.json, engine.svg, and each peer's output")
+    _say(f"written to {out}: engine.md, engine.json, and each peer's output")
     return 0
 
 
@@ -96,7 +94,7 @@ def _flags() -> argparse.Namespace:
     parser.add_argument("--wait-policy", choices=("active", "passive"), help="of every peer's idle OpenMP threads")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=16, help="measured decode steps of a turn")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="for the report, the raw figures and the plot")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="for the report and the raw figures")
     return parser.parse_args()
 
 
@@ -203,35 +201,10 @@ def _check_generate(peers: Sequence[PeerEngine], turns: Sequence[Turn], steps: i
 
 def _work(model: ModelConfig, steps: int, turn: Turn) -> EngineWork:
     weights, _, kv = turn.peer.split()[1].partition("/")
-    return _floor(model, steps, turn.point, weights, kv)
-
-
-def _floor(model: ModelConfig, steps: int, point: Point, weights: str, kv: str = "") -> EngineWork:
-    if point.kind == "prefill":
-        return prefill_work(model, weights, point.size)
+    if turn.point.kind == "prefill":
+        return prefill_work(model, weights, turn.point.size)
     kv_bytes = 1 if kv == "int8" else 2 if weights == "bfloat16" else 4
-    return decode_work(model, weights, kv_bytes, point.size, PROMPT_TOKENS + WARM_STEPS + steps // 2)
-
-
-def _plot(model: ModelConfig, flags: argparse.Namespace, turns: Sequence[Turn]) -> str:
-    panels = []
-    for kind, title, axis in (("decode", "decode, tokens/s", "sequences"), ("prefill", "prefill, tokens/s", "tokens")):
-        lines: dict[str, dict[int, float]] = {}
-        floor: dict[int, float] = {}
-        for point in points_of(turns, kind):
-            here = [turn for turn in turns if turn.point == point]
-            for peer in dict.fromkeys(turn.peer for turn in turns):
-                lines.setdefault(peer, {})[point.size] = median_rate(here, peer)
-            work = _floor(model, flags.steps, point, "float32")
-            floor[point.size] = (
-                point.size
-                / sorted(max(work.read_bytes / turn.read_bytes_per_s, work.flops / turn.flops_per_s) for turn in here)[
-                    len(here) // 2
-                ]
-            )
-        if floor:
-            panels.append((title, axis, lines, floor))
-    return draw(panels, f"{flags.model.resolve().name}, {flags.threads} threads")
+    return decode_work(model, weights, kv_bytes, turn.point.size, PROMPT_TOKENS + WARM_STEPS + steps // 2)
 
 
 def _say(text: str) -> None:

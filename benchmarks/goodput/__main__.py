@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--peer-dtypes", default="float32,bfloat16", help="its dtypes (float32,bfloat16)")
     parser.add_argument("--set", action="append", default=[], metavar="KIND.FIELD=VALUE", help="as of `pdserve up`")
     parser.add_argument("--json", metavar="FILE", help="every request's outcome; - writes to stdout")
-    parser.add_argument("--record", metavar="FOLDER", help="keep the routers' recordings there: benchmarks.prediction")
+    parser.add_argument("--record", metavar="FOLDER", help="keep the routers' recordings there")
     flags = parser.parse_args()
     rates = _numbers(flags.rates or ("4,6,8,10,12,16,20" if flags.full else "4,10"), "--rates")
     seeds = [int(seed) for seed in _numbers(flags.seeds or ("1,2,3" if flags.full else "1"), "--seeds")]

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Final, final
 
-# Bytes of floats per second that both sides can convert on one core (benchmarks/conversion.py). A faster link is not
-# the bottleneck.
+# Bytes of floats per second that both sides can convert on one core (docs/transfer.md#speed). A faster link is not the
+# bottleneck.
 CONVERTED_BYTES_S: Final = 1.0e9
 LEAST_BYTES: Final = 1 << 20  # smaller transfers do not measure a link's bandwidth
 REVISIT: Final = 64  # one in this many transfers is exact, to measure whether the link is still slow

@@ -195,7 +195,7 @@ def waiting_env(environ: Mapping[str, str]) -> dict[str, str]:
     """How the OpenMP threads of a worker wait for each other: they spin shortly, then sleep, unless `environ` sets it.
 
     libgomp's default is a long spin. If another process uses one of the cores, threads then spin for one that has no
-    core (benchmarks/threads.py).
+    core (docs/engine.md, "Threads").
     """
     if "OMP_WAIT_POLICY" in environ:
         return {}

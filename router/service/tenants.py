@@ -24,8 +24,8 @@ from pdserve.core.protocol import Load
 from router.state.events import Event, TimePassed, WorkerForgotten, WorkerLost
 
 RESERVED_TOKENS: Final = 256
-# Short, because a tenant may use a full bucket at once and delay other tenants (benchmarks/tenants.py). A call that
-# needs more than a full bucket is admitted, and the tenant waits longer afterwards.
+# Short, because a tenant may use a full bucket at once and delay other tenants (docs/benchmarks/scheduling.md#tenants).
+# A call that needs more than a full bucket is admitted, and the tenant waits longer afterwards.
 BURST_S: Final = 1.0
 WEIGHT: Final = 0.2  # weight of the last answer in the mean duration
 FIRST_RETRY_S: Final = 1.0  # retry time before the first answer has ended

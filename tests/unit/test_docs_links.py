@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.test_docs import deleted_programs
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("deploy/**/*.md")])
 SOURCES = {
@@ -47,6 +49,7 @@ def broken(page: Path) -> list[str]:
     for module in re.findall(r"python3? -m ([\w.]+)", text):
         path = ROOT / module.replace(".", "/")
         is_there = path.with_suffix(".py").exists() or (path / "__main__.py").exists()
+        is_there = is_there or module in deleted_programs()
         if not is_there and module.partition(".")[0] not in NOT_OURS and not module.endswith(".NAME"):
             found.append(f"python -m {module}")
     if "decisions" in page.parts:  # they also name files of their time

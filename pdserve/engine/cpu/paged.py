@@ -2,7 +2,7 @@
 
 The kernel (kernels/paged.py) reads blocks in place; torch's attention (model/attention.py) gathers them first. The
 kernel needs numba, a CPU and float32 activations. It is then used for every row, because it is as fast or faster, also
-for long prefill chunks (benchmarks/attention.py).
+for long prefill chunks (docs/benchmarks/engine.md#throughput).
 """
 
 # Shapes: T tokens, H query heads, K kv heads, D head dim.

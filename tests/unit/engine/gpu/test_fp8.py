@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.fp8_sums import errors
 from pdserve.engine.cpu import ops as cpu_ops
 from pdserve.engine.gpu.kernels import ops as gpu_ops
 from pdserve.engine.interface import Row
@@ -22,6 +21,7 @@ from pdserve.engine.model.decoder import Decoder
 from pdserve.engine.model.fp8 import Fp8Linear
 from tests.gpu.case_fp8 import CASES
 from tests.gpu.cases import Case
+from tests.unit.engine.gpu.fp8_sums import errors
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -1,6 +1,4 @@
-"""Measures the accuracy that fast accumulation costs an fp8 product, by emulation. Needs no GPU.
-
-    python -m benchmarks.fp8_sums
+"""The accuracy that fast accumulation costs an fp8 product, by emulation.
 
 A Hopper's fp8 matrix unit keeps about 14 bits of a sum: the 32 terms of an instruction and the sum so far are truncated
 13 bits after the first bit of the largest (DeepSeek-V3's report, arXiv 2412.19437, section 3.3.2). Fast accumulation
@@ -56,15 +54,3 @@ def errors(num_terms: int, seed: int = 0) -> tuple[float, float, float]:
     exact = a.double() @ b.double().T
     sums = [rms((product(a, b, each) - exact) * scale) / rms(wanted) for each in (None, 128)]
     return rms(exact * scale - wanted) / rms(wanted), sums[0], sums[1]
-
-
-def main() -> None:
-    print("| terms | rounding to fp8 | fast sums | together | promoted sums |\n|---|---|---|---|---|")
-    for num_terms in (4096, 14_336):
-        rounding, fast, promoted = errors(num_terms)
-        together = (rounding**2 + fast**2) ** 0.5
-        print(f"| {num_terms:,} | {rounding:.3%} | {fast:.3%} | {together:.3%} | {promoted:.3%} |")
-
-
-if __name__ == "__main__":
-    main()
