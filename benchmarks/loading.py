@@ -28,6 +28,7 @@ from typing import Any, Final
 
 import torch
 
+from benchmarks.harness import JsonProcess
 from pdserve.core.json_text import to_json
 from pdserve.engine.load.device import choose_precision
 from pdserve.engine.load.safetensors_file import open_checkpoint
@@ -131,7 +132,7 @@ def load_once(folder: Path, dtype: str, threads: int) -> None:
         torch.set_num_threads(threads)
     torch.randn(256, 256) @ torch.randn(256, 256)  # wakes the threads
     config, checkpoint = read_config(folder), open_checkpoint(folder)
-    print("ready", flush=True)
+    print("{}", flush=True)  # it is ready
     sys.stdin.readline()
     before = memory("VmRSS")
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
@@ -152,15 +153,12 @@ def memory(field: str) -> int:
 def load(folder: Path, dtype: str, threads: int, files: Sequence[Path], *, is_cold: bool) -> dict[str, float]:
     command = [sys.executable, "-m", "benchmarks.loading", "--child", str(folder)]
     command += ["--dtype", dtype, "--threads", str(threads)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        child.stdout.readline()
-        if is_cold:
-            drop(files)
-        child.stdin.write("go\n")
-        child.stdin.flush()
-        result: dict[str, float] = json.loads(child.stdout.readline())
+    child = JsonProcess(command)
+    child.hear()
+    if is_cold:
+        drop(files)
+    result: dict[str, float] = child.ask({})
+    child.close()
     return result
 
 

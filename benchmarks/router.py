@@ -16,6 +16,7 @@ import math
 
 import psutil  # type: ignore[import-untyped]
 
+from benchmarks.http import cpu_s
 from benchmarks.openloop import open_loop, percentile
 from pdserve.core.json_text import to_json
 from pdserve.launch.running import Running
@@ -65,11 +66,6 @@ def main() -> None:
     print(f"bends at {bend:.0f} requests/s" if bend else "does not bend within these rates")
     if flags.json:
         print(to_json({"rows": rows, "bend_rps": bend}))
-
-
-def cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
 
 
 if __name__ == "__main__":

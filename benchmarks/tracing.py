@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from benchmarks.harness import span
 from pdserve import AsyncClient
 from pdserve.launch.running import Running
 
@@ -50,7 +50,7 @@ def main() -> None:
             rates = {id(c): burst(c.target, flags.requests, flags.max_tokens, pair) for c in order}
             ratios.append(rates[id(traced)] / rates[id(plain)])
             print(f"{pair:6d} {rates[id(plain)]:13.0f} {rates[id(traced)]:14.0f} {ratios[-1]:7.3f}")
-    low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
+    low, middle, high = span(ratios)
     print(
         f"traced / plain: median {middle:.3f} (from {low:.3f} to {high:.3f}): tracing costs {100 * (1 - middle):.1f} %"
     )

@@ -29,9 +29,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from benchmarks.engine.report import Memory, limits_line, peer_table, points_of, speed_table, table
+from benchmarks.engine.report import Memory, limits_line, peer_table, points_of, speed_table
 from benchmarks.engine.turns import PROMPT_TOKENS, WARM_STEPS, PeerEngine, PeerFailed, Point, Turn, take_turns
 from benchmarks.engine.work import WEIGHT_BYTES, EngineWork, decode_work, prefill_work
+from benchmarks.harness import numbers, table
 from pdserve.core.errors import PdserveError
 from pdserve.engine.model.config import ModelConfig, read_config
 
@@ -88,18 +89,14 @@ def _flags() -> argparse.Namespace:
     parser.add_argument("--peer-dtypes", default="float32,bfloat16", help="vllm's, comma-separated")
     parser.add_argument("--llama-python", type=Path, help="python with llama-cpp-python and gguf; only Llama models")
     parser.add_argument("--llama-types", default="q8_0,q4_k_m", help="of llama.cpp's weights, comma-separated")
-    parser.add_argument("--batches", type=_numbers, default=[1, 4, 8, 16, 32])
-    parser.add_argument("--prompts", type=_numbers, default=[128, 512, 2048], help="tokens of the prefills")
+    parser.add_argument("--batches", type=numbers, default=[1, 4, 8, 16, 32])
+    parser.add_argument("--prompts", type=numbers, default=[128, 512, 2048], help="tokens of the prefills")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--wait-policy", choices=("active", "passive"), help="of every peer's idle OpenMP threads")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=16, help="measured decode steps of a turn")
     parser.add_argument("--out", type=Path, metavar="DIR", help="for the report and the raw figures")
     return parser.parse_args()
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(word) for word in text.split(",") if word]
 
 
 def _points(flags: argparse.Namespace, model: ModelConfig) -> list[Point]:

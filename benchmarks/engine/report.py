@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from benchmarks.engine.turns import Point, Turn
 from benchmarks.engine.work import EngineWork
+from benchmarks.harness import spread
 
 GB = 1e9
 MIB = 2**20
@@ -82,22 +83,6 @@ def median_rate(turns: Sequence[Turn], peer: str) -> float:
     """Tokens per second at the median time of the rounds; `turns` are of one point."""
     own = by_round(turns, peer)
     return turns[0].point.size / statistics.median(turn.seconds for turn in own.values())
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """A markdown table with columns of equal width."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
-    ]
-    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    return "\n".join([lines[0], rule, *lines[1:]])
-
-
-def spread(values: Sequence[float], form: str) -> str:
-    """The median, with the minimum and the maximum in brackets."""
-    low, middle, high = min(values), statistics.median(values), max(values)
-    return f"{form.format(middle)} ({form.format(low)}-{form.format(high)})"
 
 
 def percent(shares: Sequence[float]) -> str:

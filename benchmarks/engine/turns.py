@@ -1,21 +1,19 @@
 """Runs the peers of benchmarks.engine as processes in turns: one computes while all others are stopped.
 
-A stopped process (SIGSTOP to its group) cannot spin in its thread pool and so cannot take from the one that is
-measured; each peer keeps the thread settings that it chose for itself. In every round of a point the peers come in
-another order, and before and after each of their turns the machine's limits are measured, since those of a shared
-machine move within seconds.
+Each peer keeps the thread settings that it chose for itself. In every round of a point the peers come in another order,
+and before and after each of their turns the machine's limits are measured, since those of a shared machine move within
+seconds.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from benchmarks.harness import JsonProcess
 
 PROMPT_TOKENS = 32  # of a decode point
 WARM_STEPS = 2
@@ -37,47 +35,29 @@ class PeerEngine:
     def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
         self.name = name
         self._log = log
+        said = {name: value for name, value in os.environ.items() if name not in UNSAID}
         with log.open("w") as stderr:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                env={**{name: value for name, value in os.environ.items() if name not in UNSAID}, **env},
-                text=True,
-                start_new_session=True,
-            )
+            self._process = JsonProcess(command, {**said, **env}, stderr=stderr, is_alone=True)
         try:
-            self.loaded = self._answer()
+            self.loaded = self._checked(self._process.hear)
         except BaseException:
             self.close()
             raise
 
     def ask(self, do: str, **values: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._signal(signal.SIGCONT)
-        self._process.stdin.write(json.dumps({"do": do, **values}) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
+        return self._checked(lambda: self._process.ask({"do": do, **values}))
 
     def close(self) -> None:
-        if self._process.poll() is None:
-            self._signal(signal.SIGKILL)
-        self._process.wait()
+        self._process.close()
 
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise PeerFailed(self.name, f"ended with {self._process.wait()} and no answer", self._log)
-        answer: dict[str, Any] = json.loads(line)
+    def _checked(self, hear: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        try:
+            answer = hear()
+        except OSError as error:
+            raise PeerFailed(self.name, str(error), self._log) from None
         if "error" in answer:
             raise PeerFailed(self.name, answer["error"], self._log)
-        self._signal(signal.SIGSTOP)
         return answer
-
-    def _signal(self, number: signal.Signals) -> None:
-        os.killpg(self._process.pid, number)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ import json
 import mmap
 import os
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.harness import JsonProcess
 from benchmarks.transfer.off import OFF, allow
 from kvtransfer.link.receiver import PlainReceiver
 from kvtransfer.link.sender import PlainSender
@@ -138,57 +138,6 @@ def _drain_socket(door: socket.socket, memory: memoryview) -> None:
         sock.sendall(b"k")
 
 
-class TransferChild:
-    """A process that answers JSON lines with JSON lines.
-
-    `is_peer`: it and its children stand stopped but for the answer, since what they poll for costs a core.
-    """
-
-    def __init__(
-        self, command: list[str], env: dict[str, str], fds: tuple[int, ...] = (), *, is_peer: bool = False
-    ) -> None:
-        self._is_peer = is_peer
-        self._child = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL if is_peer else None,
-            text=True,
-            env={**os.environ, **env},
-            pass_fds=fds,
-            process_group=0 if is_peer else None,
-        )
-
-    def hear(self) -> dict[str, Any]:
-        assert self._child.stdout is not None
-        line = self._child.stdout.readline()
-        if not line:
-            raise OSError(f"{self._child.args!r} ended without an answer")
-        self._signal(signal.SIGSTOP)
-        said: dict[str, Any] = json.loads(line)
-        return said
-
-    def ask(self, order: dict[str, Any]) -> dict[str, Any]:
-        assert self._child.stdin is not None
-        self._signal(signal.SIGCONT)
-        self._child.stdin.write(json.dumps(order) + "\n")
-        self._child.stdin.flush()
-        return self.hear()
-
-    def _signal(self, number: int) -> None:
-        if self._is_peer:
-            os.killpg(self._child.pid, number)
-
-    def close(self) -> None:
-        if self._child.poll() is None:
-            self._signal(signal.SIGKILL)
-            self._child.kill()
-        self._child.wait()
-        for pipe in (self._child.stdin, self._child.stdout):
-            if pipe is not None:
-                pipe.close()
-
-
 class Ways:
     """Each turn moves another stretch of the pools, so that nobody finds the bytes in a cache for having had them last.
 
@@ -210,7 +159,7 @@ class Ways:
         command = [sys.executable, "-m", "benchmarks.transfer", "--serve", str(max_bytes)]
         command += ["--block-bytes", str(block_bytes), "--source-fd", str(self._pool.descriptor)]
         command += [f"--tls-folder={tls_folder}"]
-        self._child = TransferChild(command, {}, (self._pool.descriptor,))
+        self._child = JsonProcess(command, fds=(self._pool.descriptor,))
         heard = self._child.hear()
         self._endpoints: dict[str, str] = heard["endpoints"]
         self._socket = socket.create_connection(("127.0.0.1", heard["socket"]))
@@ -231,13 +180,14 @@ class Ways:
         }
         self.has_tls = bool(tls_folder)
         self.missing: dict[str, str] = {}
-        self.nixl: dict[str, TransferChild] = {}
+        self.nixl: dict[str, JsonProcess] = {}
         script = str(Path(__file__).with_name("nixl_peer.py"))
         for name, env in NIXL.items():
             if not nixl_python:
                 self.missing[name] = "no --nixl-python was given"
                 continue
-            child = TransferChild([nixl_python, script, str(max_bytes), str(block_bytes)], env, is_peer=True)
+            command = [nixl_python, script, str(max_bytes), str(block_bytes)]
+            child = JsonProcess(command, {**os.environ, **env}, stderr=subprocess.DEVNULL, is_alone=True)
             try:
                 child.hear()
             except OSError:

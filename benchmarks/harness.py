@@ -1,0 +1,121 @@
+"""What several benchmarks share: rounds that alternate, spreads, tables, and processes that answer orders.
+
+It imports only the standard library.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import IO, Any
+
+
+def numbers(text: str) -> list[int]:
+    """The value of a flag: numbers separated by commas."""
+    return [int(word) for word in text.split(",") if word]
+
+
+def least_s(runs: Sequence[Callable[[], object]], rounds: int, clock: Callable[[], float]) -> list[float]:
+    """Seconds of the fastest round of each. Rounds of all alternate, so that other work on the machine affects all."""
+    least = [float("inf")] * len(runs)
+    for _ in range(rounds):
+        for index, run in enumerate(runs):
+            began_s = clock()
+            run()
+            least[index] = min(least[index], clock() - began_s)
+    return least
+
+
+def span(values: Sequence[float]) -> tuple[float, float, float]:
+    """The minimum, the median and the maximum."""
+    return min(values), statistics.median(values), max(values)
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """The median, with the minimum and the maximum in brackets."""
+    low, middle, high = span(values)
+    return f"{form.format(middle)} ({form.format(low)}-{form.format(high)})"
+
+
+def table_row(cells: Iterable[object]) -> str:
+    """A row of a markdown table."""
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def table_head(columns: Sequence[str]) -> str:
+    """The first two lines of a markdown table."""
+    return f"{table_row(columns)}\n{'|---' * len(columns)}|"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """A markdown table with columns of equal width."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [table_row(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) for cells in rows]
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+class JsonProcess:
+    """A process that answers each JSON line with one.
+
+    `is_alone`: it and its children stand stopped (SIGSTOP) except while it answers. A stopped process cannot poll or
+    spin in its thread pool, and so takes no time from the one that is measured.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str] = os.environ,
+        *,
+        stderr: IO[str] | int | None = None,
+        fds: Sequence[int] = (),
+        is_alone: bool = False,
+    ) -> None:
+        self._is_alone = is_alone
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env=dict(env),
+            pass_fds=fds,
+            start_new_session=is_alone,
+        )
+
+    def tell(self, order: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+
+    def hear(self) -> dict[str, Any]:
+        """Raises OSError if it ends without an answer."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise OSError(f"{self._process.args!r} ended with {self._process.wait()} and no answer")
+        self._signal(signal.SIGSTOP)
+        said: dict[str, Any] = json.loads(line)
+        return said
+
+    def ask(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        self.tell(order)
+        return self.hear()
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            self._signal(signal.SIGKILL)
+            self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._is_alone:
+            os.killpg(self._process.pid, number)
