@@ -35,6 +35,7 @@ from typing import Any, Final
 from benchmarks.goodput.load import MIXED, Lengths
 from benchmarks.goodput.run import VLLM, Cell, Contender, Course, attained, run
 from benchmarks.goodput.simulated import add_simulated
+from benchmarks.harness import table_head, table_row
 from benchmarks.openloop import percentile
 from pdserve.core.cost.step_rule import LONGEST_GAP
 from pdserve.core.json_text import to_json
@@ -132,8 +133,7 @@ def report(cells: Sequence[Cell], course: Course, seeds: Sequence[int]) -> str:
         f"seeds {', '.join(map(str, seeds))}.",
         "Joint attainment, mean over seeds (lowest .. highest):",
         "",
-        "| requests/s | " + " | ".join(f"{rate:g}" for rate in course.rates) + " | goodput/s | of it simulated |",
-        "|---" * (len(course.rates) + 3) + "|",
+        table_head(["requests/s", *(f"{rate:g}" for rate in course.rates), "goodput/s", "of it simulated"]),
     ]
     goodputs: dict[str, float] = {}
     held: list[str] = []
@@ -153,11 +153,10 @@ def report(cells: Sequence[Cell], course: Course, seeds: Sequence[int]) -> str:
             if live:
                 off = abs(simulated / live - 1.0)
                 held.append(_bar(f"{label}: simulated goodput against live", off, BARS["simulated"]))
-        lines.append(f"| {label} | " + " | ".join(texts) + f" | {live:.2f} | {simulated:.2f} |")
+        lines.append(table_row([label, *texts, f"{live:.2f}", f"{simulated:.2f}"]))
     lines += ["", "Error of predictions (median), p50 and p90 of what clients saw:", ""]
     lines += [
-        "| | predicted | TTFT error (floor) | TPOT error (floor) | TTFT ms | TPOT ms | not served |",
-        "|---|---|---|---|---|---|---|",
+        table_head(("", "predicted", "TTFT error (floor)", "TPOT error (floor)", "TTFT ms", "TPOT ms", "not served")),
     ]
     for label in goodputs:
         mine = [cell for cell in cells if cell.contender == label]
@@ -180,7 +179,7 @@ def report(cells: Sequence[Cell], course: Course, seeds: Sequence[int]) -> str:
             held.append(_bar(f"{label}: TPOT prediction", errors[1], BARS["tpot"]))
     longest_s = LONGEST_GAP * slo.tpot_s
     lines += ["", f"Gaps between two messages of tokens, within {longest_s * 1e3:.0f} ms (the default of itl_s):", ""]
-    lines += ["| | gaps | within | p99.9 ms | longest ms |", "|---|---|---|---|---|"]
+    lines += [table_head(("", "gaps", "within", "p99.9 ms", "longest ms"))]
     for label in goodputs:
         gaps_s = [gap_s for cell in cells if cell.contender == label for row in cell.rows for gap_s in row.gaps_s]
         if not gaps_s:
@@ -195,8 +194,7 @@ def report(cells: Sequence[Cell], course: Course, seeds: Sequence[int]) -> str:
         if best and label in goodputs:
             held.append(_bar(f"{label}: goodput below colocated", max(0.0, 1.0 - goodputs[label] / best), 0.05))
     lines += ["", "Error of predictions by rate, TTFT and TPOT (medians); of single batches beside it, by worker:", ""]
-    lines.append("| requests/s | " + " | ".join(f"{rate:g}" for rate in course.rates) + " | batches |")
-    lines.append("|---" * (len(course.rates) + 2) + "|")
+    lines.append(table_head(["requests/s", *(f"{rate:g}" for rate in course.rates), "batches"]))
     for label in goodputs:
         mine = [cell for cell in cells if cell.contender == label]
         texts = []
@@ -206,7 +204,7 @@ def report(cells: Sequence[Cell], course: Course, seeds: Sequence[int]) -> str:
             tpot_off = percentile([error for cell in there for error in cell.tpot_errors], 0.5)
             texts.append(f"{ttft_off:.0%}, {tpot_off:.0%}")
         batches = ", ".join(f"{name} {error:.0%}" for name, error in mine[-1].batch_errors.items())
-        lines.append(f"| {label} | " + " | ".join(texts) + f" | {batches} |")
+        lines.append(table_row([label, *texts, batches]))
     worst_s = max(cell.late_start_s for cell in cells)
     return "\n".join([*lines, "", *held, f"Latest send of the client: {worst_s * 1e3:.0f} ms after its time."])
 

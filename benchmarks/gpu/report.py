@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from benchmarks.gpu.failures import told
+from benchmarks.harness import table_head, table_row
 
 FILE: Final = "benchmark.jsonl"
 
@@ -67,7 +68,7 @@ class Report:
 
     def row(self, *cells: Any) -> None:
         self.findings.rows.append([cell if isinstance(cell, str) else shown(cell) for cell in cells])
-        print("| " + " | ".join(self.findings.rows[-1]) + " |", flush=True)
+        print(table_row(self.findings.rows[-1]), flush=True)
         self._write(row=self.findings.rows[-1])
 
     def bar(
@@ -135,11 +136,9 @@ def bar_line(bar: GpuBar) -> str:
 
 
 def table(findings: Findings) -> str:
-    lines = [f"## {findings.part}: {findings.title}", "", "| " + " | ".join(findings.columns) + " |"]
-    lines.append("|---" * len(findings.columns) + "|")
-    lines += ["| " + " | ".join(row) + " |" for row in findings.rows]
+    lines = [f"## {findings.part}: {findings.title}", "", table_head(findings.columns), *map(table_row, findings.rows)]
     if findings.bars:
-        lines += ["", "| bar, goal | expected | measured | |", "|---|---|---|---|", *map(bar_line, findings.bars)]
+        lines += ["", table_head(("bar, goal", "expected", "measured", "")), *map(bar_line, findings.bars)]
     lines += ["", *(f"- failed: {error}" for error in findings.errors)]
     return "\n".join(lines)
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks.harness import table_head, table_row
 from benchmarks.schedule.work import NUM_WORKERS, PAIRS, POLICIES, PROFILE, TRACES, slo
 from router.policy.interface import RULES
 
@@ -19,8 +20,7 @@ def render(lines: Lines) -> str:
 
 def _promises(lines: Lines) -> Iterator[str]:
     yield f"### Promises ({PROFILE}, {NUM_WORKERS} workers)\n"
-    yield "| pair | multiples | Mooncake TTFT / TPOT | Azure TTFT / TPOT | after |"
-    yield "|---|---|---|---|---|"
+    yield table_head(("pair", "multiples", "Mooncake TTFT / TPOT", "Azure TTFT / TPOT", "after"))
     for pair in PAIRS:
         shown = [
             f"{1e3 * one.ttft_s:.0f} / {1e3 * one.tpot_s:.1f} ms"
@@ -36,11 +36,9 @@ def _goodput(lines: Lines) -> Iterator[str]:
         " of the highest rate that is possible on it)\n"
     )
     for trace in TRACES:
-        yield f"| {trace} | " + " | ".join(pair.name for pair in PAIRS) + " |"
-        yield "|---" * (len(PAIRS) + 1) + "|"
+        yield table_head([trace, *(pair.name for pair in PAIRS)])
         for policy in POLICIES:
-            row = [_shown(lines.get(f"goodput.{trace}.{pair.name}.{policy}")) for pair in PAIRS]
-            yield f"| {policy} | " + " | ".join(row) + " |"
+            yield table_row([policy, *(_shown(lines.get(f"goodput.{trace}.{pair.name}.{policy}")) for pair in PAIRS)])
         yield ""
 
 
@@ -61,18 +59,17 @@ def _of_bound(rate_rps: float, line: dict[str, Any]) -> str:
 def _ratios(lines: Lines) -> Iterator[str]:
     yield "### The goodput policy over each baseline\n"
     baselines = [one for one in POLICIES if one != "goodput"]
-    yield "| trace, pair | " + " | ".join(baselines) + " |"
-    yield "|---" * (len(baselines) + 1) + "|"
+    yield table_head(["trace, pair", *baselines])
     for trace in TRACES:
         for pair in PAIRS:
             ours = lines.get(f"goodput.{trace}.{pair.name}.goodput")
             if ours is None:
                 continue
-            row = []
+            row = [f"{trace}, {pair.name}"]
             for policy in baselines:
                 theirs = lines.get(f"goodput.{trace}.{pair.name}.{policy}")
                 row.append("" if theirs is None else _ratio(ours["rate_rps"], theirs["rate_rps"]))
-            yield f"| {trace}, {pair.name} | " + " | ".join(row) + " |"
+            yield table_row(row)
     yield ""
 
 
@@ -91,8 +88,7 @@ def _overload(lines: Lines) -> Iterator[str]:
         "trace, pair|policy|at the peak|at 3x|kept|at 3x, of bound|"
         "rejected|within 10 ms|after p50 / max|retry_after_s p50 / max"
     )
-    yield "| " + columns.replace("|", " | ") + " |"
-    yield "|---" * 10 + "|"
+    yield table_head(columns.split("|"))
     for line in found:
         _, trace, pair, policy = line["cell"].split(".")
         kept = line["met_rps"] / line["peak_rps"]
@@ -107,7 +103,7 @@ def _overload(lines: Lines) -> Iterator[str]:
             _times(waited, 1e3, " ms"),
             _times(again, 1.0, " s"),
         ]
-        yield f"| {' | '.join(row)} |"
+        yield table_row(row)
     yield ""
 
 
@@ -121,13 +117,12 @@ def _ablation(lines: Lines) -> Iterator[str]:
         return
     yield "### Each rule off alone: goodput against the whole policy, same split\n"
     columns = sorted({line["cell"].rsplit(".goodput.", 1)[0].removeprefix("ablation.") for line in found})
-    yield "| rule | " + " | ".join(columns) + " |"
-    yield "|---" * (len(columns) + 1) + "|"
+    yield table_head(["rule", *columns])
     for rule in RULES:
         row = [lines.get(f"ablation.{column}.goodput.{rule}") for column in columns]
         if any(row):
             shares = [one["rate_rps"] / one["with_rps"] if one and one["with_rps"] else math.nan for one in row]
-            yield f"| {rule} | " + " | ".join(f"{100 * (share - 1):+.1f} %" for share in shares) + " |"
+            yield table_row([rule, *(f"{100 * (share - 1):+.1f} %" for share in shares)])
     yield ""
 
 
@@ -137,11 +132,10 @@ def _mixed(lines: Lines) -> Iterator[str]:
         return
     yield "### Rules about who goes first, at 1.5 times the peak: share that met both promises\n"
     names = ("attainment", "small_tenant", "big_tenant", "higher_class", "lower_class")
-    yield "| rule off | " + " | ".join(name.replace("_", " ") for name in names) + " |"
-    yield "|---" * (len(names) + 1) + "|"
+    yield table_head(["rule off", *(name.replace("_", " ") for name in names)])
     for line in found:
         rule = line["cell"].rsplit(".goodput", 1)[1].removeprefix(".")
-        yield f"| {rule or 'none'} | " + " | ".join(f"{line[name]:.1%}" for name in names) + " |"
+        yield table_row([rule or "none", *(f"{line[name]:.1%}" for name in names)])
     yield ""
 
 

@@ -30,6 +30,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
+from benchmarks.harness import table_head, table_row
 from benchmarks.transfer.ways import TLS, TRANSPORTS, Ways, serve
 from pdserve.core.json_text import to_json
 from tests.support.tls_files import TestAuthority
@@ -116,15 +117,15 @@ def title(way: PlacementOption) -> str:
 
 def table(sizes: list[Rounds], missing: dict[str, str]) -> str:
     heads = [f"{one.num_bytes / MIB:.4g} MiB" for one in sizes]
-    lines = ["| GB/s | " + " | ".join(heads) + " |", "|---|" + "---|" * len(sizes)]
+    lines = [table_head(["GB/s", *heads])]
     for way in sizes[-1].seconds:  # the largest size is divided among the most transfers
         cells = [f"{one.rate(way):.2f}" if way in one.seconds else "" for one in sizes]
-        lines.append(f"| {title(way)} | " + " | ".join(cells) + " |")
+        lines.append(table_row([title(way), *cells]))
     lines += [f"| {name} | missing: {why} |" for name, why in missing.items()]
     if plain(TLS) in sizes[0].seconds:
         cells = ["{:.2f} ({:.2f}..{:.2f})".format(*one.ratio(plain(TLS), plain("tcp"))) for one in sizes]
-        lines.append("| tcp with TLS, of tcp | " + " | ".join(cells) + " |")
-    lines += ["", "| bar | " + " | ".join(heads) + " |", "|---|" + "---|" * len(sizes)]
+        lines.append(table_row(["tcp with TLS, of tcp", *cells]))
+    lines += ["", table_head(["bar", *heads])]
     for bar in BARS:
         if bar.against not in sizes[0].seconds:
             lines.append(f"| {bar.name} >= {bar.least:g} | not judged: {bar.against[0]} is missing |")
@@ -133,7 +134,7 @@ def table(sizes: list[Rounds], missing: dict[str, str]) -> str:
         for one in sizes:
             middle, low, high = one.ratio(bar.way, bar.against)
             cells.append(f"{middle:.2f} ({low:.2f}..{high:.2f}) {'met' if middle >= bar.least else 'missed'}")
-        lines.append(f"| {bar.name} >= {bar.least:g} | " + " | ".join(cells) + " |")
+        lines.append(table_row([f"{bar.name} >= {bar.least:g}", *cells]))
     return "\n".join(lines)
 
 
