@@ -22,12 +22,13 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 import psutil  # type: ignore[import-untyped]
 
-from benchmarks.openloop import percentile
+from benchmarks.openloop import drive, percentile, poisson
 from pdserve import AsyncClient
 from pdserve.core.json_text import to_json
 from pdserve.launch.running import Running
@@ -97,7 +98,6 @@ class HttpClient:
 async def turn(ask: Ask, rate_rps: float, seconds: float, tokens: int, seed: int, seen: Seen) -> int:
     """One turn; returns the number of requests."""
     draw = random.Random(seed)
-    begin_s, at_s, tasks = time.perf_counter(), 0.0, []
 
     async def one(prompt: str) -> None:
         began_s = time.perf_counter()
@@ -109,11 +109,11 @@ async def turn(ask: Ask, rate_rps: float, seconds: float, tokens: int, seed: int
         except Exception:  # counted, whatever it is
             seen.failed += 1
 
-    while (at_s := at_s + draw.expovariate(rate_rps)) < seconds:
-        await asyncio.sleep(max(begin_s + at_s - time.perf_counter(), 0.0))
-        tasks.append(asyncio.create_task(one("".join(draw.choices("abcdefgh ", k=PROMPT_CHARS)))))
-    await asyncio.gather(*tasks)
-    return len(tasks)
+    ended, _ = await drive(
+        (at_s, partial(one, "".join(draw.choices("abcdefgh ", k=PROMPT_CHARS))))
+        for at_s in poisson(draw, rate_rps, seconds)
+    )
+    return len(ended)
 
 
 async def measure(flags: argparse.Namespace, cluster: Running) -> dict[str, Any]:

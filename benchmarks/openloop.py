@@ -1,6 +1,6 @@
 """An open loop of requests against a router: arrivals do not wait for answers.
 
-Used by the router, tracing and overload benchmarks. It speaks the wire protocol directly, so that little of the client
+`open_loop` speaks the wire protocol directly, so that little of the client
 is measured.
 """
 
@@ -10,14 +10,18 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 import grpc
 
 from pdserve.core.results import nearest_rank
 from pdserve.core.types import Slo
 from pdserve.v1 import inference_pb2, inference_pb2_grpc
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +53,25 @@ class OfferedLoad:
     rejections: list[Rejection]
 
 
+def poisson(draw: random.Random, rate_rps: float, seconds: float) -> Iterator[float]:
+    """Times of arrival before `seconds`."""
+    at_s = 0.0
+    while (at_s := at_s + draw.expovariate(rate_rps)) < seconds:
+        yield at_s
+
+
+async def drive(sends: Iterable[tuple[float, Callable[[], Coroutine[Any, Any, T]]]]) -> tuple[list[T], float]:
+    """Sends each request at its time. Also returns the longest delay of a send, which shows whether the client is
+    saturated."""
+    begin_s, late_start_s, tasks = time.perf_counter(), 0.0, []
+    for at_s, send in sends:
+        wait_s = begin_s + at_s - time.perf_counter()
+        late_start_s = max(late_start_s, -wait_s)
+        await asyncio.sleep(max(0.0, wait_s))
+        tasks.append(asyncio.create_task(send()))
+    return await asyncio.gather(*tasks), late_start_s
+
+
 async def open_loop(
     target: str,
     rate_rps: float,
@@ -66,26 +89,12 @@ async def open_loop(
         grpc.aio.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)]) for _ in range(channels)
     ]
     stubs = [inference_pb2_grpc.InferenceServiceStub(conn) for conn in conns]
-    arrivals: list[float] = []
-    at = 0.0
-    while True:
-        at += draw.expovariate(rate_rps)
-        if at >= duration_s:
-            break
-        arrivals.append(at)
     lengths = (prompt_tokens,) if isinstance(prompt_tokens, int) else tuple(prompt_tokens)
+    arrivals = list(poisson(draw, rate_rps, duration_s))
     requests = [make_request(draw, draw.choice(lengths), max_tokens, slo) for _ in arrivals]
+    sends = [partial(ask, stubs[index % channels], request) for index, request in enumerate(requests)]
     begin = time.perf_counter()
-    late_start_s = 0.0
-    tasks = []
-    for i, (arrival, request) in enumerate(zip(arrivals, requests, strict=True)):
-        wait_s = begin + arrival - time.perf_counter()
-        if wait_s > 0:
-            await asyncio.sleep(wait_s)
-        else:
-            late_start_s = max(late_start_s, -wait_s)
-        tasks.append(asyncio.create_task(ask(stubs[i % channels], request)))
-    answers = await asyncio.gather(*tasks)
+    answers, late_start_s = await drive(zip(arrivals, sends, strict=True))
     wall_s = time.perf_counter() - begin
     for conn in conns:
         await conn.close(None)

@@ -1,14 +1,14 @@
-"""The load of the goodput benchmark: planned requests, an open loop that sends them, and what the client measured."""
+"""The load of the goodput benchmark: planned requests, and what the client measured."""
 
 from __future__ import annotations
 
-import asyncio
 import random
-import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
+
+from benchmarks.openloop import poisson
 
 PATIENCE_S: Final = 60.0  # the client's timeout for a whole answer
 
@@ -65,8 +65,7 @@ def plan(rate_rps: float, seconds: float, seed: int, name: str, lengths: Lengths
     times, rng = random.Random(f"times {seed} {rate_rps}"), random.Random(f"lengths {seed}")
     texts = random.Random(f"texts {seed} {name}")
     planned: list[Planned] = []
-    at_s = times.expovariate(rate_rps)
-    while at_s < seconds:
+    for at_s in poisson(times, rate_rps, seconds):
         tokens = rng.randint(*(lengths.long_prompts if rng.random() < lengths.long_share else lengths.prompts))
         planned.append(
             Planned(
@@ -76,17 +75,4 @@ def plan(rate_rps: float, seconds: float, seed: int, name: str, lengths: Lengths
                 max_tokens=rng.randint(*lengths.answers),
             )
         )
-        at_s += times.expovariate(rate_rps)
     return planned
-
-
-async def drive(planned: Sequence[Planned], ask: Callable[[Planned], Awaitable[Seen]]) -> tuple[list[Seen], float]:
-    """Sends each request at its time. Also returns the longest delay of a send, which shows whether the client is
-    saturated."""
-    begin_s, late_start_s, tasks = time.perf_counter(), 0.0, []
-    for one in planned:
-        wait_s = begin_s + one.at_s - time.perf_counter()
-        late_start_s = max(late_start_s, -wait_s)
-        await asyncio.sleep(max(0.0, wait_s))
-        tasks.append(asyncio.ensure_future(ask(one)))
-    return await asyncio.gather(*tasks), late_start_s

@@ -12,15 +12,17 @@ import random
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 
 from benchmarks.goodput import vllm_server
-from benchmarks.goodput.load import MIXED, PATIENCE_S, Lengths, Planned, Seen, drive, plan
+from benchmarks.goodput.load import MIXED, PATIENCE_S, Lengths, Planned, Seen, plan
+from benchmarks.openloop import drive
 from pdserve.core.types import Slo
 from pdserve.launch.running import Running
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -110,14 +112,14 @@ async def _run(target: str, contender: Contender, course: Course, seed: int, on_
         begin_s = time.perf_counter()
         ask = partial(_ask, inference_pb2_grpc.InferenceServiceStub(channel), course.slo)
         if course.warm_s:
-            await drive(plan(course.rates[0], course.warm_s, seed, "warm", course.lengths), ask)
+            await _send(plan(course.rates[0], course.warm_s, seed, "warm", course.lengths), ask)
         await _until_idle(channel)
         floor = await _floor(channel, course.slo)
         for rate_rps in course.rates:
             await _until_idle(channel)
             planned = plan(rate_rps, course.seconds, seed, f"{rate_rps}-{seed}", course.lengths)
             cell_s = time.perf_counter() - begin_s
-            rows, late_start_s = await drive(planned, ask)
+            rows, late_start_s = await _send(planned, ask)
             cell = Cell(
                 contender=contender.label,
                 rate_rps=rate_rps,
@@ -131,15 +133,21 @@ async def _run(target: str, contender: Contender, course: Course, seed: int, on_
             on_cell(cell)
 
 
+async def _send(
+    planned: Sequence[Planned], ask: Callable[[Planned], Coroutine[Any, Any, Seen]]
+) -> tuple[list[Seen], float]:
+    return await drive((one.at_s, partial(ask, one)) for one in planned)
+
+
 async def _run_peer(
     server: vllm_server.Server, contender: Contender, course: Course, seed: int, on_cell: Callable[[Cell], None]
 ) -> None:
     ask = partial(vllm_server.ask, server)
     if course.warm_s:
-        await drive(plan(course.rates[0], course.warm_s, seed, "warm", course.lengths), ask)
+        await _send(plan(course.rates[0], course.warm_s, seed, "warm", course.lengths), ask)
     for rate_rps in course.rates:
         planned = plan(rate_rps, course.seconds, seed, f"{rate_rps}-{seed}", course.lengths)
-        rows, late_start_s = await drive(planned, ask)
+        rows, late_start_s = await _send(planned, ask)
         server.check()
         on_cell(Cell(contender=contender.label, rate_rps=rate_rps, seed=seed, rows=rows, late_start_s=late_start_s))
 
