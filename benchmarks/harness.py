@@ -1,4 +1,4 @@
-"""What several benchmarks share: rounds that alternate, spreads, tables, and processes that answer orders.
+"""What several benchmarks share: values of flags, spreads, tables, and processes that answer orders.
 
 It imports only the standard library.
 """
@@ -10,24 +10,13 @@ import os
 import signal
 import statistics
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, Any
 
 
 def numbers(text: str) -> list[int]:
     """The value of a flag: numbers separated by commas."""
     return [int(word) for word in text.split(",") if word]
-
-
-def least_s(runs: Sequence[Callable[[], object]], rounds: int, clock: Callable[[], float]) -> list[float]:
-    """Seconds of the fastest round of each. Rounds of all alternate, so that other work on the machine affects all."""
-    least = [float("inf")] * len(runs)
-    for _ in range(rounds):
-        for index, run in enumerate(runs):
-            began_s = clock()
-            run()
-            least[index] = min(least[index], clock() - began_s)
-    return least
 
 
 def span(values: Sequence[float]) -> tuple[float, float, float]:

@@ -1,7 +1,6 @@
 """An open loop of requests against a router: arrivals do not wait for answers.
 
-`open_loop` speaks the wire protocol directly, so that little of the client
-is measured.
+`open_loop` speaks the wire protocol directly, so that little of the client is measured.
 """
 
 from __future__ import annotations
@@ -61,13 +60,14 @@ def poisson(draw: random.Random, rate_rps: float, seconds: float) -> Iterator[fl
 
 
 async def drive(sends: Iterable[tuple[float, Callable[[], Coroutine[Any, Any, T]]]]) -> tuple[list[T], float]:
-    """Sends each request at its time. Also returns the longest delay of a send, which shows whether the client is
-    saturated."""
+    """Sends each request at its time, all that are late at once. Also returns the longest delay of a send, which shows
+    whether the client is saturated."""
     begin_s, late_start_s, tasks = time.perf_counter(), 0.0, []
     for at_s, send in sends:
         wait_s = begin_s + at_s - time.perf_counter()
         late_start_s = max(late_start_s, -wait_s)
-        await asyncio.sleep(max(0.0, wait_s))
+        if wait_s > 0.0:
+            await asyncio.sleep(wait_s)
         tasks.append(asyncio.create_task(send()))
     return await asyncio.gather(*tasks), late_start_s
 
