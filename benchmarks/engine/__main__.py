@@ -92,7 +92,6 @@ def _flags() -> argparse.Namespace:
     parser.add_argument("--batches", type=numbers, default=[1, 4, 8, 16, 32])
     parser.add_argument("--prompts", type=numbers, default=[128, 512, 2048], help="tokens of the prefills")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
-    parser.add_argument("--wait-policy", choices=("active", "passive"), help="of every peer's idle OpenMP threads")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=16, help="measured decode steps of a turn")
     parser.add_argument("--out", type=Path, metavar="DIR", help="for the report and the raw figures")
@@ -138,8 +137,7 @@ def _commands(
         for ftype in flags.llama_types.split(","):
             command = [str(flags.llama_python), "-m", "benchmarks.engine.llama_peer", folder, ftype, *map(str, sizes)]
             commands[f"llama.cpp {ftype}"] = command, {"PYTHONPATH": str(ROOT)}
-    policy = {"OMP_WAIT_POLICY": flags.wait_policy} if flags.wait_policy else {}
-    return {name: (command, {**env, **policy}) for name, (command, env) in commands.items()}
+    return commands
 
 
 def _vllm_environment(python: Path, threads: int) -> dict[str, str]:

@@ -115,7 +115,6 @@ def dtype_bytes(setting: Setting) -> int:
 @dataclass(frozen=True)
 class Decoded:
     step_s: float  # wall, from launch to launch
-    device_step_s: float  # median between the marks of one replay
     idle: float  # share of the device's time between replays, the copies of inputs and draws included
 
 
@@ -169,7 +168,7 @@ def decode(opened: OpenedEngine, num_rows: int, context: int, num_steps: int) ->
     opened.clock.sync()
     step_s = (time.perf_counter() - began_s) / num_steps
     inside, outside = spans(opened)
-    return Decoded(step_s, statistics.median(inside), sum(outside) / (sum(outside) + sum(inside)))
+    return Decoded(step_s, sum(outside) / (sum(outside) + sum(inside)))
 
 
 def spans(opened: OpenedEngine) -> tuple[list[float], list[float]]:
