@@ -1,4 +1,4 @@
-"""Attacks a live cluster in every way that benchmarks/attacks/ lists, and prints what each attack achieved.
+"""Attacks a live cluster in every way that benchmarks/attacks/ has rows for, and prints what each attack achieved.
 
     python -m benchmarks.attack
     python -m benchmarks.attack --only 2,5 --seconds 20
@@ -13,11 +13,8 @@ status is 1. `--tls` attacks a cluster with TLS, in the rows that can.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
-import pkgutil
 import secrets
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -25,9 +22,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Final
 
-import benchmarks.attacks
-from benchmarks.attacks.legitimate import CallTally, LegitimateTraffic, answers_in_peace
-from benchmarks.attacks.row import AttackResult, AttackRow, AttackTarget
+from benchmarks.attacks import calls, host, http_bodies, http_port, models, open_ports
+from benchmarks.attacks.harness import (
+    AttackResult,
+    AttackRow,
+    AttackTarget,
+    Beside,
+    answers_in_peace,
+    legitimate_traffic,
+)
+from benchmarks.harness import table_head, table_row
 from pdserve import Client
 from pdserve.core.errors import ConfigError
 from pdserve.launch.ports import free_ports
@@ -47,35 +51,29 @@ FLAGS: Final = (
 
 def rows() -> list[AttackRow]:
     """All rows, by their number."""
-    modules = [
-        importlib.import_module(f"benchmarks.attacks.{one.name}")
-        for one in pkgutil.iter_modules(benchmarks.attacks.__path__)
-    ]
-    return sorted((one.ROW for one in modules if hasattr(one, "ROW")), key=lambda row: row.number)
+    found = [row for one in (calls, host, http_bodies, http_port, models, open_ports) for row in one.ROWS]
+    return sorted(found, key=lambda row: row.number)
 
 
-def run_row(row: AttackRow, target: AttackTarget, expected: list[tuple[int, ...]]) -> tuple[AttackResult, CallTally]:
+def run_row(row: AttackRow, target: AttackTarget, expected: list[tuple[int, ...]]) -> tuple[AttackResult, Beside]:
     """Attacks, and adds to the finding's complaints what the attack did to the cluster."""
     before = {name: target.pid(name) for name in ALL}
     complaints: list[str] = []
-    with LegitimateTraffic(target.router, target.token, expected, target.ca) as honest:
+    with legitimate_traffic(target.router, target.token, target.ca, expected) as honest:
         try:
             finding = row.attack(target)
         except Exception as error:  # the other rows still run
             finding = AttackResult(attempts=0, rejected=0)
             complaints.append(f"the row itself failed: {type(error).__name__}: {error}")
-    tally = honest.tally
     complaints += finding.complaints
-    if tally.wrong:
-        complaints.append(f"{tally.wrong} honest answers were wrong")
-    if tally.failed:
-        complaints.append(f"{tally.failed} honest requests failed, the first with {tally.first_failure}")
-    if not tally.exact:
+    if honest.failures:
+        complaints.append(f"{len(honest.failures)} honest requests failed, the first with {honest.failures[0]}")
+    if not honest.took_s:
         complaints.append("no honest request was answered")
     complaints += [f"{name} was restarted" for name in ALL if target.pid(name) != before[name]]
     if unrest := wait_until_idle(target):
         complaints.append(unrest)
-    return replace(finding, complaints=tuple(complaints)), tally
+    return replace(finding, complaints=complaints), honest
 
 
 def wait_until_idle(target: AttackTarget) -> str:
@@ -95,20 +93,17 @@ def wait_until_idle(target: AttackTarget) -> str:
             time.sleep(0.1)
 
 
-def show(results: Sequence[tuple[AttackRow, AttackResult, CallTally]], peace_s: float) -> None:
-    print("| row | attack | attempts | rejected | counted | errors | honest exact | honest p50, ms | met |")
-    print("| ---: | --- | ---: | ---: | ---: | --- | ---: | ---: | --- |")
-    for row, finding, tally in results:
+def show(results: Sequence[tuple[AttackRow, AttackResult, Beside]], peace_ms: float) -> None:
+    columns = "row|attack|attempts|rejected|counted|errors|honest exact|honest p50, ms|met"
+    print(table_head(columns.split("|")))
+    for row, finding, honest in results:
         counted = "" if finding.counted is None else f"{finding.counted:.0f}"
         errors = ", ".join(f"{name} {count}" for name, count in finding.errors.most_common(3))
-        p50 = f"{statistics.median(tally.took_s) * 1e3:.0f}" if tally.took_s else ""
-        met = "no" if finding.complaints else "yes"
-        total = tally.exact + tally.wrong + tally.failed
-        print(
-            f"| {row.number} | {row.name} | {finding.attempts} | {finding.rejected} | {counted} | {errors} |"
-            f" {tally.exact} of {total} | {p50} | {met} |"
-        )
-    print(f"\nAn honest request took {peace_s * 1e3:.0f} ms (median) before the attacks.")
+        exact = len(honest.took_s)
+        cells = (row.number, row.name, finding.attempts, finding.rejected, counted, errors)
+        of_them = f"{exact} of {exact + len(honest.failures)}"
+        print(table_row((*cells, of_them, f"{honest.median_ms:.0f}", "no" if finding.complaints else "yes")))
+    print(f"\nAn honest request took {peace_ms:.0f} ms (median) before the attacks.")
     for row, finding, _ in results:
         if finding.note:
             print(f"{row.number}: {finding.note}")
@@ -145,7 +140,7 @@ def main() -> int:
         # The launcher adds a worker's index to the port that its table names.
         *("--set", f"decode_worker.metrics_port={ports['d0'] - 1}"),
     )
-    results: list[tuple[AttackRow, AttackResult, CallTally]] = []
+    results: list[tuple[AttackRow, AttackResult, Beside]] = []
     with Running.start(
         *FLAGS,
         *metrics,
@@ -157,13 +152,12 @@ def main() -> int:
         ca = cluster.ready_line.rpartition(", ca ")[2].rstrip(")") if args.tls else None
         target = AttackTarget(cluster=cluster, token=token, seconds=args.seconds, metrics_ports=ports, ca=ca)
         expected = answers_in_peace(cluster.target, token, ca)
-        with LegitimateTraffic(cluster.target, token, expected, ca) as peace:
+        with legitimate_traffic(cluster.target, token, ca, expected) as peace:
             time.sleep(3.0)
-        peace_s = statistics.median(peace.tally.took_s)
         for row in chosen:
             print(f"row {row.number}: {row.name}", file=sys.stderr, flush=True)
             results.append((row, *run_row(row, target, expected)))
-    show(results, peace_s)
+    show(results, peace.median_ms)
     if args.json:
         table = [{"row": row.number, "name": row.name, **asdict(finding)} for row, finding, _ in results]
         args.json.write_text(json.dumps(table, indent=1, default=str))

@@ -19,7 +19,8 @@ from typing import Any, Final
 
 import grpc
 
-from benchmarks.attacks.row import AttackResult, AttackRow, AttackTarget
+from benchmarks.attacks.calls import ANSWER_S, status_of
+from benchmarks.attacks.harness import AttackResult, AttackRow, AttackTarget
 from kvtransfer.protocol.frames import Greeting
 from pdserve.telemetry import metric_names
 from pdserve.v1 import (
@@ -34,14 +35,13 @@ from pdserve.v1 import (
 )
 from pdserve.wire.peers import PROOF_KEY
 
-ANSWER_S: Final = 10.0
 ROUNDS: Final = 20
 IDLE_CONNECTIONS: Final = 100  # to each KV port, three times as many as may wait there
 HELLO: Final = worker_pb2.AttachRequest(hello=worker_pb2.RouterHello(router_id="stranger", router_incarnation="1"))
 Metadata = tuple[tuple[str, bytes], ...]
 
 
-def attack(target: AttackTarget) -> AttackResult:
+def open_ports(target: AttackTarget) -> AttackResult:
     errors: Counter[str] = Counter()
     complaints: list[str] = []
     before = sum(_rejected(target, name) for name in ("p0", "d0"))
@@ -49,7 +49,7 @@ def attack(target: AttackTarget) -> AttackResult:
         with grpc.insecure_channel(target.address(name)) as channel:
             for _ in range(ROUNDS):
                 for what, call in _calls(channel, target.address(name)).items():
-                    errors[said := _status(call)] += 1
+                    errors[said := status_of(call)] += 1
                     if said != "UNAUTHENTICATED":
                         complaints.append(f"{what} of {name} ended in {said}")
     num_calls = errors.total()
@@ -62,7 +62,7 @@ def attack(target: AttackTarget) -> AttackResult:
             lambda: stub.Drain(cluster_pb2.DrainRequest(worker_id="d0"), timeout=ANSWER_S),
             lambda: stub.Undrain(cluster_pb2.UndrainRequest(worker_id="d0"), timeout=ANSWER_S),
         ):
-            errors[said := _status(call)] += 1
+            errors[said := status_of(call)] += 1
             if said != "UNAUTHENTICATED":
                 complaints.append(f"a drain without the token ended in {said}")
     num_connections = _connect(target, errors, complaints)
@@ -73,7 +73,7 @@ def attack(target: AttackTarget) -> AttackResult:
         counted=counted,
         errors=errors,
         note=f"{num_connections} connections to KV ports",
-        complaints=tuple(complaints),
+        complaints=complaints,
     )
 
 
@@ -99,14 +99,6 @@ def _calls(channel: grpc.Channel, address: str) -> dict[str, Callable[[], Any]]:
         "the worker's own mac as a proof": attach(reserve, ((PROOF_KEY, guessed.SerializeToString()),)),
         "Open as p0": lambda: transfer.Open(request, timeout=ANSWER_S),
     }
-
-
-def _status(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except grpc.RpcError as error:
-        return str(error.code().name)  # type: ignore[attr-defined]  # a call is its own error
-    return "OK"
 
 
 def _rejected(target: AttackTarget, name: str) -> float:
@@ -155,4 +147,4 @@ def _kv_ports(target: AttackTarget) -> Iterator[int]:
             yield port
 
 
-ROW = AttackRow(number=4, name="workers' ports without the secret", attack=attack)
+ROWS: Final = (AttackRow(number=4, name="workers' ports without the secret", attack=open_ports),)

@@ -1,17 +1,9 @@
-"""Rows of `python -m benchmarks.attack` are found by their modules."""
+"""The rows of `python -m benchmarks.attack`."""
 
-import pkgutil
-
-import benchmarks.attacks
 from benchmarks.attack import rows
 
-PARTS = {"row", "legitimate", "watching"}  # modules of the folder that are no rows
 
-
-def test_each_module_is_one_row_with_its_own_name() -> None:
-    """Several may attack in the manner of one row of the issue, and share its number."""
+def test_each_row_has_a_number_and_a_name_of_its_own() -> None:
     found = rows()
-    modules = {one.name for one in pkgutil.iter_modules(benchmarks.attacks.__path__)} - PARTS
-    assert len(found) == len(modules)
+    assert [row.number for row in found] == sorted({row.number for row in found})
     assert len({row.name for row in found}) == len(found)
-    assert [row.number for row in found] == sorted(row.number for row in found)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.attacks import redis_stranger
+from benchmarks.attacks.host import try_socket
 from pdserve import AsyncClient, Client, InvalidRequest, Unauthenticated
 from pdserve.client.results import Completion
 from pdserve.launch.child import StartFailed
@@ -131,7 +131,7 @@ def test_redis_listens_on_a_private_socket_file_only(toy: Running) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="acts as a second user, which only root can become")
 def test_another_user_reaches_nothing_of_redis(toy: Running) -> None:
-    ends = redis_stranger.as_stranger(toy.address("redis"))
+    ends = try_socket(toy.address("redis"))
     assert {name: end for name, end in ends.items() if end not in ("EACCES", "EPERM")} == {}
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.attacks.taken_port import as_stranger
+from benchmarks.attacks.host import take_port
 from pdserve.config import GatewayConfig
 from pdserve.core.access.hosts import join
 from pdserve.core.errors import ConfigError
@@ -61,7 +61,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="acts as a second user
 def test_another_user_cannot_bind_a_held_port(held: HeldPorts, host: str) -> None:
     [port] = free_ports(1)
     held.hold("port", host, port)
-    with as_stranger(port) as stranger:
+    with take_port(port) as stranger:
         tried, _ = stranger.communicate("", timeout=WAIT_S)
     assert list(json.loads(tried)) == ["EADDRINUSE"]
 

@@ -1,12 +1,10 @@
-"""Row 13: bodies of 4 MiB that fail validation, with and without a key.
-
-Before the fix, each wrong item of an array was an error object: one body stopped the gateway for 30 s and took 4 GiB.
-"""
+"""Rows of HTTP bodies: those that fail validation, long arrays that are accepted, and small ones with long answers."""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import threading
 import time
 from collections import Counter
@@ -16,7 +14,7 @@ from urllib.parse import urlsplit
 
 import psutil  # type: ignore[import-untyped]
 
-from benchmarks.attacks.row import MAX_WAIT_S, AttackResult, AttackRow, AttackTarget
+from benchmarks.attacks.harness import MAX_WAIT_S, AttackResult, AttackRow, AttackTarget, Beside
 
 NUM_CALLERS: Final = 4
 MAX_KEPT_BYTES: Final = 256 * 2**20  # more than before the attack, some seconds after it
@@ -36,8 +34,6 @@ def attack_with(target: AttackTarget, bodies: Sequence[Body], allowed: Mapping[b
     lock = threading.Lock()
     errors: Counter[str] = Counter()
     complaints: list[str] = []
-    is_over = threading.Event()
-    health_s: list[float] = []
     calls = [(body, has_key) for body in bodies for has_key in (True, False)]
     ends_s = time.monotonic() + target.seconds
 
@@ -70,30 +66,19 @@ def attack_with(target: AttackTarget, bodies: Sequence[Body], allowed: Mapping[b
                 if status and status not in allowed[has_key]:
                     complaints.append(f"{path}, {body[:40]!r}..., key {has_key}: status {status}")
 
-    def watch() -> None:
-        while not is_over.is_set():
-            began_s = time.monotonic()
-            try:
-                ask("GET", "/health")
-            except (OSError, http.client.HTTPException) as error:
-                complaints.append(f"/health failed: {error}")
-            health_s.append(time.monotonic() - began_s)
+    def check_health() -> None:
+        ask("GET", "/health")
 
-    watcher = threading.Thread(target=watch, name="health")
-    watcher.start()
     callers = [threading.Thread(target=call) for _ in range(NUM_CALLERS)]
-    for one in callers:
-        one.start()
-    for one in callers:
-        one.join()
-    is_over.set()
-    watcher.join()
+    with Beside(check_health, pause_s=0.0) as health:
+        for one in callers:
+            one.start()
+        for one in callers:
+            one.join()
     peak_bytes = gateway.memory_info().rss
     time.sleep(SETTLE_S)
     kept_bytes = gateway.memory_info().rss - before_bytes
-    longest_s = max(health_s, default=ANSWER_S)
-    if longest_s > MAX_WAIT_S:
-        complaints.append(f"/health took {longest_s:.2f} s, over {MAX_WAIT_S} s")
+    complaints += health.complaints("calls of /health", MAX_WAIT_S)
     if kept_bytes > MAX_KEPT_BYTES:
         complaints.append(f"the gateway kept {kept_bytes >> 20} MiB")
     if calls:
@@ -102,9 +87,9 @@ def attack_with(target: AttackTarget, bodies: Sequence[Body], allowed: Mapping[b
         attempts=2 * len(bodies) - len(calls),
         rejected=sum(count for status, count in errors.items() if status.startswith("4")),
         errors=errors,
-        note=f"/health took {longest_s * 1e3:.0f} ms at most, of {len(health_s)} calls; the gateway had "
+        note=f"/health took {health.longest_s * 1e3:.0f} ms at most, of {len(health.took_s)} calls; the gateway had "
         f"{(peak_bytes - before_bytes) >> 20} MiB more at the end, and {kept_bytes >> 20} MiB {SETTLE_S:.0f} s later",
-        complaints=tuple(complaints),
+        complaints=complaints,
     )
 
 
@@ -113,7 +98,9 @@ def repeated(begin: bytes, item: bytes, end: bytes) -> bytes:
     return begin + item * ((SIZE - len(begin)) // len(item)) + end
 
 
-def _bodies() -> list[Body]:
+# ---- Row 13. Before the fix, each wrong item of an array was an error object: one body stopped the gateway for 30 s
+# and took 4 GiB.
+def _wrong_bodies() -> list[Body]:
     chat = b'{"messages":[{"role":"user","content":"x"}],'
     text = b'{"prompt":"x",'
     found: list[Body] = [
@@ -137,8 +124,63 @@ def _bodies() -> list[Body]:
     return found
 
 
-def attack(target: AttackTarget) -> AttackResult:
-    return attack_with(target, _bodies(), {True: (400, 429), False: (401,)})
+# ---- Row 14. Before the fix, 140,000 messages to /tokenize stopped the gateway for 2.6 s, and a choice of 400,000
+# texts for 1.2 s.
+_MESSAGE = b'{"role":"user","content":"x"},'
+_CALL = b'{"id":"a","function":{"name":"f","arguments":"{}"}},'
 
 
-ROW = AttackRow(number=13, name="bodies of 4 MiB that fail validation", attack=attack, needs="token")
+def _long_shapes() -> list[Body]:
+    message = _MESSAGE.rstrip(b",")
+    calls = b'{"role":"assistant","tool_calls":[' + (_CALL * 100).rstrip(b",") + b"]},"
+    return [
+        ("/tokenize", repeated(b'{"messages":[', _MESSAGE, message + b"]}")),
+        ("/tokenize", b'{"messages":[' + _MESSAGE * 4095 + message + b"]}"),
+        ("/tokenize", b'{"messages":[' + calls * 180 + message + b"]}"),
+        ("/tokenize", repeated(b'{"prompt":"', b"x, ", b'"}')),
+        ("/tokenize", repeated(b'{"return_token_strs":true,"prompt":"', b"x, ", b'"}')),
+        ("/detokenize", repeated(b'{"tokens":[', b"1,", b"1]}")),
+        ("/v1/chat/completions", b'{"max_tokens":1,"messages":[' + _MESSAGE * 4095 + message + b"]}"),
+        ("/v1/completions", repeated(b'{"prompt":"x","structured_outputs":{"choice":[', b'"ab",', b'"c"]}}')),
+        ("/v1/completions", repeated(b'{"prompt":[', b"1,", b"1]}")),
+        ("/v1/completions", repeated(b'{"truncate_prompt_tokens":9,"max_tokens":1,"prompt":[', b"1111,", b"1]}")),
+        ("/v1/completions", b'{"max_tokens":1,"prompt":[' + (b"[" + b"1," * 15_000 + b"1],") * 127 + b"[1]]}"),
+        ("/v1/completions", repeated(b'{"max_tokens":1,"prompt":"', b'x\\", [{:', b'"}')),
+        ("/v1/responses", b'{"input":[' + _MESSAGE * 4095 + message + b"]}"),
+    ]
+
+
+# ---- Row 15. Before the fix, 210 KB of request became an answer of 83 MiB, for which the gateway took 781 MiB and
+# stopped for 2.6 s.
+def _long_answers() -> list[Body]:
+    prompt = [[20 + index % 200 for index in range(1000)]] * 16
+    one = {"temperature": 1.0, "seed": 1, "max_tokens": 1}
+    requests = [
+        ("/v1/completions", {**one, "prompt": prompt, "prompt_logprobs": 20, "n": 2}),
+        ("/v1/completions", {**one, "prompt": prompt, "echo": True, "logprobs": 20, "n": 2}),
+        ("/v1/completions", {**one, "prompt": prompt, "echo": True, "logprobs": 20, "stream": True}),
+        ("/v1/completions", {**one, "prompt": "x", "logprobs": 64, "n": 16, "max_tokens": 256}),
+        ("/v1/completions", {**one, "prompt": prompt * 8, "prompt_logprobs": 20, "n": 16}),
+        ("/tokenize", {"prompt": "x, 1 y\n" * 14_000, "return_token_strs": True}),
+        ("/detokenize", {"tokens": [20 + index % 200 for index in range(2000)]}),
+    ]
+    return [(path, json.dumps(body).encode()) for path, body in requests]
+
+
+def wrong_bodies(target: AttackTarget) -> AttackResult:
+    return attack_with(target, _wrong_bodies(), {True: (400, 429), False: (401,)})
+
+
+def long_shapes(target: AttackTarget) -> AttackResult:
+    return attack_with(target, _long_shapes(), {True: (200, 400, 429), False: (401,)})
+
+
+def long_answers(target: AttackTarget) -> AttackResult:
+    return attack_with(target, _long_answers(), {True: (200, 400, 429), False: (401,)})
+
+
+ROWS: Final = (
+    AttackRow(number=13, name="bodies of 4 MiB that fail validation", attack=wrong_bodies, needs="token"),
+    AttackRow(number=14, name="long arrays that are accepted", attack=long_shapes, needs="token"),
+    AttackRow(number=15, name="small requests with long answers", attack=long_answers, needs="token"),
+)
