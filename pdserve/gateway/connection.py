@@ -25,11 +25,11 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from pdserve.core.log_limit import LogLimit
 from pdserve.gateway.api import errors, sse
-from pdserve.gateway.handshake import Handshake
 from pdserve.listening import MAX_LINGERING
 
 if TYPE_CHECKING:
     from pdserve.gateway.arrivals import Arrival
+    from pdserve.gateway.handshake import Handshake
 
 log = logging.getLogger(__name__)
 
