@@ -23,7 +23,7 @@ from pdserve.cli.main import HELPS, make_parsers
 from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
 from pdserve.core.setting import NAME, Range
 from pdserve.gateway.api.field_support import IGNORED, MODELS, REJECTED, Endpoint
-from pdserve.gateway.api.response_fields import ADDED, EMPTY, FILLED, Answer
+from pdserve.gateway.api.response_models import ADDED, EMPTY, FILLED, AnswerKind
 from pdserve.launch.keys import COMPUTED, TOP
 from pdserve.launch.report import LogLimits
 from pdserve.launch.spec import NUM_WORKERS, ClusterSpec
@@ -370,7 +370,7 @@ def http_page() -> str:
         "`tests/unit/gateway/test_response_fields.py` tries each row with the official client, and finds fields of its "
         "types that have no row.",
     ]
-    titles: dict[Answer, str] = {
+    titles: dict[AnswerKind, str] = {
         "chat": "A chat",
         "chunk": "A chunk of a streamed chat",
         "text": "A text completion, whole or streamed",
@@ -379,11 +379,11 @@ def http_page() -> str:
     for answer, title in titles.items():
         lines += ["", f"### {title}", ""]
         lines += table(("field", "filled", "when or why not"), answer_rows(answer))
-    sources = "request_models.py, field_support.py and response_fields.py in pdserve/gateway"
+    sources = "request_models.py, field_support.py and response_models.py in pdserve/gateway/api"
     return page("Fields of HTTP requests", sources, *lines)
 
 
-def answer_rows(answer: Answer) -> Iterator[Sequence[str]]:
+def answer_rows(answer: AnswerKind) -> Iterator[Sequence[str]]:
     for name, when in FILLED[answer].items():
         yield code(name), "yes", when
     for name, when in ADDED[answer].items():

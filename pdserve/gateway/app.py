@@ -36,16 +36,14 @@ from pdserve.core.errors import (
     shortened,
 )
 from pdserve.gateway import endpoints
-from pdserve.gateway.api import errors, headers, json_body, openapi, replies, sse
+from pdserve.gateway.api import errors, http_input, openapi, replies, sse
 from pdserve.gateway.api.errors import BodyTooLarge
 from pdserve.gateway.api.field_support import Endpoint
-from pdserve.gateway.api.openapi import docs_page
-from pdserve.gateway.api.operations import OPERATIONS
-from pdserve.gateway.api.responses_request import responses_call
+from pdserve.gateway.api.openapi import OPERATIONS, docs_page
+from pdserve.gateway.api.responses import responses_call
 from pdserve.gateway.api.sdk_call import SdkCall, chat_call, check_model, text_call
-from pdserve.gateway.door import Caller, Door
+from pdserve.gateway.door import Caller, Door, Shutdown
 from pdserve.gateway.respond import Responder, Sender, encoded, send_json, send_whole
-from pdserve.gateway.shutdown import Shutdown
 from pdserve.gateway.ui.page import page
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics
@@ -215,7 +213,7 @@ class Gateway:
         async def handle(scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
             self._check_declared(given)
             with self._held.body(caller.share) as held:
-                options = headers.options(given)
+                options = http_input.options(given)
                 call = await self._read(receive, held, lambda fields: make_call(fields, caller.model, options))
                 self._hold_answer(held, call.answer_bytes(caller.model))
                 try:
@@ -313,8 +311,8 @@ class Gateway:
     # --- what they share
 
     async def _admitted(self, scope: Any, given: Headers) -> Caller:
-        caller = await self._door.admit(headers.bearer_token(given.get("authorization")))
-        if (why := headers.foreign(given, scope["scheme"])) and await self._door.is_open():
+        caller = await self._door.admit(http_input.bearer_token(given.get("authorization")))
+        if (why := http_input.foreign(given, scope["scheme"])) and await self._door.is_open():
             expected = "call it by its address or as localhost, or give the cluster a token (PDSERVE_TOKEN)"
             raise PermissionDenied(f"{why}, and the cluster needs no token: {expected}")
         return caller
@@ -341,8 +339,8 @@ class Gateway:
         """Parses and validates the body. A large one is read in a thread, so that others do not wait for it."""
         body = await read_body(receive, self.config.max_body_bytes, self.config.body_s, held)
         if len(body) <= QUICK_BYTES:
-            return make(json_body.parse(body))
-        return await asyncio.get_running_loop().run_in_executor(self._reader, lambda: make(json_body.parse(body)))
+            return make(http_input.parse(body))
+        return await asyncio.get_running_loop().run_in_executor(self._reader, lambda: make(http_input.parse(body)))
 
     def _route(self, path: str, method: str, handler: Handler) -> BaseRoute:
         """The handler runs only for callers that are admitted."""

@@ -28,8 +28,7 @@ from pdserve.gateway.api import errors, sse
 from pdserve.listening import MAX_LINGERING
 
 if TYPE_CHECKING:
-    from pdserve.gateway.arrivals import Arrival
-    from pdserve.gateway.handshake import Handshake
+    from pdserve.gateway.arrivals import Arrival, Handshake
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,6 @@
-"""Admits callers before their bodies are read. Only the router knows the tokens; the gateway stores none.
+"""Which requests enter: those of known callers, and none while the gateway drains.
+
+Callers are admitted before their bodies are read. Only the router knows the tokens; the gateway stores none.
 
 A token that the router accepts is remembered for some seconds, together with the model that the router serves. Each
 call carries its caller's token, so a revoked token passes the gateway for at most that time, and the router rejects it.
@@ -11,19 +13,20 @@ their callers do not wait for the flood.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import math
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, TypeVar, final
 
 from pdserve.client.aio import AsyncClient
 from pdserve.client.results import Model
 from pdserve.core.access.shares import caller_of
-from pdserve.core.errors import Overloaded, Unauthenticated
+from pdserve.core.errors import Overloaded, ShuttingDown, Unauthenticated
 
 REMEMBER_S: Final = 10.0
 REMEMBER_REJECTED_S: Final = 1.0
@@ -125,3 +128,67 @@ def _note_error(check: asyncio.Task[Caller]) -> None:
     """Ignores an error for which no caller waits any more."""
     if not check.cancelled():
         check.exception()
+
+
+# --- shutdown -------------------------------------------------------------------------------------------------
+# The end of the gateway: it drains, and then ends each running request with an error that says why.
+
+
+@final
+class Shutdown:
+    """Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self.is_draining = False  # new requests are rejected
+        self._limits: dict[asyncio.Timeout, bool] = {}  # of the running requests; whether the drain waits for it
+        self._answering = 0  # requests whose answer has not ended
+        self._changed = asyncio.Event()
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """Runs a request up to the end of its answer, so also the sending of the error that `interrupt` caused."""
+        self._answering += 1
+        try:
+            yield
+        finally:
+            self._answering -= 1
+            self._changed.set()
+
+    @contextlib.asynccontextmanager
+    async def interruptible(self, *, is_endless: bool) -> AsyncIterator[None]:
+        """Runs a request, inside `answering`. Raises ShuttingDown if `interrupt` ends it. `is_endless`: the drain does
+        not wait for it."""
+        limit = asyncio.timeout(None)
+        try:
+            async with limit:
+                self._limits[limit] = not is_endless
+                try:
+                    yield
+                finally:
+                    del self._limits[limit]
+                    self._changed.set()
+        except TimeoutError:
+            if limit.expired():
+                raise ShuttingDown from None
+            raise
+
+    async def drain(self, limit_s: float) -> None:
+        """Rejects new requests, and returns when the running ones have ended, or after `limit_s`."""
+        self.is_draining = True
+        await self._wait(lambda: not any(self._limits.values()), limit_s)
+
+    async def interrupt(self, limit_s: float) -> None:
+        """Ends all requests, and returns when each has sent its error, or after `limit_s`."""
+        self.is_draining = True
+        now_s = asyncio.get_running_loop().time()
+        for one in self._limits:
+            if not one.expired():
+                one.reschedule(now_s)
+        await self._wait(lambda: not self._answering, limit_s)
+
+    async def _wait(self, holds: Callable[[], bool], limit_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while not holds():
+                    self._changed.clear()
+                    await self._changed.wait()

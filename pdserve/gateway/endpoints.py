@@ -12,12 +12,11 @@ from pdserve.client.aio import AsyncClient
 from pdserve.client.results import Model
 from pdserve.core.errors import Cancelled, InvalidRequest, PermissionDenied
 from pdserve.core.live import PERIOD_S, LiveFrame, frame_to_json
-from pdserve.gateway.answers import TokenTable
 from pdserve.gateway.api import sse
 from pdserve.gateway.api.request_models import DetokenizeRequest, TokenizeRequest
 from pdserve.gateway.api.sdk_call import check_model, sdk_messages, validated
 from pdserve.gateway.door import Caller
-from pdserve.gateway.respond import EVENT_STREAM, Sender, disconnected
+from pdserve.gateway.respond import EVENT_STREAM, Sender, TokenTable, disconnected
 from pdserve.gateway.tools.plan import check_tools_bytes
 
 ID_BYTES: Final = 8

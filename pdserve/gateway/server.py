@@ -21,10 +21,9 @@ from pdserve.core.access.hosts import is_loopback_host
 from pdserve.core.durations import clamped_s
 from pdserve.core.errors import ConfigError, InternalError, NoWorkers, Unauthenticated
 from pdserve.gateway.app import Gateway
-from pdserve.gateway.arrivals import Arrivals
+from pdserve.gateway.arrivals import Arrivals, Handshake
 from pdserve.gateway.connection import BUSY, Connection, ConnectionLimits, Connections, set_options
-from pdserve.gateway.handshake import Handshake
-from pdserve.gateway.shutdown import Shutdown
+from pdserve.gateway.door import Shutdown
 from pdserve.listening import bind_error, ignore_poller_races, share_port
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics

@@ -15,8 +15,7 @@ from pydantic import BaseModel
 
 from pdserve.core.setting import did_you_mean, nearest
 from pdserve.gateway.api.errors import UnknownField, UnsupportedField
-from pdserve.gateway.api.request_models import ChatRequest, TextRequest
-from pdserve.gateway.api.responses_models import ResponsesRequest
+from pdserve.gateway.api.request_models import ChatRequest, ResponsesRequest, TextRequest
 
 Endpoint = Literal["chat", "text", "responses"]
 MODELS: Final[Mapping[Endpoint, type[BaseModel]]] = {

@@ -19,7 +19,7 @@ from pdserve.gateway.api import logprobs, sse
 from pdserve.gateway.api.errors import ErrorReply
 from pdserve.gateway.api.logprobs import BytesOf, EchoedPrompt, TextOffsets, Tokens
 from pdserve.gateway.api.sdk_call import SdkCall
-from pdserve.gateway.tools.answer_tools import AnswerTools, message
+from pdserve.gateway.tools.plan import AnswerTools, message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from pdserve.core.setting import did_you_mean
 from pdserve.core.types import MAX_DELTA_TOKENS, MAX_PROMPT_LOGPROBS, MAX_SEED
 from pdserve.gateway.api.errors import UnknownModel
 from pdserve.gateway.api.field_support import Endpoint, meant_field, supported
-from pdserve.gateway.api.json_body import summarised
+from pdserve.gateway.api.http_input import summarised
 from pdserve.gateway.api.request_models import (
     TOO_MANY,
     ChatRequest,

@@ -19,7 +19,7 @@ from pdserve.core.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from pdserve.core.json_schema import PointerChars, localized
 from pdserve.gateway.api.request_models import Tool
 from pdserve.gateway.api.sse import to_json
-from pdserve.gateway.tools.parameter_values import parameter_types
+from pdserve.gateway.tools.xml_reader import parameter_types
 
 MAX_CALLS: Final = 16  # of one answer with a grammar
 _XML_VALUE: Final = 'xml_value[suffix="\\n</parameter>\\n"]: /(?s:.*)/\n'

@@ -1,4 +1,4 @@
-"""Converts the tool fields of a request to options of the SDK's call and a reader for the answer. Pure.
+"""Converts the tool fields of a request to options of the SDK's call, and the answer's text to the calls in it. Pure.
 
 With `auto` the model decides whether to call; the form of its calls is found from its chat template. `required` and a
 named function are enforced by a grammar, so their arguments always validate, and the answer is JSON in our own form.
@@ -8,7 +8,8 @@ They win over a schema for the answer. With `auto` and such a schema a grammar a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, final
@@ -22,7 +23,7 @@ from pdserve.core.types import MAX_TOOLS_BYTES, require_at_most
 from pdserve.gateway.api.request_models import NamedChoice, Tool
 from pdserve.gateway.tools.grammars import MAX_CALLS, calls_or_answer, calls_schema, parameters_of
 from pdserve.gateway.tools.readers import ArrayReader, FirstCharReader, NamedReader, make_reader
-from pdserve.gateway.tools.reading import SPACE, Event, Mark, Reader, Reasoning, Text, joined
+from pdserve.gateway.tools.reading import SPACE, Arguments, CallBegan, Event, Mark, Reader, Reasoning, Text, joined
 
 # --- reader of reasoning --------------------------------------------------------------------------------------
 # Reasoning is between marks, at the beginning of an answer.
@@ -232,3 +233,72 @@ def _for_template(tool: Tool) -> dict[str, Any]:
     found: dict[str, Any] = tool.model_dump(exclude_none=True)
     found["function"].pop("strict", None)
     return found
+
+
+# --- calls of one answer --------------------------------------------------------------------------------------
+# As OpenAI's clients read them: whole, or as deltas.
+
+
+@final
+class AnswerTools:
+    """Belongs to one answer."""
+
+    def __init__(self, plan: ToolPlan, reasoning: str | None = None) -> None:
+        """`reasoning`: how the prompt ends."""
+        self._reader = plan.reader(reasoning)
+        self._most = plan.most_calls
+        self._has_short_ids = plan.has_short_ids
+        self.num_calls = 0
+        self._is_dropped = False  # the last call is over the limit
+
+    def feed(self, text: str) -> list[dict[str, Any]]:
+        """The deltas that are complete after this text."""
+        return self._deltas(self._reader.feed(text))
+
+    def end(self) -> list[dict[str, Any]]:
+        """After the last text, the deltas that were held back."""
+        return self._deltas(self._reader.end())
+
+    def _deltas(self, events: Iterable[Event]) -> list[dict[str, Any]]:
+        found = (self._delta(one) for one in events)
+        return [one for one in found if one is not None]
+
+    def _delta(self, event: Event) -> dict[str, Any] | None:
+        if isinstance(event, Text):
+            return {"content": event.text}
+        if isinstance(event, Reasoning):
+            return {"reasoning_content": event.text}
+        if isinstance(event, CallBegan):
+            self._is_dropped = self._most is not None and self.num_calls >= self._most
+            if self._is_dropped:
+                return None
+            self.num_calls += 1
+            call = {
+                "index": self.num_calls - 1,
+                "id": secrets.token_hex(5)[:9] if self._has_short_ids else f"call_{secrets.token_hex(12)}",
+                "type": "function",
+                "function": {"name": event.name, "arguments": ""},
+            }
+            return {"tool_calls": [call]}
+        assert isinstance(event, Arguments)
+        if self._is_dropped:
+            return None
+        return {"tool_calls": [{"index": self.num_calls - 1, "function": {"arguments": event.text}}]}
+
+
+def message(deltas: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The whole message that deltas add up to. Without text, `content` is null."""
+    content = reasoning = ""
+    calls: list[dict[str, Any]] = []
+    for delta in deltas:
+        content += delta.get("content", "")
+        reasoning += delta.get("reasoning_content", "")
+        for part in delta.get("tool_calls", ()):
+            if "id" in part:
+                calls.append({name: part[name] for name in ("id", "type")} | {"function": dict(part["function"])})
+            else:
+                calls[-1]["function"]["arguments"] += part["function"]["arguments"]
+    found: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+    if reasoning:
+        found["reasoning_content"] = reasoning
+    return found | ({"tool_calls": calls} if calls else {})

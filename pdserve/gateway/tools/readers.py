@@ -17,8 +17,18 @@ from collections.abc import Collection, Mapping
 from enum import Enum
 from typing import Any, Final, final
 
-from pdserve.gateway.tools.call_object import MAX_NAME_CHARS, JsonValue
-from pdserve.gateway.tools.reading import SEPARATORS, SPACE, Arguments, CallBegan, CallReader, CharReader, Mark, Text
+from pdserve.gateway.tools.reading import (
+    MAX_NAME_CHARS,
+    SEPARATORS,
+    SPACE,
+    Arguments,
+    CallBegan,
+    CallReader,
+    CharReader,
+    JsonValue,
+    Mark,
+    Text,
+)
 from pdserve.gateway.tools.xml_reader import XmlReader
 
 _CALLS: Final = "[TOOL_CALLS]"

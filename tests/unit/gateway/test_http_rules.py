@@ -13,8 +13,8 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from pdserve.gateway.arrivals import _EarlyBytes
 from pdserve.gateway.connection import LINGER_BYTES, PIECE_BYTES, Connection, ConnectionLimits, Connections
-from pdserve.gateway.handshake import _EarlyBytes
 from tests.unit.gateway.conftest import Served, gateway, read_all, serve, until
 from tests.unit.gateway.test_limits import code_of, exchange, read_one, status_of
 

@@ -12,7 +12,7 @@ import httpx2 as httpx
 import pytest
 
 from pdserve.core.types import Role
-from pdserve.gateway.api.headers import foreign, is_own_host
+from pdserve.gateway.api.http_input import foreign, is_own_host
 from tests.unit.gateway.conftest import WAIT_S, Served, serve, until
 
 OWN = {"x-pdserve-ui": "1"}

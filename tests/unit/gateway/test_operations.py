@@ -17,11 +17,10 @@ from pdserve.build import FULL_VERSION
 from pdserve.client.aio import AsyncClient
 from pdserve.config import GatewayConfig
 from pdserve.core.installation import VERSION
-from pdserve.gateway.api.openapi import BOUNDS, document
-from pdserve.gateway.api.operations import OPERATIONS
+from pdserve.gateway.api.openapi import BOUNDS, OPERATIONS, document
 from pdserve.gateway.api.request_models import ChatRequest
 from pdserve.gateway.app import Gateway
-from pdserve.gateway.shutdown import Shutdown
+from pdserve.gateway.door import Shutdown
 from pdserve.telemetry.metrics import Metrics
 from tests.support.tooled_model import BUNDLED
 from tests.unit.gateway.conftest import Served, serve

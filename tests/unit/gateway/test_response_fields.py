@@ -14,13 +14,13 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response
 
 from pdserve.core.errors import KvLost
-from pdserve.gateway.api.response_fields import ADDED, EMPTY, FILLED, Answer
+from pdserve.gateway.api.response_models import ADDED, EMPTY, FILLED, AnswerKind
 from tests.unit.client.conftest import Script, delta, started
 from tests.unit.client.conftest import script as script
 from tests.unit.client.conftest import target as target
 from tests.unit.gateway.conftest import Served, gateway
 
-TYPES: Mapping[Answer, type[pydantic.BaseModel]] = {
+TYPES: Mapping[AnswerKind, type[pydantic.BaseModel]] = {
     "chat": ChatCompletion,
     "chunk": ChatCompletionChunk,
     "text": Completion,
@@ -71,7 +71,7 @@ def models_in(annotation: Any) -> Iterator[type[pydantic.BaseModel]]:
 
 
 @pytest.fixture(scope="module")
-def answers(bundled: Served, tooled: Served) -> Mapping[Answer, list[Any]]:
+def answers(bundled: Served, tooled: Served) -> Mapping[AnswerKind, list[Any]]:
     """Answers to requests that ask for every optional field."""
     chat, text, respond = bundled.openai.chat.completions, bundled.openai.completions, bundled.openai.responses
     call: Any = {
@@ -124,14 +124,14 @@ def failed_response(script: Script, target: str) -> Any:
 
 
 @pytest.mark.parametrize("answer", TYPES)
-def test_every_field_of_openai_has_one_row(answer: Answer) -> None:
+def test_every_field_of_openai_has_one_row(answer: AnswerKind) -> None:
     assert not FILLED[answer].keys() & EMPTY[answer].keys()
     assert set(declared(TYPES[answer], EMPTY[answer])) == {*FILLED[answer], *EMPTY[answer]}
 
 
 @pytest.mark.parametrize("answer", TYPES)
 def test_fields_are_filled_as_the_table_says(
-    answers: Mapping[Answer, list[Any]], answer: Answer, script: Script, target: str
+    answers: Mapping[AnswerKind, list[Any]], answer: AnswerKind, script: Script, target: str
 ) -> None:
     found = [*answers[answer], *([failed_response(script, target)] if answer == "response" else [])]
     theirs = {path for one in found for path, is_theirs in seen(one) if is_theirs}
@@ -139,7 +139,7 @@ def test_fields_are_filled_as_the_table_says(
 
 
 @pytest.mark.parametrize("answer", TYPES)
-def test_added_fields_are_those_of_the_table(answers: Mapping[Answer, list[Any]], answer: Answer) -> None:
+def test_added_fields_are_those_of_the_table(answers: Mapping[AnswerKind, list[Any]], answer: AnswerKind) -> None:
     ours = {path for one in answers[answer] for path, is_theirs in seen(one) if not is_theirs}
     # test_reasoning.py has the fields of models that reason.
     assert ours == {path for path in ADDED[answer] if "reasoning" not in path}

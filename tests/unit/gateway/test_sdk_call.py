@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pdserve.client.request import generate_request
 from pdserve.client.results import Model
 from pdserve.core.errors import InvalidRequest, PdserveError
-from pdserve.gateway.api import headers, json_body
+from pdserve.gateway.api import http_input
 from pdserve.gateway.api.request_models import MAX_PROMPTS
 from pdserve.gateway.api.sdk_call import SdkCall, Shown, chat_call, text_call
 
@@ -178,17 +178,17 @@ def test_only_pdserve_errors_are_raised(fields: dict[str, Any]) -> None:
 @given(st.binary(max_size=64) | st.text(max_size=64).map(str.encode))
 def test_a_body_is_an_object_or_an_error(body: bytes) -> None:
     with contextlib.suppress(InvalidRequest):
-        assert isinstance(json_body.parse(body), dict)
+        assert isinstance(http_input.parse(body), dict)
 
 
 def test_null_counts_as_absent() -> None:
-    assert json_body.parse(b'{"a": null, "b": 1}') == {"b": 1}
+    assert http_input.parse(b'{"a": null, "b": 1}') == {"b": 1}
 
 
 def test_headers_become_options() -> None:
     trace = f"00-{'a' * 32}-{'b' * 16}-01"
     given_headers = {"x-request-id": "r", "x-session-id": "s", "x-slo-ttft-ms": "1500", "traceparent": trace}
-    assert headers.options(given_headers) == {
+    assert http_input.options(given_headers) == {
         "request_id": "r",
         "session_id": "s",
         "slo": {"ttft_s": 1.5},
@@ -199,7 +199,7 @@ def test_headers_become_options() -> None:
 @pytest.mark.parametrize("value", ["", "soon", "nan", "inf", "1e999", "1" * 33])
 def test_a_target_is_a_number(value: str) -> None:
     with pytest.raises(InvalidRequest, match="x-slo-tpot-ms"):
-        headers.options({"x-slo-tpot-ms": value})
+        http_input.options({"x-slo-tpot-ms": value})
 
 
 @pytest.mark.parametrize("priority", [-(2**31), 2**31 + 1, 2**63])

@@ -18,8 +18,8 @@ from pdserve.client.retry import Retries
 from pdserve.config import GatewayConfig
 from pdserve.core.errors import ShuttingDown
 from pdserve.gateway.app import Gateway
+from pdserve.gateway.door import Shutdown
 from pdserve.gateway.server import GatewayHost
-from pdserve.gateway.shutdown import Shutdown
 from pdserve.telemetry.metrics import Metrics
 from pdserve.testing import Cluster
 from tests.unit.gateway.conftest import WAIT_S, Served, gateway, is_idle, until

@@ -13,15 +13,14 @@ from pydantic import BaseModel, ValidationError
 from pdserve.client.results import Model
 from pdserve.core import json_schema
 from pdserve.core.errors import PdserveError
-from pdserve.gateway.api import json_body
-from pdserve.gateway.api.operations import OPERATIONS
-from pdserve.gateway.api.request_models import MAX_NAMES
-from pdserve.gateway.api.responses_models import ITEMS
-from pdserve.gateway.api.responses_request import responses_call
+from pdserve.gateway.api import http_input
+from pdserve.gateway.api.openapi import OPERATIONS
+from pdserve.gateway.api.request_models import ITEMS, MAX_NAMES
+from pdserve.gateway.api.responses import responses_call
 from pdserve.gateway.api.sdk_call import chat_call, text_call, validated
 from pdserve.gateway.endpoints import detokenize_request, tokenize_request
 from pdserve.gateway.tools import grammars, plan
-from pdserve.gateway.tools.parameter_values import MAX_STEPS, parameter_types
+from pdserve.gateway.tools.xml_reader import MAX_STEPS, parameter_types
 from tests.support.calls import calls_of
 
 MODEL = Model(
@@ -105,7 +104,7 @@ def hostile() -> dict[str, str]:
     }
 
 
-PARSED = {name: json_body.parse(f'{{"x":{text}}}'.encode())["x"] for name, text in hostile().items()}
+PARSED = {name: http_input.parse(f'{{"x":{text}}}'.encode())["x"] for name, text in hostile().items()}
 BESIDE: Mapping[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
     "/v1/completions": {"prompt": "x"},
@@ -169,14 +168,14 @@ def test_errors_are_not_collected(model: type[BaseModel]) -> None:
     ids=["arrays", "objects", "names", "texts", "numbers"],
 )
 def test_parts_are_counted_before_they_are_parsed(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_body.jiter, "from_json", None)
+    monkeypatch.setattr(http_input.jiter, "from_json", None)
     with pytest.raises(PdserveError, match="at most"):
-        json_body.parse(body)
+        http_input.parse(body)
 
 
 def test_marks_within_texts_do_not_count() -> None:
     code = '{"a": [1, "b\\\\", {}]}\\' * 150_000
-    assert json_body.parse(json.dumps({"prompt": code}).encode()) == {"prompt": code}
+    assert http_input.parse(json.dumps({"prompt": code}).encode()) == {"prompt": code}
 
 
 @pytest.mark.parametrize(
@@ -190,10 +189,10 @@ def test_marks_within_texts_do_not_count() -> None:
 )
 def test_a_name_comes_once_in_an_object(body: bytes, name: str) -> None:
     with pytest.raises(PdserveError, match="each name once") as caught:
-        json_body.parse(body)
+        http_input.parse(body)
     assert name in caught.value.message
     assert len(caught.value.message) < 400
-    assert json_body.parse(b'{"a": {"b": 1}, "b": {"b": 1}, "c": [{"b": 1}, {"b": 1}]}')
+    assert http_input.parse(b'{"a": {"b": 1}, "b": {"b": 1}, "c": [{"b": 1}, {"b": 1}]}')
 
 
 def test_an_array_over_its_limit_is_named() -> None:

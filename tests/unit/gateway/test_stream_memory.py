@@ -18,7 +18,7 @@ from pdserve.core.errors import ShuttingDown
 from pdserve.core.types import MAX_DELTA_TOKENS
 from pdserve.gateway.api.errors import reply
 from pdserve.gateway.api.replies import Head
-from pdserve.gateway.api.responses_writer import ResponsesWriter
+from pdserve.gateway.api.responses import ResponsesWriter
 from pdserve.gateway.api.sdk_call import SCORE_BYTES, TOKEN_BYTES, SdkCall
 from pdserve.gateway.app import GENERATION_PATHS
 from pdserve.gateway.respond import PAUSE_BYTES, Responder, Sender

@@ -11,9 +11,8 @@ from tokenizers import Tokenizer
 
 from pdserve.core.grammar import Grammar, GrammarKind, choice
 from pdserve.gateway.api.request_models import Tool
-from pdserve.gateway.tools.answer_tools import AnswerTools, message
 from pdserve.gateway.tools.grammars import terminal
-from pdserve.gateway.tools.plan import ToolPlan, plan_tools
+from pdserve.gateway.tools.plan import AnswerTools, ToolPlan, message, plan_tools
 from pdserve.structured.checker import reason_against
 from pdserve.structured.compile import Compiler
 from tests.support.tooled_model import BUNDLED

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from pdserve.client.results import Model
 from pdserve.core.errors import InvalidRequest
 from pdserve.gateway.api.request_models import NamedChoice, Tool
-from pdserve.gateway.tools.answer_tools import AnswerTools, message
 from pdserve.gateway.tools.grammars import calls_schema
-from pdserve.gateway.tools.plan import plan_tools
+from pdserve.gateway.tools.plan import AnswerTools, message, plan_tools
 from pdserve.gateway.tools.readers import ArrayReader, NamedReader, make_reader
 from pdserve.gateway.tools.reading import Arguments, CallBegan, Event, Reader, Text, joined
 
