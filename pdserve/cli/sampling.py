@@ -13,7 +13,7 @@ from dataclasses import fields
 from typing import Any, Final
 
 from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_text
-from pdserve.client.options import SAMPLING_SCALARS, Scalar
+from pdserve.client.request import SAMPLING_SCALARS, Scalar
 from pdserve.client.results import Completion
 from pdserve.config_flags import read_as
 from pdserve.core.errors import ConfigError

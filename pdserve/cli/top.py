@@ -16,8 +16,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from pdserve.top.app import TopApp
-    from pdserve.top.sources import RouterSource
+    from pdserve.top.app import RouterSource, TopApp
 
     require_terminal("`pdserve topology --json` is for programs")
 

@@ -243,7 +243,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def given_flags(args: argparse.Namespace) -> dict[str, Any]:
     """The settings on the command line. A word after `--ray` is the model if it has not the form of an address and no
     other model is given, because argparse gives `--ray` whatever follows it."""
-    from pdserve.launch.own_ray import is_address
+    from pdserve.launch.confine import is_address
 
     flags = {name: value for name, value in vars(args).items() if name not in NOT_SETTINGS}
     if args.given_model is not None:
@@ -256,7 +256,7 @@ def given_flags(args: argparse.Namespace) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> int:
     check_platform(sys.platform)
     from pdserve.launch import settings
-    from pdserve.launch.own_ray import ADDRESSES
+    from pdserve.launch.confine import ADDRESSES
     from pdserve.launch.serve import serve
 
     flags = given_flags(args)

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, Self, TypeVar, cast
 
 from pdserve.client import connect, results
-from pdserve.client.answer import AnswerBuilder
 from pdserve.client.beam import BeamSearch, EarlyStopping
 from pdserve.client.connect import ClientTransport, GrpcTransport, Tls, TlsPath
-from pdserve.client.options import Options
 from pdserve.client.request import (
     Messages,
+    Options,
     Prompt,
     checked_timeout_s,
     detokenize_request,
@@ -24,13 +23,179 @@ from pdserve.client.request import (
     token_bytes_request,
     tokenize_request,
 )
-from pdserve.client.results import Completion, Explanation, Model, Token, TokenLogprob, Topology
-from pdserve.client.retry import Retries
-from pdserve.core.errors import PdserveError
+from pdserve.client.results import Completion, Explanation, Model, Piece, Token, TokenLogprob, Topology
+from pdserve.core.durations import DAY_S, backoff_s
+from pdserve.core.errors import ConfigError, InternalError, Overloaded, PdserveError, Unavailable
 from pdserve.core.live import LogLine
-from pdserve.telemetry import propagate
+from pdserve.telemetry import names, trace_context
+from pdserve.telemetry.trace_context import ClientCall, request_attributes
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from pdserve.wire.protocol import LOG_LINE
+
+# --- answer ---------------------------------------------------------------------------------------------------
+# Converts the messages of one Generate call to pieces and, at the end, a completion; records its span and metrics.
+#
+# There is one span per call, including retries, and none unless the caller's program uses OpenTelemetry.
+
+
+class AnswerBuilder:
+    """One call's answer so far. An attempt that failed before its first token leaves nothing here."""
+
+    def __init__(
+        self,
+        request: inference_pb2.GenerateRequest,
+        server: tuple[str, int | None],
+        *,
+        is_stream: bool,
+        keeps_pieces: bool = True,
+    ) -> None:
+        """`server`: the router's host and port. `keeps_pieces`: for the completion, which is empty otherwise."""
+        self._call = ClientCall(_attributes(request, server), is_stream=is_stream)
+        self.request_id = request.request_id
+        self.prompt_tokens: int | None = None
+        self.reasoning: str | None = None  # how the prompt ends; None: the router does not say
+        self._num_answers = request.n if request.HasField("n") else 1
+        self._keeps_pieces = keeps_pieces
+        self._pieces: list[Piece] = []
+        self._finished: list[inference_pb2.Finished] = []
+        self._prompt_logprobs: list[TokenLogprob | None] = []
+        if request.sampling.HasField("prompt_logprobs"):
+            self._prompt_logprobs.append(None)  # nothing is returned before the first token
+        self._completion: Completion | None = None
+        self.has_begun = False  # a token or text has reached the caller, so a retry could repeat it
+
+    @property
+    def traceparent(self) -> str | None:
+        return self._call.traceparent
+
+    def take(self, message: inference_pb2.GenerateResponse) -> Piece | None:
+        """Returns the piece that the message contains, if any."""
+        event = message.WhichOneof("event")
+        if event == "started":
+            self.request_id = message.started.request_id
+            self.prompt_tokens = message.started.prompt_tokens
+            self.reasoning = message.started.reasoning if message.started.HasField("reasoning") else None
+            self._call.answered_by(message.started.model)
+        elif event == "delta" and (message.delta.text or message.delta.token_ids):
+            piece = results.PIECE.decode(message.delta)
+            self.has_begun = True
+            if self._keeps_pieces:
+                self._pieces.append(piece)
+            self._call.took_chunk()
+            return piece
+        elif event == "prompt_logprobs":
+            self._scored(message.prompt_logprobs)
+        elif event == "finished":
+            self._finished.append(message.finished)
+            if len(self._finished) == self._num_answers:
+                self._completion = self._complete()
+        return None
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprob | None, ...]:
+        """Available with the first piece."""
+        return tuple(self._prompt_logprobs)
+
+    def _scored(self, message: inference_pb2.PromptLogprobs) -> None:
+        del self._prompt_logprobs[message.first_position :]
+        self._prompt_logprobs += map(results.TOKEN_LOGPROB.decode, message.tokens)
+
+    def _complete(self) -> Completion:
+        choices = [
+            results.choice([one for one in self._pieces if one.index == finished.index], finished)
+            for finished in sorted(self._finished, key=lambda one: one.index)
+        ]
+        return results.completion(self.request_id, choices, self._finished, self._prompt_logprobs)
+
+    def end(self) -> None:
+        """The stream ended normally. Raises InternalError if no finish reason was received."""
+        done = self._completion
+        if done is None:
+            error = InternalError("the server closed the stream without a finish reason")
+            self.fail(error)
+            raise error
+        self._call.set(
+            {
+                names.RESPONSE_ID: done.request_id,
+                names.RESPONSE_FINISH_REASONS: [one.finish_reason.value for one in done.choices],
+                names.INPUT_TOKENS: done.usage.prompt_tokens,
+                names.OUTPUT_TOKENS: done.usage.completion_tokens,
+                names.CACHED_TOKENS: done.usage.cached_prompt_tokens,
+            }
+        )
+        self._call.end()
+
+    def fail(self, error: PdserveError) -> None:
+        self._call.fail(error.reason, error.message)
+
+    def drop(self) -> None:
+        """The caller has stopped reading, which is not a failure."""
+        self._call.end()
+
+    @property
+    def completion(self) -> Completion:
+        if self._completion is None:
+            raise RuntimeError("the stream has no completion: it was not read to its end")
+        return self._completion
+
+
+def _attributes(request: inference_pb2.GenerateRequest, server: tuple[str, int | None]) -> dict[str, Any]:
+    host, port = server
+    found = {**request_attributes(request), names.SERVER_ADDRESS: host}
+    if port is not None:
+        found[names.SERVER_PORT] = port
+    if request.HasField("request_id"):
+        found[names.REQUEST_ID] = request.request_id
+    if request.HasField("session_id"):
+        found[names.CONVERSATION_ID] = request.session_id
+    return found
+
+
+# --- retries --------------------------------------------------------------------------------------------------
+
+MAX_RETRIES: Final = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retries:
+    """Retries after the first attempt. A call that has yielded a token is never retried.
+
+    If the server names a retry time (RetryInfo), the wait is that time plus some jitter, so that callers do not return
+    together. If it is more than `longest_wait_s`, there is no retry.
+    """
+
+    limit: int = 2
+    first_backoff_s: float = 0.5
+    longest_backoff_s: float = 8.0
+    longest_wait_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.limit <= MAX_RETRIES:
+            raise ConfigError("retries.limit", self.limit, f"between 0 and {MAX_RETRIES}")
+        for name in ("first_backoff_s", "longest_backoff_s", "longest_wait_s"):
+            if not 0.0 <= getattr(self, name) <= DAY_S:
+                raise ConfigError(f"retries.{name}", getattr(self, name), f"between 0 and {DAY_S:g} seconds")
+
+    def delay_s(self, error: PdserveError, tries: int, remaining_s: float, noise: float) -> float | None:
+        """Seconds to wait before the next attempt; None: raise `error`.
+
+        `tries` is the number of failed attempts, including this one; `remaining_s` is the rest of the call's timeout;
+        `noise` is uniform in [0, 1).
+        """
+        if tries > self.limit or not isinstance(error, Overloaded | Unavailable):
+            return None
+        asked_s = error.retry_after_s
+        if not asked_s or asked_s < 0.0:  # absent, or without a retry time
+            ceiling_s = backoff_s(self.first_backoff_s, self.longest_backoff_s, tries - 1)
+            delay_s = ceiling_s * (0.5 + 0.5 * noise)
+        elif asked_s > self.longest_wait_s:
+            return None
+        else:
+            delay_s = asked_s * (1.0 + 0.25 * noise)
+        return delay_s if delay_s < remaining_s else None
+
+
+# --- clients and streams --------------------------------------------------------------------------------------
 
 DEFAULT_TARGET: Final = "localhost:50051"
 
@@ -109,7 +274,7 @@ class BaseClient:
         return Attempts(self._timeout_s, self._retries)
 
     def _metadata(self) -> Any:
-        return self._target.metadata(propagate.current_traceparent())
+        return self._target.metadata(trace_context.current_traceparent())
 
     def _begin_watch(self, channel: Any, period_s: float) -> Any:
         """Without a time limit, because it ends when the caller leaves."""

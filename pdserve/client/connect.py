@@ -20,7 +20,7 @@ from pdserve.build import FULL_VERSION
 from pdserve.core.access.hosts import NO_HTTP_PROXY, check_endpoint, check_token, is_ip_address, is_loopback_host
 from pdserve.core.errors import ConfigError
 from pdserve.core.installation import VERSION_KEY
-from pdserve.telemetry import propagate
+from pdserve.telemetry import trace_context
 from pdserve.tls.certificates import Certificates, ReloadingCertificates
 
 CONNECT_S: Final = 5.0
@@ -136,7 +136,7 @@ class Target:
     def metadata(self, traceparent: str | None = None) -> tuple[tuple[str, str | bytes], ...]:
         """Metadata of one call: this client's version, the token and, if the caller traces, its trace context."""
         token = () if self.token is None else (("authorization", f"Bearer {self.token}"),)
-        return propagate.inject((*token, (VERSION_KEY, FULL_VERSION)), traceparent)
+        return trace_context.inject((*token, (VERSION_KEY, FULL_VERSION)), traceparent)
 
 
 def target(

@@ -14,11 +14,9 @@ import grpc
 
 from pdserve.client import base, beam
 from pdserve.client import base as calls
-from pdserve.client.answer import AnswerBuilder
-from pdserve.client.base import Attempts, BaseClient, BaseStream, UnaryCall
+from pdserve.client.base import AnswerBuilder, Attempts, BaseClient, BaseStream, UnaryCall
 from pdserve.client.beam import Beam, EarlyStopping, Tops
-from pdserve.client.options import Options
-from pdserve.client.request import Prompt, token_ids_of
+from pdserve.client.request import Options, Prompt, token_ids_of
 from pdserve.client.results import Completion, Explanation, Model, Piece, Token, Topology
 from pdserve.core.errors import NotFound, PdserveError, Unavailable
 from pdserve.core.live import LiveFrame, LogLine

@@ -20,7 +20,7 @@ from starlette.routing import BaseRoute, Route
 
 from pdserve.build import FULL_VERSION
 from pdserve.client.aio import AsyncClient
-from pdserve.client.options import Options
+from pdserve.client.request import Options
 from pdserve.client.results import Model
 from pdserve.config import GatewayConfig
 from pdserve.core.access.shares import BYTES_WEIGHT, CONTROL, COUNT_WEIGHT, OPERATOR, HeldBody, Shares, kept_of
@@ -47,7 +47,7 @@ from pdserve.gateway.respond import Responder, Sender, encoded, send_json, send_
 from pdserve.gateway.ui.page import page
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics
-from pdserve.telemetry.propagate import HEADER, trace_id_of
+from pdserve.telemetry.trace_context import HEADER, trace_id_of
 
 # --- body of a request ----------------------------------------------------------------------------------------
 # Read with limits on its size, on the time that it takes and on what its caller holds.

@@ -14,8 +14,8 @@ from typing import Any, Final, final
 import uvicorn
 
 from pdserve.client.aio import AsyncClient
+from pdserve.client.base import Retries
 from pdserve.client.connect import ReloadingTransport
-from pdserve.client.retry import Retries
 from pdserve.config import GatewayConfig
 from pdserve.core.access.hosts import is_loopback_host
 from pdserve.core.durations import clamped_s

@@ -11,16 +11,18 @@ from functools import partial
 from pathlib import Path
 from typing import Final, final
 
+from redis.exceptions import AuthenticationError
+
 from pdserve.client.aio import AsyncClient
+from pdserve.client.base import Retries
 from pdserve.client.connect import Tls
 from pdserve.client.results import Completion
-from pdserve.client.retry import Retries
 from pdserve.config import RouterConfig
-from pdserve.core.access.hosts import join, local_host
+from pdserve.core.access.hosts import endpoint_of, join, local_host
 from pdserve.core.errors import ConfigError, Overloaded, PdserveError, Unavailable
-from pdserve.launch.degraded import check_alone
+from pdserve.core.urls import hide_password
+from pdserve.launch.confine import make_certificates
 from pdserve.launch.keys import Kind, Value
-from pdserve.launch.make_tls import make_certificates
 from pdserve.launch.ports import HeldPorts, check_free, free_ports, with_user_of_port
 from pdserve.launch.report import LauncherReport
 from pdserve.launch.spec import (
@@ -38,12 +40,96 @@ from pdserve.launch.spec import (
 from pdserve.launch.supervisor import REDIS, Supervisor, side_by_side, supervised
 from pdserve.listening import PortInUse
 from pdserve.owned_folder import OwnedFolder
+from pdserve.prefix.connection import TROUBLE, connect
 from pdserve.prefix.embedded import SOCKET as REDIS_SOCKET
 from pdserve.prefix.embedded import socket_url
+from pdserve.prefix.registry import Registry
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics
 from pdserve.tls.certificates import certificates_of
 from pdserve.wire.status import NO_CONNECTION
+
+# --- services that do not answer ------------------------------------------------------------------------------
+
+ANSWER_S: Final = 2.0
+_NO_DATABASE: Final = "DB index"  # in the words of Redis, which redis-py repeats in an error of its own
+
+
+async def degradations(spec: ClusterSpec, *, has_own_redis: bool) -> list[str]:
+    """One phrase for each missing service. Raises ConfigError if Redis rejects the password."""
+    found = []
+    if not has_own_redis and not await redis_answers(spec.redis):
+        found.append("redis does not answer, so prompts are placed without the prefix index")
+    otlp = router_config(spec, ()).otlp
+    if otlp and not await endpoint_answers(otlp):
+        found.append(f"no collector answers at {otlp}, so traces are lost")
+    return found
+
+
+async def redis_answers(url: str) -> bool:
+    """Raises ConfigError if Redis rejects the password or the database."""
+    return not await redis_trouble(url)
+
+
+async def redis_trouble(url: str) -> str:
+    """Why Redis does not answer; empty if it does. Raises ConfigError if it rejects the password or the database."""
+    client = connect(url, timeout_s=ANSWER_S, max_connections=1)
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            await client.ping()
+    except AuthenticationError as error:
+        raise ConfigError("redis", url, f"a URL with the password of that Redis ({error})") from None
+    except TROUBLE as error:
+        if _NO_DATABASE in str(error):
+            raise ConfigError("redis", url, f"a URL with a database that this Redis has ({error})") from None
+        return hide_password(str(error)) or f"no answer within {ANSWER_S:g} s"
+    finally:
+        await client.aclose()
+    return ""
+
+
+async def endpoint_answers(endpoint: str) -> bool:
+    """Whether something listens at HOST:PORT, which may be in a URL."""
+    found = endpoint_of(endpoint.rpartition("://")[2].removesuffix("/"))
+    if found is None:
+        return False
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            _, writer = await asyncio.open_connection(*found)
+    except (OSError, ValueError, TimeoutError):
+        return False
+    writer.close()
+    return True
+
+
+# --- another cluster in the same Redis ------------------------------------------------------------------------
+# Checks a given Redis for a running cluster of the same name. Its workers and ours would have the same ids. Their
+# registrations would replace each other several times a second, and the routers of both clusters would treat each as a
+# new incarnation.
+
+
+async def check_alone(spec: ClusterSpec) -> None:
+    """Raises ConfigError if a worker answers that is registered under one of our ids.
+
+    Only workers that answer count, because the registrations of a killed cluster stay until their lease ends. An
+    unreachable Redis does not prevent the start; a rejected password does.
+    """
+    if not await redis_answers(spec.redis):
+        return
+    registry = Registry(spec.redis, spec.cluster)
+    try:
+        registered = await registry.read()
+    except TROUBLE:
+        return
+    finally:
+        await registry.close()
+    for worker in registered:
+        if worker.worker_id in spec.worker_ids and await endpoint_answers(worker.endpoint):
+            expected = (
+                f"a name that no other cluster has in this Redis: a {worker.worker_id} lives at {worker.endpoint}"
+            )
+            raise ConfigError("cluster", spec.cluster, f"{expected} (--set cluster=NAME)")
+
 
 # --- first answer ---------------------------------------------------------------------------------------------
 # Proves that a cluster answers: generates a real token through the router, on the remote path if there is one.

@@ -26,11 +26,21 @@ from pdserve.config_flags import parse_flags, to_env, to_flags
 from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.core.progress import PhaseProgress, phase_line
 from pdserve.core.types import Role
-from pdserve.launch import own_ray
-from pdserve.launch.child import StartFailed
+from pdserve.launch import confine
 from pdserve.launch.ports import listeners, session_of
 from pdserve.launch.rank_actor import RankActor
-from pdserve.launch.ray_messages import (
+from pdserve.launch.spec import (
+    MODULES,
+    ClusterSpec,
+    ray_bundles,
+    ray_resources,
+    remote_ranks,
+    waiting_env,
+    why_not_placed,
+    worker_config,
+)
+from pdserve.launch.supervisor import StartFailed
+from pdserve.launch.with_ray import (
     BEGINS,
     IMPORTING,
     LOADING,
@@ -42,18 +52,8 @@ from pdserve.launch.ray_messages import (
     ActorStarts,
     emit,
     last_line,
+    spec_from_json,
 )
-from pdserve.launch.spec import (
-    MODULES,
-    ClusterSpec,
-    ray_bundles,
-    ray_resources,
-    remote_ranks,
-    waiting_env,
-    why_not_placed,
-    worker_config,
-)
-from pdserve.launch.with_ray import spec_from_json
 from pdserve.model_source import find_model
 from pdserve.owned_folder import OwnedFolder
 from pdserve.progress import PhaseReport
@@ -65,9 +65,9 @@ if TYPE_CHECKING:
 if __name__ == "__main__":  # before the import of ray, which reads its environment at import
     FOLDER: OwnedFolder | None = None
     if sys.argv[1]:
-        own_ray.join(os.environ)
+        confine.join(os.environ)
     else:
-        FOLDER = own_ray.confine(os.environ)
+        FOLDER = confine.confine(os.environ)
 
 import ray
 from ray.util.placement_group import placement_group
@@ -115,7 +115,7 @@ class WorkerActor:
     def _start(self, module: str, flags: Sequence[str], hidden: Mapping[str, str], is_on_many_hosts: bool) -> None:
         try:
             config = parse_flags(WorkerConfig, flags, prog=module, environ=hidden)
-            own_ray.check_redis_socket(config.redis)
+            confine.check_redis_socket(config.redis)
             here = ray.util.get_node_ip_address()
             if is_on_many_hosts:
                 config = dataclasses.replace(config, host=here)
@@ -182,10 +182,10 @@ class RayDriver:
             work()
             emit(name, f"{TOOK}{time.monotonic() - began_s:.2f} s")
         self._wait_for_workers()
-        for warning in own_ray.warnings(os.environ, self._open_ports(), is_own=not self._address):
+        for warning in confine.warnings(os.environ, self._open_ports(), is_own=not self._address):
             emit("ray", warning)
         address = str(ray.get_runtime_context().gcs_address)
-        emit("ray", f"its state: {own_ray.status_command(os.environ, address, Path(sys.executable))}")
+        emit("ray", f"its state: {confine.status_command(os.environ, address, Path(sys.executable))}")
         return address
 
     def reconcile(self, stop: threading.Event) -> None:
@@ -236,7 +236,7 @@ class RayDriver:
                 logging_level="ERROR",
                 object_store_memory=_OBJECT_STORE_BYTES,
                 _node_ip_address="127.0.0.1",
-                _temp_dir=None if self._folder is None else own_ray.temp_dir(self._folder),
+                _temp_dir=None if self._folder is None else confine.temp_dir(self._folder),
             )
 
     def _open_ports(self) -> list[str]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Final, Self, final
 
-from pdserve.launch.child import StartFailed
+from pdserve.launch.supervisor import StartFailed
 
 READY_S: Final = 180.0
 LATE_S: Final = 5.0  # by which stderr, which names the processes, may be read after the ready line on stdout

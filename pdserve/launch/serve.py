@@ -24,9 +24,8 @@ from pdserve.engine.memory.host import free_bytes, usable_cores
 from pdserve.engine.memory.plan import PoolUnit, host_blocks
 from pdserve.engine.model.config import ModelConfig, read_config
 from pdserve.engine.toy import CELL_BYTES
-from pdserve.launch.degraded import degradations
 from pdserve.launch.keys import Kind, Value
-from pdserve.launch.local import LocalCluster
+from pdserve.launch.local import LocalCluster, degradations
 from pdserve.launch.report import LauncherReport
 from pdserve.launch.settings import Asked, merge
 from pdserve.launch.spec import ClusterSpec, gateway, processes, router, served_names, worker_config

@@ -26,9 +26,9 @@ from pdserve.engine.load_engine import OURS, registered
 from pdserve.engine.memory.host import usable_cores
 from pdserve.engine.model.config import read_config
 from pdserve.key_file_access import read_bytes
-from pdserve.launch import own_ray
+from pdserve.launch import confine
+from pdserve.launch.confine import of_operator
 from pdserve.launch.keys import KINDS, Kind, check_command_line, check_settings, check_top, fields_of
-from pdserve.launch.make_tls import of_operator
 from pdserve.launch.report import LogLimits
 from pdserve.launch.spec import ClusterSpec, ClusterTls, Process, gateway, processes
 from pdserve.model_source import BUNDLED, TOY_MODELS, find_model, is_on_hub
@@ -84,8 +84,8 @@ def read(
     for name, value in found.items():
         check_top(name, value)
     if ray := found.get("ray"):
-        if not own_ray.is_address(ray):
-            raise ConfigError("ray", repr(ray[:128]), f"{own_ray.ADDRESSES}; without a value, Ray is started here")
+        if not confine.is_address(ray):
+            raise ConfigError("ray", repr(ray[:128]), f"{confine.ADDRESSES}; without a value, Ray is started here")
         found["ray"] = "" if ray == "local" else ray  # a Ray that this launcher starts has a token of its own
     for kind, values in tables.items():
         check_settings(kind, values)

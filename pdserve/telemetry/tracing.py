@@ -20,8 +20,7 @@ from typing import Any, Final, NamedTuple, Self, final
 from pdserve.core.access.hosts import NO_HTTP_PROXY, is_loopback_host
 from pdserve.core.errors import ConfigError
 from pdserve.telemetry import names
-from pdserve.telemetry.propagate import AttributeValue, TraceContext, parse, render
-from pdserve.telemetry.request_attributes import is_in_share
+from pdserve.telemetry.trace_context import AttributeValue, TraceContext, is_in_share, parse, render
 
 log = logging.getLogger(__name__)
 

@@ -19,10 +19,9 @@ from typing import Any, Final, final
 
 from pdserve.core.errors import ConfigError, InvalidRequest, ModelError
 from pdserve.isolated import child
-from pdserve.text.bad_words import bad_word_ids
 from pdserve.text.chat import ChatTemplate, TemplateSources, compile_templates, reasoning_format
 from pdserve.text.chat_encoder import Chat, ChatEncoder, ChatRenderer, chat_of, secret_names
-from pdserve.text.tokenizer import HuggingFaceTokenizer
+from pdserve.text.tokenizer import HuggingFaceTokenizer, bad_word_ids
 from pdserve.v1 import inference_pb2
 
 MEMORY_BYTES: Final = 512 * 2**20

@@ -322,3 +322,23 @@ def _mark_special(backend: Any, config: dict[str, Any]) -> None:
     named = [named_token(config, name) for name in NAMED_TOKENS]
     known = [token for token in named if token is not None and backend.token_to_id(token) is not None]
     backend.add_special_tokens(list(dict.fromkeys(known)))
+
+
+# --- bad words ------------------------------------------------------------------------------------------------
+# Bad words as token sequences, for the engine to ban.
+#
+# As in vLLM, a word is tokenised both at the beginning of a text and after a space, which may give different tokens. A
+# sequence that ends with another one of the list is redundant and left out.
+
+
+def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    found: dict[tuple[int, ...], None] = {}  # in order
+    for word in words:
+        bare = word.lstrip() or word
+        for text in (bare, " " + bare):
+            found[tuple(tokenizer.encode(text, has_special_tokens=False))] = None
+    return [one for one in found if not any(other != one and _ends_in(one, other) for other in found)]
+
+
+def _ends_in(sequence: tuple[int, ...], end: tuple[int, ...]) -> bool:
+    return 0 < len(end) <= len(sequence) and sequence[len(sequence) - len(end) :] == end

@@ -20,7 +20,7 @@ from pdserve.core.kv.blocks import CacheChange
 from pdserve.core.kv.hashing import chain_key
 from pdserve.core.types import check_token_ids
 from pdserve.engine.interface import EngineSpec
-from pdserve.telemetry.propagate import trace_id_of
+from pdserve.telemetry.trace_context import trace_id_of
 from pdserve.v1 import inference_pb2, transfer_pb2, worker_pb2
 from pdserve.wire.convert import logprobs_to_proto, role_to_proto
 from pdserve.wire.protocol import COST, SEQUENCE, encode_response

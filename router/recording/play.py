@@ -127,8 +127,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("file", args.file, "a recording with at least one event")
     explanations = {one.request_id: EXPLANATION.decode(explain_response(one, "")) for one in found.explanations}
     if args.terminal:
-        from pdserve.top.app import TopApp
-        from pdserve.top.sources import RecordingSource
+        from pdserve.top.app import RecordingSource, TopApp
 
         return TopApp(RecordingSource(Path(args.file).name, found.frames, explanations, args.speed)).run() or 0
     page = recording_page(

@@ -24,10 +24,9 @@ from pdserve.core.types import (
     check_token_ids,
 )
 from pdserve.isolated.process import ChildProcess
-from pdserve.text.bad_words import bad_word_ids
 from pdserve.text.chat import TemplateSources
 from pdserve.text.stops import MISTRAL_MARKS, THINK_MARKS, ReasoningSplit, ReasoningState
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.tokenizer import Tokenizer, bad_word_ids
 from pdserve.v1 import inference_pb2
 from pdserve.wire import convert
 from router.service import answer

@@ -21,7 +21,7 @@ from pdserve.core.access.shares import Shares, caller_of
 from pdserve.core.attempt import Attempt, AttemptKey
 from pdserve.core.errors import NONE_YET, Cancelled, IdInUse, InternalError, NoWorkers, PdserveError, QuotaExceeded
 from pdserve.prefix.index import PrefixLookup
-from pdserve.telemetry import names, propagate
+from pdserve.telemetry import names, trace_context
 from pdserve.telemetry.tracing import OpenSpan
 from pdserve.v1 import inference_pb2, inference_pb2_grpc
 from pdserve.wire import status
@@ -69,7 +69,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
         model = self._model()
-        traceparent = propagate.extract(context.invocation_metadata())
+        traceparent = trace_context.extract(context.invocation_metadata())
         with self._measure.call_span(request, "" if model is None else model.name, traceparent) as span:
             try:
                 tenant = current_tenant()

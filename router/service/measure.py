@@ -22,7 +22,7 @@ from pdserve.core.results import Phase, Slice, Timings
 from pdserve.core.types import Role, Slo
 from pdserve.telemetry import metric_names, names
 from pdserve.telemetry.metrics import Metrics
-from pdserve.telemetry.request_attributes import is_notable, operation_of, request_attributes
+from pdserve.telemetry.trace_context import is_notable, operation_of, request_attributes
 from pdserve.telemetry.tracing import OpenSpan, Service, Tracing
 from pdserve.v1 import worker_pb2
 from pdserve.wire import status

@@ -11,8 +11,7 @@ from pdserve import AsyncClient, Completion
 from pdserve.client.request import generate_request
 from pdserve.core.types import Sampling
 from pdserve.engine.toy import answer
-from pdserve.text.bad_words import bad_word_ids
-from pdserve.text.tokenizer import load_tokenizer
+from pdserve.text.tokenizer import bad_word_ids, load_tokenizer
 from pdserve.wire.convert import sampling_from_proto
 from tests.cluster.cluster import Cluster
 

@@ -12,7 +12,7 @@ import httpx2 as httpx
 import pytest
 
 from pdserve import AsyncClient
-from pdserve.client.retry import Retries
+from pdserve.client.base import Retries
 from pdserve.core.errors import Unavailable
 from pdserve.launch.running import Running
 

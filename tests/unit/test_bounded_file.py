@@ -288,7 +288,7 @@ OWN = {
     *("pdserve/gateway/ui/page.py", "scripts/phases_page.py", "scripts/states_page.py"),  # in the package
     *("pdserve/engine/cpu/kernels/jit.py", "pdserve/owned_folder.py"),
     *("pdserve/plot_flag.py", "pdserve/launch/report.py", "simulator/commands/simulation.py"),  # written
-    *("pdserve/tls/authority.py", "pdserve/launch/own_ray.py", "router/recording/recording.py"),
+    *("pdserve/tls/authority.py", "pdserve/launch/confine.py", "router/recording/recording.py"),
     *("pdserve/key_file_access.py", "pdserve/isolated/child.py"),  # a folder, for its lock; /dev/null
 }
 

@@ -10,10 +10,10 @@ from typing import Any, Final, cast
 
 import jiter
 
-from pdserve.client.options import Options
+from pdserve.client.request import Options
 from pdserve.core.access.hosts import is_token
 from pdserve.core.errors import InvalidRequest, Unauthenticated, shortened
-from pdserve.telemetry import propagate
+from pdserve.telemetry import trace_context
 
 REQUEST_ID: Final = "x-request-id"
 SESSION_ID: Final = "x-session-id"
@@ -80,8 +80,8 @@ def options(headers: Mapping[str, str]) -> Options:
     targets = {name: _seconds(header, headers[header]) for header, name in TARGETS.items() if header in headers}
     if targets:
         found["slo"] = targets
-    traceparent = headers.get(propagate.HEADER)
-    if propagate.parse(traceparent) is not None:
+    traceparent = headers.get(trace_context.HEADER)
+    if trace_context.parse(traceparent) is not None:
         found["traceparent"] = traceparent
     return cast(Options, found)
 

@@ -11,8 +11,7 @@ from typing import Any, Final, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 
-from pdserve.client.options import Options
-from pdserve.client.request import Prompt
+from pdserve.client.request import Options, Prompt
 from pdserve.client.results import Model
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.grammar import Grammar, GrammarKind, choice

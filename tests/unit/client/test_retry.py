@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.client.retry import Retries
+from pdserve.client.base import Retries
 from pdserve.core.errors import (
     ConfigError,
     DeadlineExceeded,

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from pdserve import AsyncClient, Client, Retries, Unavailable
-from pdserve.telemetry import client_call, names
+from pdserve.telemetry import names, trace_context
 from pdserve.v1 import inference_pb2
 
 from .conftest import Script, delta, finished, started
@@ -36,9 +36,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemoryMetricReader]:
     reader = InMemoryMetricReader()
     provider = MeterProvider([reader])
     monkeypatch.setattr(metrics._internal, "get_meter_provider", lambda: provider)  # type: ignore[attr-defined]
-    client_call._instruments.cache_clear()
+    trace_context._instruments.cache_clear()
     yield reader
-    client_call._instruments.cache_clear()
+    trace_context._instruments.cache_clear()
 
 
 def points(reader: InMemoryMetricReader) -> dict[str, list[Any]]:
@@ -103,10 +103,10 @@ def test_a_stream_is_measured(
     assert span.attributes[names.REQUEST_STREAM] is True
     assert float(span.attributes[names.RESPONSE_TTFC_S]) > 0.0  # type: ignore[arg-type]
     assert {name: sum(one.count for one in data) for name, data in found.items()} == {
-        client_call.DURATION: 1,
-        client_call.TIME_TO_FIRST_CHUNK: 1,
-        client_call.TIME_PER_CHUNK: 1,
-        client_call.TOKEN_USAGE: 2,
+        trace_context.DURATION: 1,
+        trace_context.TIME_TO_FIRST_CHUNK: 1,
+        trace_context.TIME_PER_CHUNK: 1,
+        trace_context.TOKEN_USAGE: 2,
     }
     host, _, port = target.rpartition(":")
     labels = {
@@ -118,11 +118,11 @@ def test_a_stream_is_measured(
         names.SERVER_PORT: int(port),
     }
     for name, data in found.items():
-        kinds = {"input": 3, "output": 2} if name == client_call.TOKEN_USAGE else {None: None}
-        assert {one.attributes.get(client_call.TOKEN_TYPE) for one in data} == set(kinds)
+        kinds = {"input": 3, "output": 2} if name == trace_context.TOKEN_USAGE else {None: None}
+        assert {one.attributes.get(trace_context.TOKEN_TYPE) for one in data} == set(kinds)
         for one in data:
-            assert tuple(one.explicit_bounds) == client_call.BUCKETS[name]
-            assert {key: value for key, value in one.attributes.items() if key != client_call.TOKEN_TYPE} == labels
+            assert tuple(one.explicit_bounds) == trace_context.BUCKETS[name]
+            assert {key: value for key, value in one.attributes.items() if key != trace_context.TOKEN_TYPE} == labels
             [exemplar] = one.exemplars
             assert exemplar.trace_id == span.get_span_context().trace_id  # type: ignore[union-attr]
 

@@ -14,7 +14,7 @@ import pytest
 
 from pdserve import Client
 from pdserve.client.aio import AsyncClient
-from pdserve.client.retry import Retries
+from pdserve.client.base import Retries
 from pdserve.config import GatewayConfig
 from pdserve.core.errors import ShuttingDown
 from pdserve.gateway.app import Gateway

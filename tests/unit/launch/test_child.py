@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from pdserve.isolated.process import outcome
-from pdserve.launch.child import Child, StartFailed
 from pdserve.launch.ports import check_free, free_ports, is_free
+from pdserve.launch.supervisor import Child, StartFailed
 
 from .conftest import is_alive
 
@@ -125,7 +125,7 @@ def test_children_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     launcher = tmp_path / "launcher.py"
     launcher.write_text(
         "import asyncio\n"
-        "from pdserve.launch.child import Child\n"
+        "from pdserve.launch.supervisor import Child\n"
         "async def main():\n"
         "    child = Child('p0', ('program',), {}, print)\n"
         "    await child.start(20)\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.core.errors import ConfigError
-from pdserve.launch.degraded import degradations, endpoint_answers
+from pdserve.launch.local import degradations, endpoint_answers
 from pdserve.launch.serve import live_url, ready_line
 from pdserve.launch.spec import ClusterSpec
 from pdserve.prefix.embedded import EmbeddedRedis

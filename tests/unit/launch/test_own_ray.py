@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.core.errors import ConfigError
-from pdserve.launch import own_ray
+from pdserve.launch import confine
 from pdserve.launch.ports import ListeningSocket, _endpoint, listeners
 from pdserve.tls.authority import hosts_of
 
@@ -22,14 +22,14 @@ def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def test_a_redis_in_a_folder_that_workers_cannot_enter_is_named(tmp_path: Path) -> None:
-    own_ray.check_redis_socket(f"unix://{tmp_path}/redis.sock")
-    own_ray.check_redis_socket("redis://:pa55@127.0.0.1:1/0")
+    confine.check_redis_socket(f"unix://{tmp_path}/redis.sock")
+    confine.check_redis_socket("redis://:pa55@127.0.0.1:1/0")
     with pytest.raises(ConfigError, match=r"redis: got unix:///nowhere/redis\.sock, expected a URL that Ray"):
-        own_ray.check_redis_socket("unix:///nowhere/redis.sock")
+        confine.check_redis_socket("unix:///nowhere/redis.sock")
 
 
 def test_an_own_ray_reads_its_token_and_keys_from_private_files(environ: dict[str, str]) -> None:
-    folder = own_ray.confine(environ)
+    folder = confine.confine(environ)
     try:
         token = Path(environ["RAY_AUTH_TOKEN_PATH"])
         assert token.parent == folder.path
@@ -44,7 +44,7 @@ def test_an_own_ray_reads_its_token_and_keys_from_private_files(environ: dict[st
             assert folder.path in file.parents
             assert file.stat().st_mode & 0o777 == mode
         assert "127.0.0.1" in hosts_of(Path(environ["RAY_TLS_SERVER_CERT"]).read_bytes())
-        longest = f"{own_ray.temp_dir(folder)}/session_2026-11-22_11-26-14_524951_4194304/sockets/plasma_store"
+        longest = f"{confine.temp_dir(folder)}/session_2026-11-22_11-26-14_524951_4194304/sockets/plasma_store"
         assert len(longest) < 107
     finally:
         folder.remove()
@@ -58,7 +58,7 @@ def test_a_foreign_ray_is_sent_a_token_if_set(tmp_path: Path, monkeypatch: pytes
         ({"RAY_AUTH_TOKEN": "t", "RAY_AUTH_MODE": "disabled"}, "disabled"),
         ({}, None),
     ):
-        own_ray.join(environ)
+        confine.join(environ)
         assert environ.get("RAY_AUTH_MODE") == mode
 
 
@@ -74,7 +74,7 @@ def test_a_foreign_ray_is_sent_a_token_if_set(tmp_path: Path, monkeypatch: pytes
 )
 def test_warnings_name_what_is_open(mode: str | None, ports: list[str], is_own: bool, said: list[str]) -> None:
     environ = {} if mode is None else {"RAY_AUTH_MODE": mode}
-    found = own_ray.warnings(environ, ports, is_own=is_own)
+    found = confine.warnings(environ, ports, is_own=is_own)
     assert len(found) == len(said)
     assert all(words in warning and warning.startswith("WARNING") for words, warning in zip(said, found, strict=True))
 
@@ -111,7 +111,7 @@ def test_addresses_as_the_kernel_prints_them(text: str, address: str, is_on_loop
 
 def test_the_state_of_ray_can_be_asked() -> None:
     environ = {"PATH": "/bin", "RAY_AUTH_TOKEN": "hidden", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/a b/t"}
-    assert own_ray.status_command(environ, "127.0.0.1:1", Path("/e/bin/python")) == (
+    assert confine.status_command(environ, "127.0.0.1:1", Path("/e/bin/python")) == (
         "RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH='/a b/t' /e/bin/ray status --address 127.0.0.1:1"
     )
-    assert own_ray.status_command({}, "h:2", Path("/e/bin/python")) == "/e/bin/ray status --address h:2"
+    assert confine.status_command({}, "h:2", Path("/e/bin/python")) == "/e/bin/ray status --address h:2"

@@ -12,9 +12,8 @@ import pdserve.launch.report
 import pdserve.progress
 from pdserve.core.progress import PhaseProgress, phase_line
 from pdserve.launch.local import start_steps
-from pdserve.launch.report import LauncherReport
+from pdserve.launch.report import ClusterProgress, LauncherReport
 from pdserve.launch.spec import ClusterSpec
-from pdserve.launch.start_progress import ClusterProgress
 from pdserve.launch.with_ray import ray_start_steps, show
 
 

@@ -9,12 +9,20 @@ import pytest
 
 from pdserve.core.errors import ConfigError, Unavailable
 from pdserve.core.progress import PhaseProgress
-from pdserve.launch.child import StartFailed
 from pdserve.launch.ports import free_ports
-from pdserve.launch.ray_messages import IMPORTING, LOADING, WARMING, ActorHealth, ActorStarts
 from pdserve.launch.report import LauncherReport
 from pdserve.launch.spec import ClusterSpec, Kind, Value
-from pdserve.launch.with_ray import check_redis, spec_from_json, spec_to_json
+from pdserve.launch.supervisor import StartFailed
+from pdserve.launch.with_ray import (
+    IMPORTING,
+    LOADING,
+    WARMING,
+    ActorHealth,
+    ActorStarts,
+    check_redis,
+    spec_from_json,
+    spec_to_json,
+)
 from pdserve.prefix.embedded import EmbeddedRedis
 from pdserve.progress import PhaseReport
 

@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.core.errors import ConfigError
 from pdserve.launch import settings
-from pdserve.launch.degraded import check_alone
+from pdserve.launch.local import check_alone
 from pdserve.launch.ports import is_free
 from pdserve.launch.running import Running
 from pdserve.launch.spec import ClusterSpec

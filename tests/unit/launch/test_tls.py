@@ -13,8 +13,8 @@ from pdserve.config import GatewayConfig, RouterConfig
 from pdserve.core.access.hosts import local_host
 from pdserve.core.errors import ConfigError
 from pdserve.launch import settings
+from pdserve.launch.confine import certified_hosts, make_certificates, of_operator
 from pdserve.launch.local import tls_to
-from pdserve.launch.make_tls import certified_hosts, make_certificates, of_operator
 from pdserve.launch.spec import ClusterSpec, ClusterTls, gateway, processes
 from pdserve.launch.with_ray import spec_from_json, spec_to_json
 from pdserve.owned_folder import OwnedFolder

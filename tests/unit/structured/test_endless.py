@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.structured.endless import is_endless
+from pdserve.structured.checker import is_endless
 from tests.unit.structured.schemas import schema
 
 SELF = {"$ref": "#"}

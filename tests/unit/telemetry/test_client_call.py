@@ -11,8 +11,8 @@ def run(code: str) -> str:
 def test_a_program_without_opentelemetry_sends_nothing_and_imports_nothing() -> None:
     code = """
 import sys
-from pdserve.telemetry.client_call import ClientCall
-from pdserve.telemetry.propagate import current_traceparent
+from pdserve.telemetry.trace_context import ClientCall
+from pdserve.telemetry.trace_context import current_traceparent
 call = ClientCall({"gen_ai.operation.name": "chat"}, is_stream=True)
 call.answered_by("m")
 call.took_chunk()
@@ -25,8 +25,8 @@ print(call.traceparent, current_traceparent(), any(name.startswith("opentelemetr
 def test_a_program_that_imports_it_without_setting_it_up_sends_nothing() -> None:
     code = """
 import opentelemetry.metrics, opentelemetry.trace
-from pdserve.telemetry.client_call import ClientCall
-from pdserve.telemetry.propagate import current_traceparent
+from pdserve.telemetry.trace_context import ClientCall
+from pdserve.telemetry.trace_context import current_traceparent
 call = ClientCall({"gen_ai.operation.name": "chat"}, is_stream=True)
 call.took_chunk()
 call.end()
@@ -46,8 +46,8 @@ provider = TracerProvider()
 provider.add_span_processor(SimpleSpanProcessor(kept))
 trace.set_tracer_provider(provider)
 from pdserve.telemetry import names
-from pdserve.telemetry.client_call import ClientCall
-from pdserve.telemetry.propagate import current_traceparent, parse
+from pdserve.telemetry.trace_context import ClientCall
+from pdserve.telemetry.trace_context import current_traceparent, parse
 
 with trace.get_tracer("user").start_as_current_span("user"):
     before = current_traceparent()

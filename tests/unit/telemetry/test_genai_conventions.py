@@ -18,7 +18,7 @@ from opentelemetry.semconv._incubating.attributes.gen_ai_attributes import (
 )
 from opentelemetry.semconv.schemas import Schemas
 
-from pdserve.telemetry import client_call, names
+from pdserve.telemetry import names, trace_context
 from pdserve.telemetry.metric_names import GEN_AI_LABELS, METRICS
 
 SECONDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
@@ -70,7 +70,7 @@ def prometheus_name(name: str) -> str:
 
 
 def test_attributes_that_are_not_ours_are_published() -> None:
-    foreign = {one for one in [*names.ATTRIBUTES, client_call.TOKEN_TYPE] if not one.startswith("pdserve.")}
+    foreign = {one for one in [*names.ATTRIBUTES, trace_context.TOKEN_TYPE] if not one.startswith("pdserve.")}
     assert foreign <= published_attributes()
 
 
@@ -94,7 +94,7 @@ def test_values_are_published() -> None:
 
 
 def test_metrics_are_published() -> None:
-    assert set(client_call.BUCKETS) == {one for one in BUCKETS if ".client." in one} <= published_metrics()
+    assert set(trace_context.BUCKETS) == {one for one in BUCKETS if ".client." in one} <= published_metrics()
     server = {one for one in published_metrics() if one.startswith("gen_ai.server.")}
     assert server == {one for one in BUCKETS if ".server." in one}
     ours = {name for name in METRICS if name.startswith("gen_ai_")}
@@ -111,5 +111,5 @@ def test_server_metrics_have_the_labels_and_buckets_that_are_asked_for(name: str
 
 
 def test_client_metrics_have_the_buckets_that_are_asked_for() -> None:
-    assert {name: buckets for name, buckets in BUCKETS.items() if ".client." in name} == client_call.BUCKETS
-    assert REQUIRED_OF_METRICS | {"error.type", "server.address", "server.port"} == set(client_call.LABELS)
+    assert {name: buckets for name, buckets in BUCKETS.items() if ".client." in name} == trace_context.BUCKETS
+    assert REQUIRED_OF_METRICS | {"error.type", "server.address", "server.port"} == set(trace_context.LABELS)

@@ -1,6 +1,6 @@
 import pytest
 
-from pdserve.telemetry.propagate import HEADER, TraceContext, extract, inject, parse, render, trace_id_of
+from pdserve.telemetry.trace_context import HEADER, TraceContext, extract, inject, parse, render, trace_id_of
 
 GOOD = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

@@ -4,7 +4,7 @@ import pytest
 
 from pdserve.core.results import Timings
 from pdserve.core.types import Slo
-from pdserve.telemetry.request_attributes import is_in_share, is_notable
+from pdserve.telemetry.trace_context import is_in_share, is_notable
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.1)
 

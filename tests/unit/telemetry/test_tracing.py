@@ -11,7 +11,7 @@ from pdserve.core.errors import ConfigError, NoWorkers
 from pdserve.core.results import Phase
 from pdserve.core.types import RequestAttributes
 from pdserve.telemetry import names
-from pdserve.telemetry.propagate import parse
+from pdserve.telemetry.trace_context import parse
 from pdserve.telemetry.tracing import Service, Tracing, make_tracing
 from tests.unit.telemetry.otlp_sink import OtlpSink
 

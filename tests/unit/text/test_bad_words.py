@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pdserve
-from pdserve.text.bad_words import bad_word_ids
-from pdserve.text.tokenizer import HuggingFaceTokenizer, ToyTokenizer
+from pdserve.text.tokenizer import HuggingFaceTokenizer, ToyTokenizer, bad_word_ids
 
 MODEL = Path(pdserve.__file__).parent / "models" / "stdlib-5m"
 

@@ -17,8 +17,7 @@ from pdserve.client.results import Explanation
 from pdserve.core.errors import NotFound, Unavailable
 from pdserve.core.live import LiveFrame, LiveRequest, LogLine
 from pdserve.testing import Cluster
-from pdserve.top.app import Details, TopApp
-from pdserve.top.sources import RecordingSource, RouterSource
+from pdserve.top.app import Details, RecordingSource, RouterSource, TopApp
 from pdserve.top.text import LEGEND, LETTERS
 from tests.unit.top.given import ended, frame, request, worker
 
