@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from decode_worker import decode_sequence as decode_lifecycle
-from pdserve.cli.main import HELPS, make_parsers
+from pdserve.cli.main import make_parsers
 from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
 from pdserve.core.setting import NAME, Range
 from pdserve.gateway.api.field_support import IGNORED, MODELS, REJECTED, Endpoint
@@ -220,13 +220,15 @@ def cli_page() -> str:
         "",
         *table(
             ("command", "meaning"),
-            ((f"[{code(name)}](#pdserve-{name})", HELPS.get(name, command.HELP)) for name, command in loaded.items()),
+            ((f"[{code(name)}](#pdserve-{name})", command.help) for name, command in loaded.items()),
         ),
     ]
+    shown = set()
     for name, parser in parser_of.items():
-        lines += ["", f"## pdserve {name}", f"{sentence(HELPS.get(name, loaded[name].HELP))}"]
-        if name in HELPS:  # the arguments are those of another command
+        lines += ["", f"## pdserve {name}", f"{sentence(loaded[name].help)}"]
+        if loaded[name].run in shown:  # the arguments are those of another command
             continue
+        shown.add(loaded[name].run)
         lines += arguments(parser)
         if parser.epilog:
             lines += ["", parser.epilog]

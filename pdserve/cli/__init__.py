@@ -1,5 +1,19 @@
-"""The command `pdserve`: one module per sub-command, which parses flags, calls other packages and prints.
+"""The command `pdserve`: sub-commands that parse flags, call other packages and print.
 
-The module of a sub-command has `HELP`, `add_flags` and `run`, and imports what it needs when it runs. The commands for
+A file holds one sub-command, or several of one subject, and imports what it needs when it runs. The commands for
 recordings and for simulations are in router/recording and simulator/commands. Read `main.py` first, then `generate.py`.
 """
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    help: str
+    add_flags: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    """Returns the exit status."""

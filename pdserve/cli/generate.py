@@ -1,34 +1,214 @@
-"""`pdserve generate`: one prompt, streamed to the terminal or printed as one JSON object.
+"""`pdserve generate`, one prompt, and `pdserve chat`, a conversation: their sampling flags, answers and timings.
 
-Several answers (-n, --best-of, --beams) are printed at the end, each under a line with its number. Logprobs follow the
-answers, one token in a line.
+Several answers of `generate` (-n, --best-of, --beams) are printed at the end, each under a line with its number.
+Logprobs follow the answers, one token in a line.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, Final
 
+from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_text
 from pdserve.build import FULL_VERSION
-from pdserve.cli.sampling import (
-    add_sampling_flags,
-    options,
-    phases_line,
-    stats_line,
-    truncation_warnings,
-    versions_line,
-)
+from pdserve.cli import Command
 from pdserve.client.beam import EarlyStopping
-from pdserve.client.request import MAX_TOKENS_PER_CALL
+from pdserve.client.request import MAX_TOKENS_PER_CALL, SAMPLING_SCALARS, Prompt, Scalar
 from pdserve.client.results import Completion, Token, TokenLogprob
 from pdserve.client.sync import Client, Stream
 from pdserve.client.target_flags import add_target_flags, connect
-from pdserve.core.errors import InvalidRequest, PdserveError
+from pdserve.config_flags import read_as
+from pdserve.core.errors import ConfigError, InvalidRequest, PdserveError
 from pdserve.core.json_text import to_json
+from pdserve.core.results import Phases
+from pdserve.core.types import Sampling, Slo
 
-HELP = "generate a completion of one prompt"
+# --- sampling flags -------------------------------------------------------------------------------------------
+# A flag that is not given is not sent, so the server's default applies.
+
+_PRINTED: Final = ("logprobs", "prompt_logprobs")  # flags of the command that prints them
+_LISTS: Final = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
+_METAVARS: Final = {int: "N", float: "X"}
+_DEFAULTS: Final = {one.name: one.default for one in fields(Sampling)}
+SHAPES: Final = ("json_schema", "json_object", "regex", "choice", "grammar")
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    for scalar in _scalars():
+        flag = scalar.name.replace("_", "-")
+        if scalar.kind is not bool:
+            group.add_argument(f"--{flag}", type=scalar.kind, metavar=_METAVARS[scalar.kind], help=scalar.text)
+        elif _DEFAULTS[scalar.name]:
+            group.add_argument(
+                f"--no-{flag}", dest=scalar.name, action="store_const", const=False, help=f"do not {scalar.text}"
+            )
+        else:
+            group.add_argument(f"--{flag}", action="store_const", const=True, help=scalar.text)
+    group.add_argument("--stop", action="append", metavar="TEXT", help="stop string; repeatable")
+    group.add_argument(
+        "--stop-token-ids", type=read_as(_ids, "token ids, such as 1,2,3"), metavar="ID,...", help="stop tokens"
+    )
+    group.add_argument(
+        "--logit-bias",
+        action="append",
+        type=read_as(_bias, "a token id and a number, such as 42=-1.5"),
+        metavar="ID=X",
+        help="add X (-100 to 100) to a token's logit; repeatable",
+    )
+    group.add_argument(
+        "--allowed-token-ids",
+        type=read_as(_ids, "token ids, such as 1,2,3"),
+        metavar="ID,...",
+        help="sample only these tokens",
+    )
+    group.add_argument(
+        "--bad-words", action="append", metavar="TEXT", help="text that the output must not contain; repeatable"
+    )
+    shape = group.add_mutually_exclusive_group()
+    shape.add_argument(
+        "--json-schema", type=_schema, metavar="JSON", help="JSON schema that the output must match; or @FILE"
+    )
+    shape.add_argument("--json-object", action="store_const", const=True, help="the output must be a JSON object")
+    shape.add_argument("--regex", metavar="REGEX", help="regular expression that the whole output must match")
+    shape.add_argument(
+        "--choice", action="append", metavar="TEXT", help="the output must be one of the given texts; repeatable"
+    )
+    shape.add_argument("--grammar", type=_grammar, metavar="LARK", help="grammar that the output must match; or @FILE")
+    group.add_argument("--slo-ttft", type=float, metavar="SECONDS", help="TTFT target of the request")
+    group.add_argument("--slo-tpot", type=float, metavar="SECONDS", help="TPOT target of the request")
+    group.add_argument(
+        "--slo-itl",
+        type=float,
+        metavar="SECONDS",
+        help="longest time between two tokens because of other prompts (4 times the TPOT target)",
+    )
+
+
+def _scalars() -> list[Scalar]:
+    return [scalar for scalar in SAMPLING_SCALARS if scalar.name not in _PRINTED]
+
+
+def _text(value: str) -> str:
+    """The text itself, or the contents of the file after an @."""
+    if not value.startswith("@"):
+        return value
+    try:
+        return read_text(value[1:], MAX_SETTINGS_BYTES, "file")
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(error.message) from None
+
+
+def _schema(value: str) -> str:
+    text = _text(value)
+    try:
+        json.loads(text)
+    except RecursionError:
+        pass  # the server says what is wrong with it
+    except ValueError as error:
+        what = value[1:] if value.startswith("@") else repr(value[:40])
+        raise argparse.ArgumentTypeError(f"{what} is not JSON ({error}){_meant(value)}") from None
+    return text
+
+
+def _grammar(value: str) -> str:
+    if ":" not in value and (meant := _meant(value)):  # each rule of a grammar has a colon
+        raise argparse.ArgumentTypeError(f"{value[:40]!r} is not a grammar{meant}")
+    return _text(value)
+
+
+def _meant(value: str) -> str:
+    """What to write instead of this value if it should name a file."""
+    if value.startswith("@"):
+        return ""
+    return f"; @{value} is that file" if os.path.isfile(value) else "; @NAME is a file"
+
+
+def _ids(value: str) -> list[int]:
+    return [int(one) for one in value.split(",")]
+
+
+def _bias(value: str) -> tuple[int, float]:
+    token_id, _, bias = value.partition("=")
+    return int(token_id), float(bias)
+
+
+def options(args: argparse.Namespace) -> dict[str, Any]:
+    names = [*(scalar.name for scalar in _scalars()), *_LISTS, *SHAPES]
+    found = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if args.logit_bias is not None:
+        found["logit_bias"] = dict(args.logit_bias)
+    slo = {"ttft_s": args.slo_ttft, "tpot_s": args.slo_tpot, "itl_s": args.slo_itl}
+    given = {name: value for name, value in slo.items() if value is not None}
+    if given:
+        found["slo"] = Slo(**given)
+    return found
+
+
+# --- lines after an answer ------------------------------------------------------------------------------------
+# Its timings, and a warning if it was truncated.
+
+
+def stats_line(done: Completion, slo: Slo | None) -> str:
+    """`slo`: the targets that the request named, if it did. The server's own are not known here."""
+    usage, times = done.usage, done.timings
+    rate = f"{1 / times.tpot_s:.1f} tokens/s" if times.tpot_s > 0 else "one token"
+    cached = f" ({usage.cached_prompt_tokens} cached)" if usage.cached_prompt_tokens else ""
+    where = " → ".join(worker for worker in (times.prefill_worker, times.decode_worker) if worker)
+    parts = [
+        f"{usage.prompt_tokens} prompt tokens{cached}",
+        f"{usage.completion_tokens} new",
+        f"first after {milliseconds(times.ttft_s)}",
+        rate,
+        f"{times.path or 'unplaced'} {where}".strip(),
+        f"ended by {done.finish_reason}",
+    ]
+    if slo is not None:
+        compared = (("TTFT", slo.ttft_s, times.ttft_s), ("TPOT", slo.tpot_s, times.tpot_s))
+        parts += [
+            f"missed the {name} target of {milliseconds(target_s)}"
+            for name, target_s, took_s in compared
+            if took_s > target_s
+        ]
+    if times.attempts > 1:
+        parts.append(f"{times.attempts} attempts")
+    parts.append(f"id {done.request_id}")
+    return " · ".join(parts)
+
+
+def versions_line(router: str, own: str) -> str:
+    """The versions of the router and, if it is another one, of this command."""
+    return f"router: version {router or 'unknown'}" + ("" if router == own else f", this command: version {own}")
+
+
+def phases_line(phases: Phases) -> str:
+    """The total time, and the phases that add up to it."""
+    spent = [f"{name} {milliseconds(took_s)}" for name, took_s in phases.shown()]
+    return f"{milliseconds(phases.total_s)} = {' + '.join(spent) or 'nothing'}"
+
+
+def truncation_warnings(finish_reasons: Container[str], options: Container[str]) -> list[str]:
+    """A warning if `max_tokens` truncated a structured answer, which then does not match its schema or grammar.
+
+    `finish_reasons` are those of all answers; `options` are the names of the sampling options that were given.
+    """
+    if "length" not in finish_reasons:
+        return []
+    return [f"max_tokens ended the answer before its {name} was complete" for name in SHAPES if name in options]
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"
+
+
+# --- pdserve generate -----------------------------------------------------------------------------------------
+
 _NUMBERS: Final = {
     "n": "number of completions, 1 to 16; more than 1 needs a temperature",
     "best_of": "sample N completions and print the -n with the highest mean logprob",
@@ -39,7 +219,7 @@ _NUMBERS: Final = {
 _STOPPING: Final[dict[str, EarlyStopping]] = {"no": False, "yes": True, "never": "never"}
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def _add_generate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", help="the prompt, or - to read it from stdin")
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object with text, token ids, usage and timings"
@@ -69,7 +249,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_target_flags(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def _generate(args: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     chosen = options(args)
     names = ("truncate_prompt_tokens", "n", "best_of", "logprobs", "prompt_logprobs")
@@ -169,3 +349,93 @@ def _search(args: argparse.Namespace, prompt: str, chosen: dict[str, Any]) -> in
 def _print(answers: Sequence[tuple[str, str]]) -> None:
     for title, text in answers:
         print(f"[{title}]\n{text}")
+
+
+GENERATE: Final = Command("generate a completion of one prompt", _add_generate_flags, _generate)
+
+# --- pdserve chat ---------------------------------------------------------------------------------------------
+# A conversation in the terminal or through a pipe, with a line of timings after each reply.
+
+_COMMAND_HELP: Final = "/reset forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C stops a reply"
+_COMMAND: Final = re.compile(r"/[a-z]+")
+
+
+def _add_chat_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--system", metavar="TEXT", help="system message of every conversation")
+    add_sampling_flags(parser)
+    add_target_flags(parser)
+
+
+def _chat(args: argparse.Namespace) -> int:
+    chosen = options(args)
+    is_terminal = sys.stdin.isatty()
+    status = 0
+    with connect(args) as client:
+        model = client.model()
+        conversation = Conversation(args.system, has_template=model.has_chat_template)
+        kind = "chat" if model.has_chat_template else "no chat template: it continues what you write"
+        print(f"{model.name} ({kind}); {_COMMAND_HELP}", file=sys.stderr)
+        for line in _lines("› " if is_terminal else ""):
+            if line in ("/quit", "/exit"):
+                break
+            if line == "/reset":
+                conversation.reset()
+            elif _COMMAND.fullmatch(line):
+                print(f"  no such command; {_COMMAND_HELP}", file=sys.stderr)
+            elif line:
+                status = _reply(client, conversation, line, chosen)
+                if status and not is_terminal:  # nobody sees the error, and later lines may depend on this one
+                    return status
+    return 0
+
+
+class Conversation:
+    """The conversation so far. A model without a chat template receives only the text of the last line."""
+
+    def __init__(self, system: str | None, *, has_template: bool) -> None:
+        self._system = system
+        self._has_template = has_template
+        self.messages: list[dict[str, str]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages = [{"role": "system", "content": self._system}] if self._system else []
+
+    def prompt(self, line: str) -> Prompt:
+        return [*self.messages, {"role": "user", "content": line}] if self._has_template else line
+
+    def add(self, line: str, reply: str) -> None:
+        self.messages += [{"role": "user", "content": line}, {"role": "assistant", "content": reply}]
+
+
+def _reply(client: Client, conversation: Conversation, line: str, chosen: dict[str, Any]) -> int:
+    text, slo = "", chosen.get("slo")
+    try:
+        with client.stream(conversation.prompt(line), **chosen) as stream:  # type: ignore[arg-type]
+            for piece in stream:
+                text += piece.text
+                print(piece.text, end="", flush=True)
+        print()
+        print(f"  {stats_line(stream.completion, slo)}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("\n  stopped", file=sys.stderr)
+    except PdserveError as error:
+        print(file=sys.stdout if text else sys.stderr)
+        print(f"pdserve chat: error: {error}", file=sys.stderr)
+        return 1
+    conversation.add(line, text)
+    return 0
+
+
+def _lines(prompt: str) -> Iterator[str]:
+    while True:
+        try:
+            yield input(prompt).strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+            return
+
+
+CHAT: Final = Command("chat with the model", _add_chat_flags, _chat)

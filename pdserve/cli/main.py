@@ -10,59 +10,59 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import Final, Protocol
+from dataclasses import replace
+from typing import Protocol
 
 from pdserve.build import FULL_VERSION
+from pdserve.cli import Command
 from pdserve.config_flags import Parser
 from pdserve.core.errors import NONE_YET, NotFound, NoWorkers, PdserveError, Unauthenticated
 from pdserve.core.installation import missing
 from pdserve.tls.reasons import UNKNOWN_CA
 
-#: Of commands that share a module with another one.
-HELPS: Final = {"serve": "the same as `up --http 8000`, as vLLM's command"}
+
+def commands() -> dict[str, Command]:
+    """Imported here, because gRPC reads `GRPC_VERBOSITY`, which `main` sets, when it is imported."""
+    from pdserve.cli import doctor, explain, generate, keys, operate, rank, up
+    from router.recording import play, replay_command
+    from simulator.commands import bench, plan, simulate
+
+    def of(module: CommandModule) -> Command:
+        return Command(module.HELP, module.add_flags, module.run)
+
+    return {
+        "up": of(up),
+        "serve": replace(of(up), help="the same as `up --http 8000`, as vLLM's command"),
+        "generate": generate.GENERATE,
+        "chat": generate.CHAT,
+        "topology": operate.TOPOLOGY,
+        "top": operate.TOP,
+        "drain": operate.DRAIN,
+        "undrain": operate.UNDRAIN,
+        "explain": of(explain),
+        "replay": of(replay_command),
+        "play": of(play),
+        "simulate": of(simulate),
+        "plan": of(plan),
+        "keys": of(keys),
+        "bench": of(bench),
+        "rank": of(rank),
+        "doctor": of(doctor),
+    }
 
 
-class Command(Protocol):
-    """The interface of a module that implements a command."""
+class CommandModule(Protocol):
+    """A module that holds one command."""
 
     HELP: str
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None: ...
 
-    def run(self, args: argparse.Namespace) -> int:
-        """Returns the exit status."""
-        ...
-
-
-def commands() -> dict[str, Command]:
-    """Imported here, because gRPC reads `GRPC_VERBOSITY`, which `main` sets, when it is imported."""
-    from pdserve.cli import chat, doctor, drain, explain, generate, keys, rank, top, topology, undrain, up
-    from router.recording import play, replay_command
-    from simulator.commands import bench, plan, simulate
-
-    return {
-        "up": up,
-        "serve": up,
-        "generate": generate,
-        "chat": chat,
-        "topology": topology,
-        "top": top,
-        "drain": drain,
-        "undrain": undrain,
-        "explain": explain,
-        "replay": replay_command,
-        "play": play,
-        "simulate": simulate,
-        "plan": plan,
-        "keys": keys,
-        "bench": bench,
-        "rank": rank,
-        "doctor": doctor,
-    }
+    def run(self, args: argparse.Namespace) -> int: ...
 
 
 def make_parsers() -> tuple[Parser, dict[str, Parser], dict[str, Command]]:
-    """The parser of `pdserve`, and the parser and the module of each command."""
+    """The parser of `pdserve`, and the parser and the code of each command."""
     parser = Parser(
         prog="pdserve", description="Serve a large language model with separate prefill and decode workers."
     )
@@ -71,7 +71,7 @@ def make_parsers() -> tuple[Parser, dict[str, Parser], dict[str, Command]]:
     loaded = commands()
     parser_of = {
         name: subparsers.add_parser(name, help=text, description=text, allow_abbrev=False)
-        for name, text in ((name, HELPS.get(name, command.HELP)) for name, command in loaded.items())
+        for name, text in ((name, command.help) for name, command in loaded.items())
     }
     for name, command in loaded.items():
         command.add_flags(parser_of[name])

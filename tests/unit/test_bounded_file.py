@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pdserve import bounded_file, profiles
-from pdserve.cli.sampling import _text
+from pdserve.cli.generate import _text
 from pdserve.client.connect import Tls
 from pdserve.config import from_env
 from pdserve.core.cost.profile import parse_profile

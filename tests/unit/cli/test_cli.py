@@ -22,10 +22,9 @@ import pytest
 from pdserve import Client
 from pdserve.build import FULL_VERSION
 from pdserve.cli import doctor
-from pdserve.cli.generate import logprob_lines
+from pdserve.cli.generate import logprob_lines, truncation_warnings, versions_line
 from pdserve.cli.main import hint, main, make_parsers
-from pdserve.cli.sampling import truncation_warnings, versions_line
-from pdserve.cli.topology import render
+from pdserve.cli.operate import render
 from pdserve.client import results
 from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
 from pdserve.config_flags import parse_flags

@@ -47,9 +47,9 @@ def strict(text: str) -> object:
 
 def with_json() -> set[str]:
     found = set()
-    for name, module in commands().items():
+    for name, command in commands().items():
         parser = argparse.ArgumentParser()
-        module.add_flags(parser)
+        command.add_flags(parser)
         if "--json" in parser._option_string_actions:
             found.add(name)
     return found

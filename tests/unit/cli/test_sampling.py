@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.cli.sampling import add_sampling_flags, options
+from pdserve.cli.generate import add_sampling_flags, options
 from pdserve.client.request import generate_request
 
 

@@ -1,0 +1,128 @@
+"""`pdserve topology`, `top`, `drain` and `undrain`: a running cluster as its operator sees it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from typing import Final
+
+from pdserve.cli import Command
+from pdserve.client.results import Topology, Worker
+from pdserve.client.target_flags import add_target_flags, async_client, connect
+from pdserve.core.installation import versions_text
+from pdserve.core.json_text import to_json
+from pdserve.progress import require_terminal
+
+# --- topology -------------------------------------------------------------------------------------------------
+
+
+def _add_topology_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_target_flags(parser)
+
+
+def _topology(args: argparse.Namespace) -> int:
+    with connect(args) as client:
+        topology = client.topology()
+    print(to_json(topology) if args.json else render(topology))
+    return 0
+
+
+def render(topology: Topology) -> str:
+    """Formats a table. Pure."""
+    head = ("WORKER", "ROLE", "STATE", "RUNNING", "WAITING", "FREE BLOCKS", "CACHED", "ENDPOINT")
+    rows = [head, *(_row(worker) for worker in topology.workers)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    summary = (
+        f"{topology.router_id}: {topology.running_requests} running, {topology.queued_requests} queued, "
+        f"up {topology.uptime_s:.0f} s"
+    )
+    links = [
+        f"KV {worker.worker_id} -> {link.decode_worker}: {link.transport} ({link.reason})"
+        for worker in topology.workers
+        for link in worker.kv_links
+    ]
+    versions = versions_text(topology.version, [(one.worker_id, one.version) for one in topology.workers])
+    return "\n".join([*lines, *links, ", ".join(filter(None, (summary, versions)))])
+
+
+def _row(worker: Worker) -> tuple[str, ...]:
+    return (
+        worker.worker_id,
+        worker.role or "?",
+        _state(worker),
+        str(worker.running),
+        str(worker.waiting),
+        str(worker.free_blocks),
+        str(worker.evictable_blocks),
+        worker.endpoint,
+    )
+
+
+def _state(worker: Worker) -> str:
+    """drained: by an operator, until `pdserve undrain`. draining: the worker is about to end."""
+    if not worker.is_connected:
+        return "away"
+    return "drained" if worker.is_drained else "draining" if worker.is_draining else "connected"
+
+
+TOPOLOGY: Final = Command("show the workers of a cluster", _add_topology_flags, _topology)
+
+# --- live view in a terminal ----------------------------------------------------------------------------------
+
+
+def _top(args: argparse.Namespace) -> int:
+    from pdserve.top.app import RouterSource, TopApp
+
+    require_terminal("`pdserve topology --json` is for programs")
+
+    async def watch() -> int:
+        async with async_client(args) as client:
+            await client.topology()  # raises at once where there is no router, or it rejects the token
+            return await TopApp(RouterSource(client, args.target)).run_async() or 0
+
+    return asyncio.run(watch())
+
+
+TOP: Final = Command("watch workers, requests and KV transfers in the terminal", add_target_flags, _top)
+
+# --- draining -------------------------------------------------------------------------------------------------
+
+#: Of draining the last worker of a role.
+CONSEQUENCES: Final = {
+    "decode": "requests wait for 5 s and then fail,",
+    "prefill": "decode workers also compute the prompts",
+}
+
+
+def _add_worker_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("worker", metavar="WORKER", help="name of the worker, as in `pdserve topology`")
+    add_target_flags(parser)
+
+
+def _drain(args: argparse.Namespace) -> int:
+    with connect(args) as client:
+        client.drain(args.worker)
+        workers = client.topology().workers
+    print(f"{args.worker} gets no new requests; `pdserve undrain {args.worker}` undoes this")
+    role = next((one.role for one in workers if one.worker_id == args.worker), None)
+    is_last = not any(one.role == role and one.is_connected and not one.is_draining for one in workers)
+    if is_last and role in CONSEQUENCES:
+        print(f"{args.worker} was the last {role} worker: {CONSEQUENCES[role]} until it is undrained")
+    return 0
+
+
+def _undrain(args: argparse.Namespace) -> int:
+    with connect(args) as client:
+        client.undrain(args.worker)
+    print(f"{args.worker} gets new requests again")
+    return 0
+
+
+DRAIN: Final = Command(
+    "send no new requests to a worker, until undrain or its next start; running requests finish",
+    _add_worker_flags,
+    _drain,
+)
+UNDRAIN: Final = Command("send new requests to a drained worker again", _add_worker_flags, _undrain)
