@@ -19,7 +19,7 @@ from pdserve.engine.gpu.engine import GraphEngine
 from pdserve.engine.gpu.graphs import EagerReplays, Replays, StaticDecode, make_replays
 from pdserve.engine.interface import PENDING, Flight, Row
 from pdserve.engine.load.build_engine import open_torch_engine
-from pdserve.engine.load.device import weight_bytes
+from pdserve.engine.load.load_plan import weight_bytes
 from pdserve.engine.model.config import read_config
 
 GREEDY = Sampling(temperature=0.0, max_tokens=1 << 20, ignore_eos=True)

@@ -23,6 +23,7 @@ USE_ONE = frozenset(
     {
         "pdserve.engine.gpu.tables",
         "pdserve.engine.load.checkpoint",
+        "pdserve.engine.load.load_plan",
         "pdserve.engine.model.parameters",
         "pdserve.gateway.api.field_support",
         "pdserve.gateway.api.logprobs",

@@ -1,47 +1,47 @@
-"""Opens a model folder: checks the settings and the memory, loads weights, makes pool and kernels, and returns an
-engine."""
+"""From a model folder to an engine, in three steps (`open_rank`).
+
+plan        load_plan.py decides, from the settings, the files' headers and the device, or refuses
+load        weights.py reads each tensor once, into its final form
+assemble    cpu_engine.py or gpu_engine.py makes pool and kernels around the loaded weights
+"""
 
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from pdserve.config import WorkerConfig
-from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role
 from pdserve.engine.cpu import ops
 from pdserve.engine.cpu.kernels import jit
-from pdserve.engine.cpu.ops import Ops
-from pdserve.engine.cpu.paged import PagedAttention
 from pdserve.engine.gpu.kernels.switches import gpu_switches
-from pdserve.engine.interface import Engine, EngineSpec
-from pdserve.engine.load.checkpoint import open_model
+from pdserve.engine.interface import Engine
+from pdserve.engine.load.checkpoint import OpenedModel, open_model
 from pdserve.engine.load.device import (
     CudaMeter,
     MeasureGraphs,
     Meter,
     Precision,
     available_bytes,
-    check_fits,
     choose_device,
     choose_precision,
     measure_use,
     reads_bfloat16_of,
     use_device,
-    weight_bytes,
 )
+from pdserve.engine.load.load_plan import Facts, LoadedRank, LoadPlan, block_shape, plan_rank, weight_bytes
 from pdserve.engine.load.safetensors_file import Checkpoint, checkpoint_hash
 from pdserve.engine.load.weights import LoadProgress, dummy_hash, dummy_weights, load_weights
 from pdserve.engine.memory.host import HostMemory
 from pdserve.engine.memory.plan import (
+    MemoryPlan,
     PoolUnit,
     device_blocks,
     device_plan,
@@ -50,22 +50,18 @@ from pdserve.engine.memory.plan import (
     plain_plan,
     with_device_defaults,
 )
-from pdserve.engine.memory.pool import BlockShape, TorchPool
 from pdserve.engine.model.attention import EagerAttention
 from pdserve.engine.model.config import ModelConfig
 from pdserve.engine.model.decoder import Decoder
-from pdserve.engine.model.linear import Rounding, weight_levels
-from pdserve.engine.model.parameters import WHOLE, Shard, Weights, rank_config
+from pdserve.engine.model.linear import weight_levels
+from pdserve.engine.model.parameters import WHOLE, Shard, Weights
 from pdserve.engine.rows import warm_rows
 from pdserve.engine.sampling.grammars import open_grammars
 from pdserve.engine.torch_engine import TorchEngine
-from pdserve.model_source import model_name
 from pdserve.progress import PhaseReport
 
 if TYPE_CHECKING:
     from pdserve.engine.model.collectives import Ranks
-
-_STORED: Final = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # kv_dtype, if it is not the compute dtype
 
 AnyEngine = TypeVar("AnyEngine", bound=Engine)
 
@@ -129,182 +125,66 @@ def open_rank(
     began_s = time.monotonic()
     if config.threads > 0:
         torch.set_num_threads(config.threads)
-    folder = Path(config.model)
-    opened = open_model(folder, has_weights=config.load == "auto")
-    model_config, checkpoint = opened.config, opened.checkpoint
+    opened = open_model(Path(config.model), has_weights=config.load == "auto")
     if shard.rank == 0:
         for correction in opened.corrections:
             log.warning("config.json contradicts the tensors, which are followed", extra={"contradiction": correction})
     device = device or choose_device(config.device, shard.rank)
-    precision = choose_precision(config.dtype, device, model_config.stored)
+    if device.type == "cuda" and meter is None:
+        meter = CudaMeter(device)
+
+    facts = find_facts(config, opened, device, is_measured=meter is not None)
+    plan = plan_rank(config, opened.config, shard, facts, shares_pool=memory is not None)
+
+    load_began_s = time.monotonic()
+    weights = load(plan, opened.checkpoint, progress)
+    load_s = time.monotonic() - load_began_s
+
+    rank = LoadedRank(
+        plan=plan,
+        model=make_decoder(plan, weights, ranks),
+        grammars=open_grammars(Path(config.model), plan.spec(plan.num_blocks or 1)),
+        memory=memory,
+        is_alone=ranks is None,
+    )
+    if plan.num_blocks is None:
+        assert meter is not None
+        use = measure_rank(rank, meter, ranks, graphs)
+    else:
+        use = plain_plan(str(device), facts.free_bytes, plan.weight_bytes, plan.num_blocks, plan.unit)
+    engine = assemble(rank, use.kv_pool // plan.shape.block_bytes)
+    engine.memory = use
+    _log_loaded(engine, plan, opened.checkpoint, time.monotonic() - began_s, load_s)
+    return engine
+
+
+# --- plan -----------------------------------------------------------------------------------------------------
+
+
+def find_facts(config: WorkerConfig, opened: OpenedModel, device: torch.device, *, is_measured: bool) -> Facts:
+    """Makes the device current. Raises ConfigError if it cannot compute the dtype."""
+    precision = choose_precision(config.dtype, device, opened.config.stored)
     if config.dtype == "auto" and device.type == "cpu" and precision.name != "float32":
         log.info(
             "uses the checkpoint's dtype, because this CPU has instructions for it; --dtype float32 is more exact",
             extra={"dtype": precision.name},
         )
     use_device(device)
-    if device.type == "cuda":
-        meter = meter or CudaMeter(device)
-    rank_model = rank_config(model_config, shard)
-    heads_first = stores_heads_first(device)
-    # The CPU's kernel cannot read fp8, so such a pool is gathered, which is slower.
-    is_paged = device.type == "cpu" and jit.is_available() and config.kv_dtype != "fp8" and not heads_first
-    if config.deterministic == "on" and not is_paged:
-        raise ConfigError("deterministic", "on", "off, or a CPU with numba and kv_dtype not fp8")
-    if config.deterministic == "auto" and is_paged and precision.rounding == "bfloat16":
-        config = replace(config, deterministic="on")
+    folder, checkpoint = Path(config.model), opened.checkpoint
     choices = (f"integers to {weight_levels()}",) if precision.rounding in ("int8", "int4") else ()
-    name = checkpoint_hash(folder, checkpoint, *choices) if checkpoint else dummy_hash(folder, device, *choices)
-    shape = block_shape(config, rank_model if memory is None else model_config, precision, heads_first=heads_first)
-    unit = PoolUnit(block_bytes=shape.block_bytes, block_size=shape.block_size)
-    spec_of = partial(
-        make_spec, config, model_config, precision.name, shape, name, shard if memory is None else WHOLE
-    )  # bytes of a number of blocks
-    is_halved = reads_bfloat16_of(checkpoint, device, precision.compute, precision.rounding)
-    num_bytes = weight_bytes(
-        model_config, precision.compute, rounding=precision.rounding, shard=shard, halves_float32=is_halved
+    return Facts(
+        device=device,
+        precision=precision,
+        free_bytes=available_bytes(device),
+        has_triton=is_triton(device),
+        has_paged=device.type == "cpu" and jit.is_available(),
+        heads_first=stores_heads_first(device),
+        is_measured=is_measured,
+        reads_bfloat16=reads_bfloat16_of(checkpoint, device, precision.compute, precision.rounding),
+        weights_hash=(
+            checkpoint_hash(folder, checkpoint, *choices) if checkpoint else dummy_hash(folder, device, *choices)
+        ),
     )
-    num_together = (
-        1 if device.type == "cuda" else min(config.ranks_here, shard.size)
-    )  # ranks on one host share its memory
-    free = available_bytes(device)
-    num_blocks = explicit_blocks(config.kv_blocks, config.kv_memory_bytes, unit)
-    if num_blocks is None and meter is None:
-        num_blocks = host_blocks(free, num_bytes * num_together, unit)
-    spec = spec_of(num_blocks or 1)
-    check_fits(num_bytes * num_together, spec.num_blocks * spec.block_bytes, free)
-    load_began_s = time.monotonic()
-    weights = load(config, model_config, checkpoint, device, precision, progress, shard)
-    load_s = time.monotonic() - load_began_s
-    grammars = open_grammars(folder, spec)
-    kv_heads = model_config.num_kv_heads
-    heads = None if memory is None else range(*shard.span(kv_heads, kv_heads))
-    if device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans for tens of milliseconds for every new length
-    model = Decoder(model_config, weights, ranks, device_ops(device))
-    if is_triton(device):
-        from pdserve.engine.gpu.few_rows import open_few_rows, sites_of
-        from pdserve.engine.gpu.kernels.switches import gpu_switches
-
-        model.few_rows = open_few_rows(
-            gpu_switches().products,
-            sites_of(weights, model_config.activation),
-            device,
-            torch.cuda.get_device_properties(device).multi_processor_count,
-        )
-
-    def assemble(num_blocks: int) -> TorchEngine:
-        spec = spec_of(num_blocks)
-        pool = TorchPool(num_blocks=num_blocks, shape=shape, device=device, memory=memory, heads=heads)
-        if is_triton(device) and config.block_size >= 8 and config.block_size & (config.block_size - 1) == 0:
-            from pdserve.engine.gpu.kernels.attention_plan import MOST_QUERIES as MAX_SHORT
-            from pdserve.engine.gpu.triton_attention import takes_flash, triton_attention, use_fa3
-
-            most_positions = None
-            if takes_flash(model.heads, model.dtype):
-                use_fa3(device)
-                most_positions = spec.max_context_tokens
-            processors = torch.cuda.get_device_properties(device).multi_processor_count
-            make_attention = triton_attention(
-                pool, model.heads, model.dtype, spec.max_context_tokens, processors, most_positions
-            )
-            return TorchEngine(spec, model, pool, grammars, make_attention, MAX_SHORT)
-        kernel = compiled(pool, rank_model, precision.rounding, config.worker_id) if is_paged else None
-        hidden = None
-        if kernel is not None and ranks is None:
-            from pdserve.engine.load.recorded import RecordedSteps  # needs numba
-
-            hidden = RecordedSteps(model).hidden
-        most_short = (
-            0 if kernel is None else sys.maxsize
-        )  # the kernel is as fast as torch's attention or faster, for every row
-        return TorchEngine(
-            spec,
-            model,
-            pool,
-            grammars,
-            lambda batch, on_layer: EagerAttention(batch, pool, model.heads, kernel, on_layer),
-            most_short,
-            hidden,
-        )
-
-    if num_blocks is None:
-        assert meter is not None
-        agree = int if ranks is None else ranks.minimum
-        use = measure_use(
-            meter,
-            str(device),
-            assemble,
-            unit,
-            share=config.gpu_memory_share,
-            context_tokens=config.max_context_tokens or model_config.max_context_tokens,
-            max_batch=config.max_batch,
-            max_batch_tokens=config.max_batch_tokens,
-            is_leader=shard.rank == 0,
-            agree=agree,
-            measure_graphs=graphs,
-        )
-        num_blocks = agree(device_blocks(use, config.gpu_memory_share, unit))  # all ranks name the same blocks
-        plan = device_plan(use, config.gpu_memory_share, num_blocks, unit)
-    else:
-        plan = plain_plan(str(device), free, num_bytes, num_blocks, unit)
-    engine = assemble(num_blocks)
-    engine.memory = plan
-    spec = engine.spec
-    if checkpoint is not None:
-        num_bytes = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
-    log.info(
-        "model loaded",
-        extra={
-            "model": spec.model,
-            "dtype": spec.dtype,
-            "device": str(device),
-            "kv_layout": spec.layout,
-            "kv_blocks": spec.num_blocks,
-            "load": config.load,
-            "load_s": round(time.monotonic() - began_s, 3),
-            "gb": round(num_bytes / 1e9, 3),
-            "gb_per_s": round(num_bytes / 1e9 / max(load_s, 1e-6), 2),
-        },
-    )
-    return engine
-
-
-def compiled(pool: TorchPool, model: ModelConfig, rounding: Rounding, worker_id: str) -> PagedAttention:
-    report = PhaseReport(worker_id, "kernels", "kernels")
-    report(0, 1)
-    computed = torch.bfloat16 if rounding == "bfloat16" else torch.float32
-    kernel = PagedAttention(pool, model.num_heads, computed, is_normed=model.has_qk_norm, is_rounded=rounding != "none")
-    report(1, 1)
-    return kernel
-
-
-def load(
-    config: WorkerConfig,
-    model: ModelConfig,
-    checkpoint: Checkpoint | None,
-    device: torch.device,
-    precision: Precision,
-    progress: LoadProgress | None,
-    shard: Shard = WHOLE,
-) -> Weights:
-    """Loads the checkpoint, or generates weights for `--load dummy`."""
-    dtype, rounding, is_deterministic = precision.compute, precision.rounding, config.deterministic == "on"
-    if checkpoint is None:
-        return dummy_weights(model, device, dtype, rounding=rounding, is_deterministic=is_deterministic, shard=shard)
-    progress = progress or PhaseReport(config.worker_id, "weights", "bytes")
-    return load_weights(
-        model, checkpoint, device, dtype, progress, rounding=rounding, is_deterministic=is_deterministic, shard=shard
-    )
-
-
-def device_ops(device: torch.device) -> Ops:
-    """In Triton on CUDA; a device without Triton computes the same in torch."""
-    if is_triton(device):
-        from pdserve.engine.gpu.kernels import ops as gpu_ops
-
-        return gpu_ops
-    return ops
 
 
 def is_triton(device: torch.device) -> bool:
@@ -316,17 +196,116 @@ def stores_heads_first(device: torch.device) -> bool:
     return is_triton(device) and gpu_switches().layout == "heads"
 
 
-def block_shape(
-    config: WorkerConfig, model: ModelConfig, precision: Precision, *, heads_first: bool = False
-) -> BlockShape:
-    return BlockShape(
-        num_layers=model.num_layers,
-        block_size=config.block_size,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=_STORED.get(config.kv_dtype, precision.kv),
-        heads_first=heads_first,
+# --- load -----------------------------------------------------------------------------------------------------
+
+
+def load(plan: LoadPlan, checkpoint: Checkpoint | None, progress: LoadProgress | None) -> Weights:
+    """Reads the checkpoint, or generates weights for `--load dummy`. `progress` None: a line of this worker."""
+    config, device, precision = plan.config, plan.facts.device, plan.facts.precision
+    is_deterministic = config.deterministic == "on"
+    if checkpoint is None:
+        return dummy_weights(
+            plan.model,
+            device,
+            precision.compute,
+            rounding=precision.rounding,
+            is_deterministic=is_deterministic,
+            shard=plan.shard,
+        )
+    return load_weights(
+        plan.model,
+        checkpoint,
+        device,
+        precision.compute,
+        progress or PhaseReport(config.worker_id, "weights", "bytes"),
+        rounding=precision.rounding,
+        is_deterministic=is_deterministic,
+        shard=plan.shard,
     )
+
+
+# --- assemble -------------------------------------------------------------------------------------------------
+# With Triton or the paged kernel, the device's file assembles. Else attention gathers the blocks of each row, which
+# works everywhere: on a CPU without numba, over fp8 KV, on a GPU without Triton, and with blocks of any size.
+
+
+def make_decoder(plan: LoadPlan, weights: Weights, ranks: Ranks | None) -> Decoder:
+    if plan.facts.device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans for tens of milliseconds for every new length
+    if plan.facts.has_triton:
+        from pdserve.engine.load import gpu_engine  # needs Triton
+
+        return gpu_engine.make_decoder(plan, weights, ranks)
+    return Decoder(plan.model, weights, ranks, ops)
+
+
+def assemble(rank: LoadedRank, num_blocks: int) -> TorchEngine:
+    """The engine over a new pool."""
+    match rank.plan.attention:
+        case "triton":
+            from pdserve.engine.load import gpu_engine  # needs Triton
+
+            return gpu_engine.assemble(rank, num_blocks)
+        case "paged":
+            from pdserve.engine.load import cpu_engine  # needs numba
+
+            return cpu_engine.assemble(rank, num_blocks)
+        case "gathered":
+            model, pool = rank.model, rank.pool(num_blocks)
+            return TorchEngine(
+                rank.plan.spec(num_blocks),
+                model,
+                pool,
+                rank.grammars,
+                lambda batch, on_layer: EagerAttention(batch, pool, model.heads, None, on_layer),
+                most_short=0,
+            )
+
+
+def measure_rank(rank: LoadedRank, meter: Meter, ranks: Ranks | None, graphs: MeasureGraphs | None) -> MemoryPlan:
+    """The pool takes the memory that the largest steps and the graphs leave. All ranks choose the same blocks."""
+    plan, config = rank.plan, rank.plan.config
+    device, share = str(plan.facts.device), config.gpu_memory_share
+    agree = int if ranks is None else ranks.minimum
+    use = measure_use(
+        meter,
+        device,
+        partial(assemble, rank),
+        plan.unit,
+        share=share,
+        context_tokens=config.max_context_tokens or plan.model.max_context_tokens,
+        max_batch=config.max_batch,
+        max_batch_tokens=config.max_batch_tokens,
+        is_leader=plan.shard.rank == 0,
+        agree=agree,
+        measure_graphs=graphs,
+    )
+    return device_plan(use, share, agree(device_blocks(use, share, plan.unit)), plan.unit)
+
+
+def _log_loaded(
+    engine: TorchEngine, plan: LoadPlan, checkpoint: Checkpoint | None, total_s: float, load_s: float
+) -> None:
+    spec, num_bytes = engine.spec, plan.weight_bytes
+    if checkpoint is not None:
+        num_bytes = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
+    log.info(
+        "model loaded",
+        extra={
+            "model": spec.model,
+            "dtype": spec.dtype,
+            "device": str(plan.facts.device),
+            "kv_layout": spec.layout,
+            "kv_blocks": spec.num_blocks,
+            "load": plan.config.load,
+            "load_s": round(total_s, 3),
+            "gb": round(num_bytes / 1e9, 3),
+            "gb_per_s": round(num_bytes / 1e9 / max(load_s, 1e-6), 2),
+        },
+    )
+
+
+# --- pools that ranks share -----------------------------------------------------------------------------------
 
 
 def with_host_blocks(config: WorkerConfig) -> WorkerConfig:
@@ -352,40 +331,3 @@ def shared_bytes(config: WorkerConfig) -> int:
 def _model_and_precision(config: WorkerConfig) -> tuple[ModelConfig, Precision]:
     model = open_model(Path(config.model), has_weights=config.load == "auto").config
     return model, choose_precision(config.dtype, choose_device(config.device), model.stored)
-
-
-def make_spec(
-    config: WorkerConfig,
-    model: ModelConfig,
-    dtype: str,
-    shape: BlockShape,
-    weights_hash: str,
-    shard: Shard,
-    num_blocks: int,
-) -> EngineSpec:
-    """The context limit is the least of the model's, the operator's and the capacity of the pool."""
-    if config.max_context_tokens > model.max_context_tokens:
-        raise ConfigError(
-            "max_context_tokens",
-            config.max_context_tokens,
-            f"at most {model.max_context_tokens}, the model's own limit",
-        )
-    return EngineSpec(
-        model=model_name(config.model),
-        weights_hash=weights_hash,
-        dtype=dtype,
-        layout=shape.layout,
-        vocab_size=model.vocab_size,
-        max_context_tokens=min(config.max_context_tokens or model.max_context_tokens, num_blocks * config.block_size),
-        eos_token_ids=model.eos_token_ids,
-        block_size=config.block_size,
-        num_blocks=num_blocks,
-        block_bytes=shape.block_bytes,
-        kv_dtype=str(shape.dtype).removeprefix("torch."),
-        kv_layers=shape.num_layers,
-        kv_heads=model.num_kv_heads,
-        kv_head_dim=shape.head_dim,
-        tp_degree=shard.size,
-        tp_rank=shard.rank,
-        num_layers=1 if shape.is_scaled else shape.num_layers,  # the scales of all layers are stored after the values
-    )

@@ -1,13 +1,9 @@
-"""A model on its device: chooses the device and the dtypes, checks before loading that the model fits, and measures
-afterwards how much memory its largest steps and its graphs take.
-
-The check comes first because a process that is killed while loading gives no error message.
-"""
+"""A device: which one a rank uses, in which dtypes, and its memory: what is free, and what the largest steps and graphs
+take once the weights are loaded."""
 
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol, cast, final
@@ -17,16 +13,11 @@ import torch
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Sampling
 from pdserve.engine.cpu.int4 import has_amx, has_kernel
-from pdserve.engine.cpu.kernels.rounding import INT4_BYTES
 from pdserve.engine.interface import EngineSpec, Row
-from pdserve.engine.load.checkpoint import Needs
 from pdserve.engine.load.safetensors_file import Checkpoint
-from pdserve.engine.load.weights import rounding_beside
 from pdserve.engine.memory.host import free_bytes
 from pdserve.engine.memory.plan import DeviceUse, PoolUnit, runtime_bytes
-from pdserve.engine.model.config import ModelConfig
 from pdserve.engine.model.linear import Rounding, multiplies_bfloat16, reads_bfloat16
-from pdserve.engine.model.parameters import WHOLE, Shard, build_weights
 from pdserve.engine.torch_engine import TorchEngine
 
 
@@ -95,32 +86,7 @@ def has_fast_bfloat16() -> bool:
     return has_instructions and multiplies_bfloat16()
 
 
-# --- check that a model fits ----------------------------------------------------------------------------------
-
-_GB: Final = 1e9
-_ITEM_BYTES: Final = {"bfloat16": 2, "int8": 1, "fp8": 1, "int4": INT4_BYTES}  # of a weight, by rounding
-
-
-def weight_bytes(
-    config: ModelConfig,
-    dtype: torch.dtype,
-    *,
-    rounding: Rounding,
-    shard: Shard = WHOLE,
-    halves_float32: bool = False,
-) -> int:
-    """An upper bound of the memory of the weights of a rank's part of the model.
-
-    `halves_float32` is the result of `reads_bfloat16_of`.
-    """
-    needs = Needs(config.quantisation, shard)
-    build_weights(config, needs)
-    item_bytes = _ITEM_BYTES.get(rounding, dtype.itemsize)
-    other_bytes = _ITEM_BYTES.get(rounding_beside(config.quantisation, rounding), item_bytes)
-    num_other = needs.num_matrix_weights - needs.num_packed_weights
-    in_matrices = math.ceil(needs.num_packed_weights * item_bytes + num_other * other_bytes)
-    saved = needs.num_panel_weights * (dtype.itemsize - torch.bfloat16.itemsize) if halves_float32 else 0
-    return in_matrices - saved + needs.num_table_weights * dtype.itemsize
+# --- what is known before a load ------------------------------------------------------------------------------
 
 
 def reads_bfloat16_of(
@@ -131,17 +97,6 @@ def reads_bfloat16_of(
         return False
     matrices = [one for one in checkpoint.tensors.values() if len(one.shape) > 1]
     return all(one.dtype == "BF16" for one in matrices) and reads_bfloat16()
-
-
-def check_fits(num_weight_bytes: int, num_kv_bytes: int, num_available_bytes: int | None) -> None:
-    """Raises ConfigError with both numbers. None: unknown."""
-    if num_available_bytes is not None and num_weight_bytes + num_kv_bytes > num_available_bytes:
-        raise ConfigError(
-            "model",
-            f"{num_weight_bytes / _GB:.2f} GB of weights and {num_kv_bytes / _GB:.2f} GB of KV",
-            f"at most the {num_available_bytes / _GB:.2f} GB that are free: a smaller kv_memory_bytes, dtype int8, "
-            "or a machine with more memory",
-        )
 
 
 def available_bytes(device: torch.device) -> int | None:

@@ -1,31 +1,69 @@
-"""Turns an eager engine on a CUDA device into one that replays graphs, or reports why it cannot."""
+"""An engine on a GPU: attention and the operations around products in Triton, and decode steps that replay graphs, or
+the reason why they cannot. Needs Triton."""
 
 from __future__ import annotations
 
 import logging
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Role
 from pdserve.engine.gpu.engine import GraphEngine
+from pdserve.engine.gpu.few_rows import open_few_rows, sites_of
 from pdserve.engine.gpu.graphs import GraphReplays, StaticDecode, make_replays
+from pdserve.engine.gpu.kernels import ops
+from pdserve.engine.gpu.kernels.attention_plan import MOST_QUERIES
 from pdserve.engine.gpu.kernels.fixed_shapes import buckets_for, verified_tokens
 from pdserve.engine.gpu.kernels.switches import gpu_switches
 from pdserve.engine.gpu.resample import penalty_bytes
+from pdserve.engine.gpu.triton_attention import takes_flash, triton_attention, use_fa3
 from pdserve.engine.load.device import MeasureGraphs, Meter, use_device
+from pdserve.engine.load.load_plan import LoadedRank, LoadPlan, takes_blocks
 from pdserve.engine.memory.plan import graph_bytes
 from pdserve.engine.model.config import ModelConfig, read_config
 from pdserve.engine.model.decoder import Decoder
+from pdserve.engine.model.parameters import Weights
 from pdserve.engine.torch_engine import TorchEngine
 from pdserve.progress import PhaseReport
+
+if TYPE_CHECKING:
+    from pdserve.engine.model.collectives import Ranks
 
 _MEASURED: Final = 2  # captures from which the memory of all is estimated
 
 log = logging.getLogger(__name__)
+
+
+def make_decoder(plan: LoadPlan, weights: Weights, ranks: Ranks | None) -> Decoder:
+    device, config = plan.facts.device, plan.model
+    model = Decoder(config, weights, ranks, ops)
+    sites = sites_of(weights, config.activation)
+    model.few_rows = open_few_rows(gpu_switches().products, sites, device, _num_processors(device))
+    return model
+
+
+def assemble(rank: LoadedRank, num_blocks: int) -> TorchEngine:
+    plan, model, device = rank.plan, rank.model, rank.plan.facts.device
+    spec, pool = plan.spec(num_blocks), rank.pool(num_blocks)
+    most_positions = None
+    if takes_flash(model.heads, model.dtype):
+        use_fa3(device)
+        most_positions = spec.max_context_tokens
+    make_attention = triton_attention(
+        pool, model.heads, model.dtype, spec.max_context_tokens, _num_processors(device), most_positions
+    )
+    return TorchEngine(spec, model, pool, rank.grammars, make_attention, MOST_QUERIES)
+
+
+def _num_processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+# --- graphs ---------------------------------------------------------------------------------------------------
 
 
 def takes_graphs(config: WorkerConfig, role: Role) -> bool:
@@ -56,7 +94,7 @@ def why_no_graphs(config: ModelConfig, block_size: int) -> str:
     """Empty if decode steps of the model can be captured."""
     if config.experts is not None:
         return "experts: how many tokens each one gets is decided on the host"
-    if block_size < 8 or block_size & (block_size - 1):
+    if not takes_blocks(block_size):
         return f"block_size {block_size}: the kernels take powers of two from 8 on"
     return ""
 
@@ -116,7 +154,7 @@ def _static(eager: TorchEngine, model: Decoder, most_rows: int, most_drafts: int
         most_rows=most_rows,
         max_context_tokens=eager.spec.max_context_tokens,
         vocab_size=eager.spec.vocab_size,
-        num_processors=torch.cuda.get_device_properties(device).multi_processor_count,
+        num_processors=_num_processors(device),
         most_tokens=most_tokens,
         most_queries=most_queries,
     )

@@ -14,7 +14,7 @@ from pdserve.core.types import Sampling
 from pdserve.engine import torch_engine
 from pdserve.engine.cpu import int4
 from pdserve.engine.interface import Row
-from pdserve.engine.load.recorded import RecordedSteps
+from pdserve.engine.load.cpu_engine import RecordedSteps
 from pdserve.engine.torch_engine import TorchEngine
 
 BUNDLED = str(Path("pdserve/models/stdlib-5m").absolute())

@@ -1,4 +1,6 @@
-"""Records a decode step's kernel calls once for each number of tokens, and repeats them, as a CUDA graph does.
+"""An engine on a CPU: attention by the paged kernel, and decode steps that repeat recorded kernel calls. Needs numba.
+
+The kernel calls of a decode step are recorded once for each number of tokens, and then repeated, as a CUDA graph does.
 
 The layers are run once in a mode that notes every kernel call instead of computing it. Tensors of that run get fixed
 memory. Steps of as many tokens then differ in few addresses only: the embedded tokens, the angles, the places of the
@@ -13,6 +15,7 @@ such as a product by oneDNN, a bias or an expert.
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
@@ -26,13 +29,45 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pdserve.engine.cpu.kernels import task
 from pdserve.engine.cpu.kernels.task import KernelProgram
+from pdserve.engine.cpu.paged import PagedAttention
+from pdserve.engine.load.load_plan import LoadedRank
 from pdserve.engine.model.attention import AttentionBackend, EagerAttention
 from pdserve.engine.model.decoder import Decoder
+from pdserve.engine.torch_engine import TorchEngine
+from pdserve.progress import PhaseReport
 
 _MOST_TOKENS: Final = 32
 
 _aten: Final = torch.ops.aten
 _VIEWS: Final = {_aten.view.default, _aten.split_with_sizes.default, _aten.slice.Tensor, _aten.alias.default}
+
+
+def assemble(rank: LoadedRank, num_blocks: int) -> TorchEngine:
+    """Compiles the kernels for the pool's shape."""
+    plan, model = rank.plan, rank.model
+    rounding, pool = plan.facts.precision.rounding, rank.pool(num_blocks)
+    report = PhaseReport(plan.config.worker_id, "kernels", "kernels")
+    report(0, 1)
+    kernel = PagedAttention(
+        pool,
+        plan.rank_model.num_heads,
+        torch.bfloat16 if rounding == "bfloat16" else torch.float32,
+        is_normed=plan.model.has_qk_norm,
+        is_rounded=rounding != "none",
+    )
+    report(1, 1)
+    return TorchEngine(
+        plan.spec(num_blocks),
+        model,
+        pool,
+        rank.grammars,
+        lambda batch, on_layer: EagerAttention(batch, pool, model.heads, kernel, on_layer),
+        sys.maxsize,  # the kernel is as fast as torch's attention or faster, for every row
+        RecordedSteps(model).hidden if rank.is_alone else None,
+    )
+
+
+# --- recorded steps -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
