@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from pdserve.core.access.waiting import closes_silent
 from pdserve.core.log_limit import LogLimit
 from pdserve.gateway.api import errors, sse
 from pdserve.listening import MAX_LINGERING
@@ -59,8 +60,8 @@ class ConnectionLimits:
 class Connections:
     """All open connections of a server. Those without a request are closed first when there are too many.
 
-    A connection that sends nothing costs its client the least. So a flood of these can take only a quarter of the
-    places of those without a request, and no place among the lingering ones that another needs.
+    Those that sent nothing give up their places among the lingering ones first, because they cost their clients the
+    least.
     """
 
     limits: ConnectionLimits
@@ -82,7 +83,7 @@ class Connections:
         if self.num_open <= self.limits.max_connections:
             return True
         self.num_dropped += 1
-        waiting = self.silent if 3 * len(self.silent) > len(self.idle) else self.idle
+        waiting = self.silent if closes_silent(len(self.silent), len(self.idle)) else self.idle
         if not waiting:
             return False
         oldest, _ = waiting.popitem(last=False)

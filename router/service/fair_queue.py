@@ -9,11 +9,11 @@ count as one host.
 
 from __future__ import annotations
 
-import ipaddress
 from collections import Counter
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar, final
 
+from pdserve.core.access.hosts import network_of
 from pdserve.core.access.shares import BYTES_WEIGHT, COUNT_WEIGHT, Shares, caller_of
 from pdserve.core.errors import Overloaded
 
@@ -57,14 +57,11 @@ def client_of(peer: str, tenant: str = "") -> ClientKey:
     kind, _, rest = peer.partition(":")
     if kind not in ("ipv4", "ipv6"):
         return ClientKey(peer, peer)
-    host = rest.rpartition(":")[0].replace("%5B", "").replace("%5D", "").strip("[]")
+    host = rest.rpartition(":")[0].replace("%5B", "").replace("%5D", "").replace("%25", "%").strip("[]")
     try:
-        address = ipaddress.ip_address(host.partition("%25")[0])
+        return ClientKey(network_of(host), peer)
     except ValueError:
         return ClientKey(host, peer)
-    if isinstance(address, ipaddress.IPv6Address) and not address.is_loopback:
-        host = str(ipaddress.ip_network((address, 64), strict=False))
-    return ClientKey(host, peer)
 
 
 @final

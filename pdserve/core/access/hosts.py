@@ -45,6 +45,15 @@ def is_any_host(host: str) -> bool:
     return host.strip("[]") in _ANY
 
 
+def network_of(host: str) -> str:
+    """The caller that an address stands for: itself, or its IPv6 network (/64), all addresses of which one caller may
+    use. Raises ValueError if `host` is no address."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if isinstance(address, ipaddress.IPv4Address) or address.is_loopback:
+        return str(address)
+    return str(address.ipv4_mapped or ipaddress.ip_network((address, 64), strict=False))
+
+
 def local_host(host: str) -> str:
     """The address at which this host reaches its own server that listens on `host`."""
     if not is_any_host(host):
