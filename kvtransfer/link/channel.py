@@ -104,6 +104,7 @@ class Channel:
         self.waker = waker or Waker()
         self._clock = clock  # for the heartbeat
         self.is_readable = False  # result of the last wait
+        self.heard_s = clock()  # when bytes came last; not updated after `watch`
         self.meanwhile: Callable[[], None] = lambda: None  # called whenever `fill` has waited
         self._owner = 0
         self._outbox: deque[bytes] = deque()
@@ -182,7 +183,10 @@ class Channel:
         time is up."""
         heartbeat = self._heartbeat
         if heartbeat is None:
-            return self._wait(timeout_s, is_writing)
+            has_ended = self._wait(timeout_s, is_writing)
+            if self.is_readable:
+                self.heard_s = self._clock()
+            return has_ended
         ends_s = math.inf if timeout_s is None else self._clock() + timeout_s
         while True:
             now_s = self._clock()

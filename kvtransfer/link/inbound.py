@@ -11,7 +11,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Iterable
-from typing import Final, Protocol
+from typing import Final, Protocol, final
 
 from kvtransfer.link.channel import Channel, Gone, Silent
 from kvtransfer.link.gate import Peer
@@ -36,6 +36,7 @@ from kvtransfer.protocol.plan import Part, PartLayout
 from kvtransfer.protocol.receive_transfer import Claim
 from kvtransfer.reshape.unpacker import Unpacker
 from kvtransfer.transports.common.interface import ReceiveHalf, ReceiveLink, Transport
+from pdserve.core.access.hosts import network_of
 from pdserve.core.errors import ConfigError, TransferFailed
 from pdserve.core.kv.kv_shape import KvShape, is_same_bytes
 from pdserve.engine.interface import KvPool
@@ -43,7 +44,9 @@ from pdserve.tls.certificates import ReloadingCertificates
 
 log = logging.getLogger(__name__)
 
-AUTHENTICATION_S: Final = 3.0  # a sender sends its greeting as soon as it is connected
+AUTHENTICATION_S: Final = (
+    3.0  # from the accepted connection to the proof; a sender sends its greeting as soon as it is connected
+)
 
 
 class Hub(Protocol):
@@ -70,21 +73,43 @@ class Hub(Protocol):
     def ended(self, inbound: Inbound, error: str, *, is_peers_fault: bool, is_silent: bool) -> None: ...
 
 
+@final
+class Accepted:
+    """A connection whose sender has sent nothing yet. It costs no thread."""
+
+    __slots__ = ("ends_s", "host", "socket", "transport")
+
+    def __init__(self, sock: socket.socket, transport: Transport, now_s: float) -> None:
+        """Raises OSError if the peer has disconnected."""
+        sock.setblocking(False)
+        is_local = sock.family not in (socket.AF_INET, socket.AF_INET6)
+        self.socket, self.transport = sock, transport
+        self.host = "" if is_local else network_of(sock.getpeername()[0])
+        self.ends_s = now_s + AUTHENTICATION_S
+
+    def has_sent(self) -> bool:
+        """If the socket is readable. False: the peer has disconnected."""
+        try:
+            return bool(self.socket.recv(1, socket.MSG_PEEK))
+        except OSError:
+            return False
+
+
 class Inbound(threading.Thread):
     """The thread of one connection, and the ReceiveLink of its transport."""
 
-    def __init__(self, hub: Hub, sock: socket.socket, number: int, transport: Transport) -> None:
+    def __init__(self, hub: Hub, accepted: Accepted, number: int) -> None:
         super().__init__(name=f"kv-inbound-{number}", daemon=True)
-        self.number = number
+        self.number, self.host = number, accepted.host
         self.peer: Peer | None = None
         self.pool, self.memory = hub.pool, hub.memory
         self.block_bytes, self.chunk_bytes = hub.block_bytes, hub.chunk_bytes
-        self.channel = Channel(sock, clock=hub.clock)
+        self.channel = Channel(accepted.socket, clock=hub.clock)
         self.enter, self.leave = hub.enter, hub.leave
-        self._hub, self._transport = hub, transport
+        self._hub, self._transport = hub, accepted.transport
         self._half: ReceiveHalf | None = None
         self._unpacker: Unpacker | None = None  # if blocks arrive in another format
-        self._began_s = hub.clock()
+        self._ends_s = accepted.ends_s
 
     def started(self) -> Inbound:
         """Starts the thread. Raises RuntimeError, and closes everything, if the process cannot have more threads."""
@@ -143,8 +168,6 @@ class Inbound(threading.Thread):
         return self if self._unpacker is None else self._unpacker
 
     def _authenticate(self) -> bool:
-        if not self._transport.admits(self.channel.socket):
-            return False
         if self._hub.tls is not None and not self._transport.is_same_host:
             self.channel.secure(self._hub.tls.current().peer_server, self._left_s)
         data, greeting = bytearray(GREETING_BYTES), None
@@ -180,7 +203,7 @@ class Inbound(threading.Thread):
         return True
 
     def _left_s(self) -> float:
-        return self._began_s + AUTHENTICATION_S - self._hub.clock()
+        return self._ends_s - self._hub.clock()
 
     def _source_of(self, peer: Peer, mine: KvShape) -> PartLayout:
         """The layout of the sender's blocks. Between different degrees, a sender on a device sends heads directly out

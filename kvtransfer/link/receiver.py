@@ -7,6 +7,7 @@ table's decisions, and never from inside `expect` or `abort`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import selectors
 import socket
@@ -20,7 +21,7 @@ from kvtransfer.devices.shared import host_id
 from kvtransfer.link.channel import Waker
 from kvtransfer.link.endpoint_config import EndpointConfig
 from kvtransfer.link.gate import Gate, Peer, TransferServicer
-from kvtransfer.link.inbound import Inbound
+from kvtransfer.link.inbound import Accepted, Inbound
 from kvtransfer.protocol.frames import Frame, Greeting, Kind, Tag, encode_text
 from kvtransfer.protocol.plan import DEFAULT_CHUNK_BYTES, Part, host_view
 from kvtransfer.protocol.receive_transfer import Claim
@@ -28,6 +29,7 @@ from kvtransfer.protocol.receive_transfers import Action, ReceiveTransfers, Repl
 from kvtransfer.protocol.transport import OnOpen, Received, ReceiveOutcome, Sent, TransferStats
 from kvtransfer.transports.common.interface import Transport
 from kvtransfer.transports.common.registry import fence_of
+from pdserve.core.access.waiting import to_close
 from pdserve.core.durations import clamped_s
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
 from pdserve.core.kv.kv_shape import Grant, TransferKey
@@ -89,9 +91,11 @@ class Reports(Generic[Result]):
 # --- receiver -------------------------------------------------------------------------------------------------
 
 MAX_CONNECTIONS: Final = 256  # connections of authenticated senders
-MAX_PENDING: Final = 32  # unauthenticated connections; the oldest is closed to make room
+MAX_PENDING: Final = 32  # unauthenticated connections; one more closes another one
+_BACKLOG: Final = 4096  # connections that wait in the kernel; it has a limit of its own
 _JOIN_S: Final = 5.0
 _ACCEPT_PAUSE_S: Final = 0.05
+_NO_ROOM: Final = "it was not authenticated when another connection needed its place"
 
 OnReceived = Callable[[Received], None]
 
@@ -117,6 +121,8 @@ class PlainReceiver:
         self._lock = threading.Lock()  # guards the table, the connections and the reports
         self._reports: Reports[Received] = Reports(self._lock)
         self._connections: dict[int, Inbound] = {}
+        self._accepted: dict[Accepted, str] = {}  # with their hosts, oldest first; of the listening thread alone
+        self._selector = selectors.DefaultSelector()  # of that thread, too
         self._ending: list[Inbound] = []  # connections that write no more, but whose threads have not ended yet
         self._is_closed = False
         self._refusals = LogLimit()
@@ -297,12 +303,12 @@ class PlainReceiver:
 
     def _run(self) -> None:
         try:
-            with selectors.DefaultSelector() as selector:
+            with self._selector as selector:
                 selector.register(self._waker, selectors.EVENT_READ, None)
                 for transport, listener in self._listeners.items():
                     selector.register(listener, selectors.EVENT_READ, transport)
                 while not self._is_closed:
-                    self._tick(selector)
+                    self._tick()
         # without this thread there are no deadlines and no new connections, so the receiver must end
         except Exception:
             log.critical("the KV receiver's thread died", exc_info=True)
@@ -310,14 +316,24 @@ class PlainReceiver:
                 self._is_closed = True
                 self._do(self._table.fail_all("the receiver's thread died", self.clock()))
             self._reports.deliver()
+        finally:
+            for one in self._accepted:
+                one.socket.close()
 
-    def _tick(self, selector: selectors.BaseSelector) -> None:
+    def _tick(self) -> None:
         with self._lock:
-            alarm_s = self._table.next_alarm_s
-        timeout_s = None if alarm_s is None else clamped_s(alarm_s - self.clock())
-        for key, _ in selector.select(timeout_s):
-            if key.data is not None:
-                self._accept(self._listeners[key.data], key.data)
+            alarms_s = [one for one in (self._table.next_alarm_s,) if one is not None]
+        alarms_s += [one.ends_s for one in itertools.islice(self._accepted, 1)]
+        timeout_s = clamped_s(min(alarms_s) - self.clock()) if alarms_s else None
+        ready = [key.data for key, _ in self._selector.select(timeout_s)]
+        for one in ready:  # first, because a connection that has sent something is not the one to make room
+            if isinstance(one, Accepted):
+                self._hand_over(one)
+        for one in ready:
+            if one is not None and not isinstance(one, Accepted):
+                self._accept(self._listeners[one], one)
+        for one in [one for one in self._accepted if one.ends_s <= self.clock()]:
+            self._drop(one, "it has sent nothing")
         self._waker.clear()
         self._decide(self._table.expire)
 
@@ -325,34 +341,68 @@ class PlainReceiver:
         sock: socket.socket | None = None
         try:
             sock, _ = listener.accept()
-            with self._lock:
-                pending = [one for one in self._connections.values() if one.peer is None]
-                if self._is_closed or len(self._connections) - len(pending) >= MAX_CONNECTIONS:
-                    raise OSError(f"{MAX_CONNECTIONS} connections are open already")
-                self._make_room(pending)
-                self._number += 1
-                inbound = Inbound(self, sock, self._number, transport)
-                self._connections[inbound.number] = inbound.started()
-        # the peer has disconnected already, or the process has no more descriptors or threads
-        except (OSError, RuntimeError) as error:
-            with self._lock:
-                self._table.stats.refused_connections += 1
-                self._log_refusal(str(error))
+            if not transport.admits(sock):
+                raise OSError("it is another user's")
+            self._make_room()
+            accepted = Accepted(sock, transport, self.clock())
+            self._selector.register(sock, selectors.EVENT_READ, accepted)
+            self._accepted[accepted] = accepted.host
+        # the peer has disconnected already, or the process has no more descriptors
+        except OSError as error:
+            self._refused(str(error))
             if sock is not None:
                 sock.close()
             else:
                 time.sleep(_ACCEPT_PAUSE_S)  # the socket stays readable, so without a pause this thread would spin
 
+    def _make_room(self) -> None:
+        """Raises OSError if as many senders are connected as can be."""
+        with self._lock:
+            unproven = [one for one in self._connections.values() if one.peer is None]
+            if self._is_closed or len(self._connections) - len(unproven) >= MAX_CONNECTIONS:
+                raise OSError(f"{MAX_CONNECTIONS} connections are open already")
+            if len(self._accepted) + len(unproven) < MAX_PENDING:
+                return
+            unproven.sort(key=lambda one: one.channel.heard_s)
+            closed = to_close(self._accepted, {one: one.host for one in unproven})
+            if isinstance(closed, Inbound):
+                closed.stop(_NO_ROOM)
+                self._ending.append(self._connections.pop(closed.number))
+        if isinstance(closed, Accepted):
+            self._drop(closed, _NO_ROOM)
+
+    def _hand_over(self, accepted: Accepted) -> None:
+        """To a thread of its own, because its sender has sent something."""
+        if not accepted.has_sent():
+            self._drop(accepted, "the peer has disconnected")
+            return
+        self._forget(accepted)
+        try:
+            with self._lock:
+                self._number += 1
+                self._connections[self._number] = Inbound(self, accepted, self._number).started()
+        except (OSError, RuntimeError) as error:  # the process has no more descriptors or threads
+            accepted.socket.close()
+            self._refused(str(error))
+
+    def _drop(self, accepted: Accepted, why: str) -> None:
+        self._forget(accepted)
+        accepted.socket.close()
+        self._refused(why)
+
+    def _forget(self, accepted: Accepted) -> None:
+        del self._accepted[accepted]
+        self._selector.unregister(accepted.socket)
+
+    def _refused(self, error: str) -> None:
+        with self._lock:
+            self._table.stats.refused_connections += 1
+            self._log_refusal(error)
+
     def _log_refusal(self, error: str) -> None:
         """With the lock held. Limited, because any process that reaches the port can cause refusals."""
         if count := self._refusals.due(self.clock()):
             log.warning("kv connections were refused", extra={"connections": count, "error": error})
-
-    def _make_room(self, pending: Sequence[Inbound]) -> None:
-        """With the lock held. Closes the oldest unauthenticated connections, so that they do not keep senders out."""
-        for oldest in pending[: len(pending) - MAX_PENDING + 1]:
-            oldest.stop("it was not authenticated when another connection needed its place")
-            self._ending.append(self._connections.pop(oldest.number))
 
 
 def _name_of(peer: Peer) -> str:
@@ -367,6 +417,6 @@ def _encode(answer: ReplyToSender) -> bytes:
 
 def _listen(transport: Transport, host: str) -> socket.socket:
     listener = transport.listen(host)
-    listener.listen(64)
+    listener.listen(_BACKLOG)
     listener.setblocking(False)
     return listener

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import socket
+import ssl
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -381,3 +382,102 @@ def test_unproven_connections_do_not_block_senders(
         assert sum(one.peer is None for one in pair.receiver._connections.values()) <= 4
         assert pair.move(pair.grant((1,)), (1,))[0].outcome is ReceiveOutcome.VERIFIED
     wait_for(lambda: pair.receiver.stats.refused_connections == 40, "their ends")
+
+
+@pytest.mark.parametrize("name", ["tcp", "shm"])
+def test_silent_connections_do_not_end_a_slow_proof(
+    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("kvtransfer.link.receiver.MAX_PENDING", 4)
+    pair = make_pair(name)
+    answer = pair.host.open(pair.sender)
+    greeting = greet(pair, answer)
+    with contextlib.ExitStack() as stack:
+        slow = stack.enter_context(connect(pair, answer))
+        slow.sendall(greeting[:20])
+        silent = [stack.enter_context(connect(pair, answer)) for _ in range(40)]
+        for oldest in silent[:37]:
+            assert oldest.recv(1) == b""
+        slow.sendall(greeting[20:])
+        assert len(read_exactly(slow, ANSWER_BYTES)) == ANSWER_BYTES
+
+
+def test_silent_connections_do_not_end_a_tls_handshake(
+    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtransfer.link.receiver.MAX_PENDING", 4)
+    pair = make_pair("tcp+tls")
+    answer = pair.host.open(pair.sender)
+    tls = pair.sender.config.tls
+    assert tls is not None
+    received, sent = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = tls.current().client.wrap_bio(received, sent, server_hostname="127.0.0.1")
+    with contextlib.ExitStack() as stack:
+        slow = stack.enter_context(connect(pair, answer))
+        with pytest.raises(ssl.SSLWantReadError):
+            client.do_handshake()
+        hello = sent.read()
+        slow.sendall(hello[:20])
+        silent = [stack.enter_context(connect(pair, answer)) for _ in range(40)]
+        for oldest in silent[:37]:
+            assert oldest.recv(1) == b""
+        slow.sendall(hello[20:])
+        assert slow.recv(1) == b"\x16"  # the server's part of the handshake
+
+
+def test_a_host_does_not_take_the_places_of_others(
+    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if each of its connections sends the beginning of a greeting."""
+    monkeypatch.setattr("kvtransfer.link.receiver.MAX_PENDING", 4)
+    pair = make_pair("tcp")
+    answer = pair.host.open(pair.sender)
+    greeting = greet(pair, answer)
+    host, port = answer.address.split(":")
+    with contextlib.ExitStack() as stack:
+        slow = stack.enter_context(connect(pair, answer))
+        slow.sendall(greeting[:20])
+        others = []
+        for _ in range(20):
+            others.append(stack.enter_context(socket.create_connection((host, int(port)), WAIT_S, ("127.0.0.2", 0))))
+            others[-1].sendall(greeting[:1])
+        for oldest in others[:17]:
+            with contextlib.suppress(ConnectionResetError):  # with bytes that were not read
+                assert oldest.recv(1) == b""
+        slow.sendall(greeting[20:])
+        assert len(read_exactly(slow, ANSWER_BYTES)) == ANSWER_BYTES
+
+
+def test_a_stalled_connection_makes_room_for_a_progressing_one(
+    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtransfer.link.receiver.MAX_PENDING", 4)
+    pair = make_pair("tcp")
+    answer = pair.host.open(pair.sender)
+    greeting = greet(pair, answer)
+    with contextlib.ExitStack() as stack:
+        slow = stack.enter_context(connect(pair, answer))
+        slow.sendall(greeting[:1])
+        wait_for(lambda: len(pair.receiver._connections) == 1, "the connection")
+        [channel] = [one.channel for one in pair.receiver._connections.values()]
+        stalled = []
+        for sent in range(1, 21):
+            stalled.append(stack.enter_context(connect(pair, answer)))
+            stalled[-1].sendall(greeting[:1])
+            if sent > 3:
+                with contextlib.suppress(ConnectionResetError):
+                    assert stalled[sent - 4].recv(1) == b""
+            before_s = channel.heard_s
+            slow.sendall(greeting[sent : sent + 1])
+            wait_for(lambda before_s=before_s: channel.heard_s > before_s, "the byte")  # type: ignore[misc]
+        slow.sendall(greeting[21:])
+        assert len(read_exactly(slow, ANSWER_BYTES)) == ANSWER_BYTES
+
+
+def test_a_silent_connection_has_no_thread_and_ends_with_the_receiver(pair: Pair) -> None:
+    answer = pair.host.open(pair.sender)
+    with connect(pair, answer) as silent:
+        wait_for(lambda: len(pair.receiver._accepted) == 1, "the connection")
+        assert not pair.receiver._connections
+        pair.receiver.close()
+        assert silent.recv(1) == b""
