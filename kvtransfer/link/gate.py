@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import secrets
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, cast, final
@@ -174,10 +175,20 @@ class Gate:
         with self._lock:
             self._forget_old(now_s)
             if len(self._tickets) >= MAX_TICKETS:
-                raise Overloaded(f"{MAX_TICKETS} transfer tickets are unused", TICKET_TTL_S)
+                self._take_from_others(peer.sender_id)
             ticket = secrets.token_bytes(TICKET_BYTES)
             self._tickets[ticket] = (peer, now_s + TICKET_TTL_S)
             return ticket
+
+    def _take_from_others(self, sender_id: str) -> None:
+        """Ends the oldest ticket of the sender with the most, which cannot connect. Raises Overloaded if that is this
+        sender."""
+        senders = {ticket: peer.sender_id for ticket, (peer, _) in self._tickets.items()}
+        num_of = Counter(senders.values())
+        [(busiest, most)] = num_of.most_common(1)
+        if most <= num_of[sender_id] + 1:
+            raise Overloaded(f"{MAX_TICKETS} transfer tickets are unused", TICKET_TTL_S)
+        del self._tickets[next(ticket for ticket, one in senders.items() if one == busiest)]
 
     def _forget_old(self, now_s: float) -> None:
         for ticket in [one for one, (_, ends_s) in self._tickets.items() if ends_s <= now_s]:

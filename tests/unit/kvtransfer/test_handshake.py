@@ -234,6 +234,19 @@ def test_tickets_are_bounded_and_expire(
     assert MAX_TICKETS == 256
 
 
+def test_a_sender_does_not_take_the_tickets_of_others(
+    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets tickets, but its data connections fail, for example at a firewall."""
+    monkeypatch.setattr("kvtransfer.link.gate.MAX_TICKETS", 5)
+    pair = make_pair("tcp")
+    for _ in range(5):
+        pair.host.open(pair.sender)
+    for number in range(3):
+        dial(replace(pair.sender.config, worker_id=f"p{number + 1}"), pair.host.endpoint, "d0-1").close()
+    assert len(pair.receiver._gate._tickets) == 4
+
+
 def test_two_ends_without_xxhash_agree_on_blake2b(
     make_pair: Callable[..., Pair], transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
