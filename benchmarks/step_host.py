@@ -269,7 +269,8 @@ def running(folder: Path, rows: int, context: int, with_grammar: int) -> Iterato
             grammar = Grammar(GrammarKind.JSON_SCHEMA, SCHEMA) if number < with_grammar else None
             program.handle(SESSION, reserve(number, context, CONTEXT_LIMIT - context, grammar))
         while (
-            any(each.remaining > 1 for each in program.batching.sequences.running) or program.batching.sequences.waiting
+            any(each.remaining > 1 for each in program.scheduler.sequences.running)
+            or program.scheduler.sequences.waiting
         ):
             assert program.step()
         yield program, stubs
@@ -304,7 +305,7 @@ def measure(folder: Path, rows: int, context: int, steps: int, with_grammar: int
                 measured.took.append(ended - began - stubs.spent)
                 measured.library_s.append(threads.spent_s - library_s)
                 measured.bytes_s.append(time.perf_counter() - ended.wall_s)
-        assert len(program.batching.sequences.running) == rows, "a text has ended"
+        assert len(program.scheduler.sequences.running) == rows, "a text has ended"
         return measured
 
 

@@ -1,6 +1,6 @@
 """Measures the cost of planning a decode worker's step: `python -m benchmarks.step_plan [--sequences 64 256]`.
 
-Measures DecodeBatching.plan and, for a step that is launched before the last one is read, plan_after, in microseconds
+Measures DecodeScheduler.plan and, for a step that is launched before the last one is read, plan_after, in microseconds
 of CPU time of one thread. Each sequence has a TPOT target and at least 500 tokens of context. Some of the sequences are
 prompts of 500 to 4,000 tokens that wait or are being computed, and a quarter of them can no longer meet their TTFT
 target. A prompt that ends is replaced, so the load stays constant. Nothing is computed: every row samples the same
@@ -18,8 +18,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from decode_worker.batching import DecodeBatching
 from decode_worker.planning import ChunkRule
+from decode_worker.scheduler import DecodeScheduler
 from decode_worker.step import DecodeStep
 from pdserve.core.attempt import Attempt, AttemptKey, EndRule
 from pdserve.core.cost.latency import CostModel
@@ -48,7 +48,7 @@ class Bench:
         self.num_offered = 0
         cost = CostModel(load_profile(PROFILE).cost)
         self.cost = cost
-        self.batching = DecodeBatching(
+        self.scheduler = DecodeScheduler(
             kv=KvCache(BlockAllocator(num_sequences * 1000), BLOCK_SIZE),
             max_batch=num_sequences,
             chunks=ChunkRule(cost, most=MAX_BATCH_TOKENS),
@@ -57,7 +57,7 @@ class Bench:
         )
         for _ in range(num_sequences - num_prompts):
             self.offer(OUTPUT_TOKENS)
-        while self.batching.load().pending_prefill_tokens:
+        while self.scheduler.load().pending_prefill_tokens:
             self.run(self.plan()[0])
         self.refill()
 
@@ -73,12 +73,12 @@ class Bench:
             ttft_s=TTFT_S,
             tpot_s=TPOT_S,
         )
-        self.batching.offer(attempt, is_local=True, now_s=self.now_s)
+        self.scheduler.offer(attempt, is_local=True, now_s=self.now_s)
 
     def refill(self) -> None:
         """Replaces the prompts that have ended. Their answers are one token long."""
-        load = self.batching.load()
-        sequences = self.batching.sequences
+        load = self.scheduler.load()
+        sequences = self.scheduler.sequences
         pending = load.waiting + sum(each.remaining > 1 for each in sequences.running)
         for _ in range(self.num_prompts - pending):
             self.offer(1)
@@ -86,13 +86,13 @@ class Bench:
     def plan(self) -> tuple[DecodeStep, float]:
         """A step, and the seconds that its planning took."""
         began_s = time.thread_time()
-        step, _ = self.batching.plan(self.now_s)
+        step, _ = self.scheduler.plan(self.now_s)
         return step, time.thread_time() - began_s
 
     def run(self, step: DecodeStep) -> None:
         self.now_s += step.account.predicted_s(self.cost)
         outs: Sequence[RowOut] = [RowOut((TOKEN,) if row.sample is not None else ()) for row in step.rows]
-        self.batching.apply(step, outs, self.now_s)
+        self.scheduler.apply(step, outs, self.now_s)
 
     def times(self, num_steps: int) -> Iterator[float]:
         for _ in range(num_steps):
@@ -105,9 +105,9 @@ class Bench:
         """Of plan_after: the next step is planned while one runs."""
         step, _ = self.plan()
         for _ in range(num_steps):
-            self.batching.launched(step)
+            self.scheduler.launched(step)
             began_s = time.thread_time()
-            following = self.batching.plan_after(step)
+            following = self.scheduler.plan_after(step)
             yield time.thread_time() - began_s
             self.run(step)
             step = self.plan()[0] if following is None else following

@@ -9,8 +9,8 @@ from functools import partial
 from itertools import groupby
 from typing import Any, final
 
-from decode_worker.batching import DecodeBatching, is_token
 from decode_worker.planning import ChunkRule
+from decode_worker.scheduler import DecodeScheduler, is_token
 from decode_worker.sequence_table import KvCheck
 from decode_worker.speculation import DraftRule
 from kvtransfer.devices import issuer
@@ -110,7 +110,7 @@ class DecodeProgram(RoleProgram):
             if config.speculation == "ngram"
             else None
         )
-        self._batching = DecodeBatching(
+        self._scheduler = DecodeScheduler(
             kv=self.kv,
             max_batch=config.max_batch,
             chunks=self._chunks,
@@ -120,11 +120,11 @@ class DecodeProgram(RoleProgram):
             check=KvCheck(self.blocks.stamps) if config.kv_check == "step" else None,
         )
         if self._drafting is None:
-            self.schedule_asynchronously(self._batching)
+            self.schedule_asynchronously(self._scheduler)
 
     @property
-    def batching(self) -> DecodeBatching:
-        return self._batching
+    def scheduler(self) -> DecodeScheduler:
+        return self._scheduler
 
     def actions(self) -> dict[type, Callable[[Any], None]]:
         return {
@@ -177,7 +177,7 @@ class DecodeProgram(RoleProgram):
 
     def check(self) -> None:
         super().check()
-        live = set(self._batching.live())
+        live = set(self._scheduler.live())
         assert set(self._receives) <= live, "a pending receive has no attempt"
 
     def observe(self, account: fx.StepAccount, step_s: float) -> None:
@@ -198,15 +198,15 @@ class DecodeProgram(RoleProgram):
             name = f"{self.context.config.worker_id}.{self.context.incarnation}.{self._num_grants}"
             transfer = TransferKey(transfer_id=name, attempt=attempt.key.attempt, generation=self._num_grants)
             self._receives[attempt.key] = PendingReceive(transfer, attempt.deadline_at_s, self.received_s)
-        self.act(self._batching.offer(attempt, is_local=reserve.is_local, now_s=self.context.now()))
+        self.act(self._scheduler.offer(attempt, is_local=reserve.is_local, now_s=self.context.now()))
 
     def _admit(self, session: int, admit: worker_pb2.Admit) -> None:
         key = key_of(session, admit.request_id, admit.attempt)
         if admit.first_token_id >= self.limits.vocab_size:
             message = f"first_token_id: got {admit.first_token_id}, expected below {self.limits.vocab_size}"
-            self.act(self._batching.fail(key, FailureKind.INVALID, message))
+            self.act(self._scheduler.fail(key, FailureKind.INVALID, message))
             return
-        effects = self._batching.admit(key, admit.first_token_id, self.received_s)
+        effects = self._scheduler.admit(key, admit.first_token_id, self.received_s)
         if effects is None:
             self.counts["late or duplicate admit"] += 1
             return
@@ -220,7 +220,7 @@ class DecodeProgram(RoleProgram):
         match received.outcome:
             case ReceiveOutcome.VERIFIED:
                 self.act(
-                    self._batching.received(
+                    self._scheduler.received(
                         key,
                         transfer_s=received.transfer_s,
                         busy_s=received.busy_s,
@@ -230,7 +230,7 @@ class DecodeProgram(RoleProgram):
                 )
             case ReceiveOutcome.FAILED | ReceiveOutcome.DRAINED:
                 error = received.error or received.outcome.value
-                self.act(self._batching.lost(key, error, is_cancelled=received.is_cancelled))
+                self.act(self._scheduler.lost(key, error, is_cancelled=received.is_cancelled))
             case ReceiveOutcome.QUARANTINED:
                 self.counts["quarantined transfer"] += 1  # the blocks stay reserved until DRAINED follows
 
@@ -258,11 +258,11 @@ class DecodeProgram(RoleProgram):
                 grant,
                 lambda received: post(partial(self._received, key, received, now())),
                 remaining_s,
-                self._batching.content_hashes(key),
+                self._scheduler.content_hashes(key),
                 lambda: post(partial(self._opened, key, grant)),
             )
         except PdserveError as error:
-            self.act(self._batching.lost(key, error.message))
+            self.act(self._scheduler.lost(key, error.message))
             return
         if is_open:
             self._opened(key, grant)
@@ -275,7 +275,7 @@ class DecodeProgram(RoleProgram):
             self.outbox.report(pr.Granted(key=key, grant=encode_grant(grant), grant_s=grant_s))
 
     def _granted(self, effect: pr.Granted) -> None:
-        """Reports the grant of a local attempt, which batching makes while it handles the Reserve."""
+        """Reports the grant of a local attempt, which the scheduler makes while it handles the Reserve."""
         self.outbox.report(replace(effect, grant_s=self.context.now() - self.received_s))
 
     def _receive_aborted(self, effect: fx.ReceiveAborted) -> None:

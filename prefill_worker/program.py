@@ -35,9 +35,9 @@ from pdserve.wire.protocol import FINGERPRINT
 from pdserve.worker.host import WorkerHost
 from pdserve.worker.interface import ProgramContext
 from pdserve.worker.program import RoleProgram
-from prefill_worker.batching import PrefillBatching
 from prefill_worker.prefill_sequence import PrefillStep
 from prefill_worker.pushing import DEVICE_MESSAGE_S, MAX_GROUPS, MESSAGE_S, PushRule
+from prefill_worker.scheduler import PrefillScheduler
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class PrefillProgram(RoleProgram):
         self._shape = shape_of(engine.spec)
         # Adds the deadline by this process's clock, and the data that a receiver of another shape requires.
         self._grants: dict[AttemptKey, tuple[Grant, float | None, Text | None]] = {}
-        self._batching = PrefillBatching(
+        self._scheduler = PrefillScheduler(
             kv=self.kv,
             prompt_order=PromptOrder(CostModel(self.cost), most=config.max_batch_tokens),
             inbox_depth=config.inbox_depth,
@@ -73,8 +73,8 @@ class PrefillProgram(RoleProgram):
         )
 
     @property
-    def batching(self) -> PrefillBatching:
-        return self._batching
+    def scheduler(self) -> PrefillScheduler:
+        return self._scheduler
 
     @property
     def why_whole(self) -> str:
@@ -121,7 +121,7 @@ class PrefillProgram(RoleProgram):
             text = text_of(attempt, self._shape.block_size, grant, their_key)
         self._grants[key] = (grant, attempt.deadline_at_s, text)
         self.act(
-            self._batching.offer(
+            self._scheduler.offer(
                 attempt,
                 receiver=grant.worker_id,
                 receiver_cached_blocks=grant.num_cached_blocks,
@@ -139,19 +139,19 @@ class PrefillProgram(RoleProgram):
         """Only routers call prefill workers."""
 
     def on_layer(self, step: PrefillStep) -> OnLayer | None:
-        if not self._batching.wants_layers(step):
+        if not self._scheduler.wants_layers(step):
             return None
         of = self.engine.spec.num_layers
-        return lambda num_layers: self.act(self._batching.stored(step, num_layers, of))
+        return lambda num_layers: self.act(self._scheduler.stored(step, num_layers, of))
 
     def observe(self, account: fx.StepAccount, step_s: float) -> None:
-        self._batching.order.observe(account, step_s)
+        self._scheduler.order.observe(account, step_s)
         moved_bytes = self._sender.moved_bytes
-        self._batching.pushing.stepped(account, step_s, moved_bytes - self._moved_bytes)
+        self._scheduler.pushing.stepped(account, step_s, moved_bytes - self._moved_bytes)
         self._moved_bytes = moved_bytes
 
     def transfer_events(self) -> Mapping[str, int]:
-        withheld = self._batching.pushing.num_withheld
+        withheld = self._scheduler.pushing.num_withheld
         return {**events(self._sender.stats), **issuer.events(), "layer_groups_withheld": withheld}
 
     def rejected_rank_joins(self) -> Mapping[str, int]:
@@ -163,7 +163,7 @@ class PrefillProgram(RoleProgram):
 
     def check(self) -> None:
         super().check()
-        assert set(self._grants) == set(self._batching.live()), "a grant has no attempt"
+        assert set(self._grants) == set(self._scheduler.live()), "a grant has no attempt"
 
     def _send_started(self, effect: fx.SendStarted) -> None:
         key = effect.key
@@ -176,7 +176,7 @@ class PrefillProgram(RoleProgram):
                 grant, lambda sent: post(partial(self._sent, key, sent)), remaining_s, text, groups=effect.groups
             )
         except PdserveError as error:
-            self.act(self._batching.sent(key, is_whole=False, error=error.message))
+            self.act(self._scheduler.sent(key, is_whole=False, error=error.message))
 
     def _blocks_done(self, effect: fx.BlocksDone) -> None:
         groups = range(effect.first_group, effect.end_group)
@@ -196,14 +196,14 @@ class PrefillProgram(RoleProgram):
         if sent.outcome is SendOutcome.SENT:
             self._measure_sent(key, held[0], sent)
         is_whole = sent.outcome is SendOutcome.SENT
-        self.act(self._batching.sent(key, is_whole=is_whole, error=sent.error, is_cancelled=sent.is_cancelled))
+        self.act(self._scheduler.sent(key, is_whole=is_whole, error=sent.error, is_cancelled=sent.is_cancelled))
 
     def _measure_sent(self, key: AttemptKey, grant: Grant, sent: Sent) -> None:
         if not sent.num_bytes:
             return
         # A transfer in one piece measures the link, including all overheads before and after the bytes.
         took_s = sent.busy_s if sent.early_bytes else sent.exposed_s
-        self._batching.pushing.sent(grant.worker_id, sent.num_bytes, took_s)
+        self._scheduler.pushing.sent(grant.worker_id, sent.num_bytes, took_s)
         metrics = self.context.metrics
         metrics.observe(metric_names.TRANSFER_EXPOSED_TIME, sent.exposed_s)
         metrics.observe(metric_names.TRANSFER_HIDDEN_SHARE, hidden_share(sent.busy_s, sent.exposed_s))
@@ -248,7 +248,7 @@ def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] 
     endpoint = config_of(config, engine.spec, engine.pool, context.incarnation, stamps, context.tls)
     sender = joined_sender(make_sender(endpoint, config.kv_wire), engine, endpoint)
     program = PrefillProgram(context, engine, sender, stamps)
-    if config.push == "layers" and not program.batching.pushing.groups:
+    if config.push == "layers" and not program.scheduler.pushing.groups:
         program.close()
         raise ConfigError("push", config.push, f"auto, end or chunk: {program.why_whole or NO_DIVISOR}")
     return program

@@ -1,4 +1,4 @@
-"""The decisions of a worker's batching, as data. Pure.
+"""The decisions of a worker's scheduler, as data. Pure.
 
 Messages to routers are defined in pdserve/core/protocol.py, all other effects here. The worker's program turns each
 effect into a message or a transfer call, and the simulator turns it into future events. An attempt ends with Refused,

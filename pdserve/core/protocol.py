@@ -1,6 +1,6 @@
 """The messages between routers and workers: one dataclass for each message of worker.proto. Pure.
 
-A worker's batching emits them, the router's state receives them as events and returns them as commands, and the
+A worker's scheduler emits them, the router's state receives them as events and returns them as commands, and the
 simulator forwards them. `pdserve/wire/protocol.py` pairs each with its protobuf message. A new field is added here and
 in the .proto file.
 

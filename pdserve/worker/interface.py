@@ -1,4 +1,4 @@
-"""The interfaces between a program and its role's batching, and between a program and its host. Pure."""
+"""The interfaces between a program and its role's scheduler, and between a program and its host. Pure."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pdserve.telemetry.metrics import Metrics
 from pdserve.tls.certificates import ReloadingCertificates
 
 
-class Batching(Protocol):
-    """The common interface of PrefillBatching and DecodeBatching."""
+class Scheduler(Protocol):
+    """The common interface of PrefillScheduler and DecodeScheduler."""
 
     is_draining: bool
 
@@ -44,8 +44,8 @@ class Batching(Protocol):
     def check(self) -> None: ...
 
 
-class AsyncBatching(Protocol):
-    """A batching that supports asynchronous scheduling: it plans a step before the previous one is read."""
+class AsyncScheduler(Protocol):
+    """A scheduler that supports asynchronous scheduling: it plans a step before the previous one is read."""
 
     def plan_after(self, step: Any) -> Any | None: ...
 

@@ -1,7 +1,7 @@
 """Base of both role programs: reads messages, runs steps, reports to routers. Runs on the engine thread only.
 
-A program turns messages into calls of its batching, and the resulting effects into messages and transfer calls. It owns
-no thread and no socket: tests and the host drive it in the same way.
+A program turns messages into calls of its scheduler, and the resulting effects into messages and transfer calls. It
+owns no thread and no socket: tests and the host drive it in the same way.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pdserve.progress import PhaseReport
 from pdserve.telemetry import metric_names
 from pdserve.v1 import transfer_pb2, worker_pb2
 from pdserve.worker import calibrate
-from pdserve.worker.interface import AsyncBatching, Batching, ProgramContext
+from pdserve.worker.interface import AsyncScheduler, ProgramContext, Scheduler
 from pdserve.worker.messages import AttemptFields, Outbox, SequenceLimits, key_of, read_sequence, worker_hello
 from pdserve.worker.reports import StatusReports
 from pdserve.worker.steps import Begun, Isolation, RowFailed, StepsInFlight, free_row, make_steps_in_flight
@@ -81,16 +81,16 @@ class RoleProgram(ABC):
             **self.actions(),
         }
 
-    def schedule_asynchronously(self, batching: AsyncBatching) -> None:
+    def schedule_asynchronously(self, scheduler: AsyncScheduler) -> None:
         """Launches steps before the previous one is read, if the engine supports it."""
         choice = self.context.config.async_scheduling
-        self._in_flight = make_steps_in_flight(self.engine, choice, batching, self._isolation)
+        self._in_flight = make_steps_in_flight(self.engine, choice, scheduler, self._isolation)
 
     # -- implemented by each role -------------------------------------------------------------------------------
 
     @property
     @abstractmethod
-    def batching(self) -> Batching: ...
+    def scheduler(self) -> Scheduler: ...
 
     @abstractmethod
     def actions(self) -> dict[type, Callable[[Any], None]]:
@@ -136,14 +136,14 @@ class RoleProgram(ABC):
         self.outbox.attach(session, wants_kv_events=hello.wants_kv_events)
         if hello.wants_kv_events:
             self.outbox.report_cache(self.kv.snapshot(), session)
-        self.reports.attached(session, self._with_state(self.batching.load()))
+        self.reports.attached(session, self._with_state(self.scheduler.load()))
 
     def lost(self, session: int) -> None:
         """The router's stream ended: its requests are abandoned."""
         self.outbox.detach(session)
-        for key in self.batching.live():
+        for key in self.scheduler.live():
             if key.router == session:
-                self.act(self.batching.cancel(key))
+                self.act(self.scheduler.cancel(key))
         self._ledger.forget_router(session)
 
     def handle(self, session: int, message: worker_pb2.AttachRequest, received_s: float | None = None) -> None:
@@ -156,7 +156,7 @@ class RoleProgram(ABC):
             match message.WhichOneof("message"):
                 case "cancel":
                     cancel = message.cancel
-                    self.act(self.batching.cancel(key_of(session, cancel.request_id, cancel.attempt)))
+                    self.act(self.scheduler.cancel(key_of(session, cancel.request_id, cancel.attempt)))
                 case "drain":
                     self._set_drained(True)
                 case "undrain":
@@ -176,27 +176,27 @@ class RoleProgram(ABC):
 
     @property
     def has_work(self) -> bool:
-        return self.batching.has_work or (self._in_flight is not None and self._in_flight.is_busy)
+        return self.scheduler.has_work or (self._in_flight is not None and self._in_flight.is_busy)
 
     @property
     def is_draining(self) -> bool:
-        return self.batching.is_draining
+        return self.scheduler.is_draining
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is held for any request."""
-        return not self.batching.live()
+        return not self.scheduler.live()
 
     def drain(self) -> None:
         """Rejects new work for good; running attempts continue. Idempotent."""
         self._is_leaving = True
-        self.batching.is_draining = True
+        self.scheduler.is_draining = True
 
     def _set_drained(self, is_drained: bool) -> None:
         """An operator's command through any router. Running attempts continue in either case."""
         if is_drained is not self.is_drained:
             self.is_drained = is_drained
-            self.batching.is_draining = is_drained or self._is_leaving
+            self.scheduler.is_draining = is_drained or self._is_leaving
             self.reports.changed()
             message = "an operator has drained the worker" if is_drained else "an operator has undone the drain"
             log.info(message, extra={"worker_id": self.context.config.worker_id})
@@ -217,7 +217,7 @@ class RoleProgram(ABC):
         self._step_ended_s = ended_s = now()
         self.num_steps += 1
         outs = entries if isinstance(entries, PlainOuts) else self._checked(step.keys, entries)
-        self.act(self.batching.apply(step, outs, ended_s))
+        self.act(self.scheduler.apply(step, outs, ended_s))
         self.observe(step.account, ended_s - started_s)
         self.reports.step(step.account, outs, ended_s - started_s, ended_s)
         return True
@@ -227,10 +227,10 @@ class RoleProgram(ABC):
         outs: list[RowOut] = []
         for key, entry in zip(keys, entries, strict=True):
             if isinstance(entry, RowFailed):
-                self.act(self.batching.fail(key, FailureKind.INTERNAL, entry.message))
+                self.act(self.scheduler.fail(key, FailureKind.INTERNAL, entry.message))
                 outs.append(RowOut())
             elif entry.failed is not None:
-                self.act(self.batching.fail(key, FailureKind.INVALID, entry.failed))
+                self.act(self.scheduler.fail(key, FailureKind.INVALID, entry.failed))
                 outs.append(RowOut())
             else:
                 outs.append(entry)
@@ -242,7 +242,7 @@ class RoleProgram(ABC):
         begun = None if in_flight is None else in_flight.take_next()
         if begun is not None:
             return begun
-        step, effects = self.batching.plan(self.context.now())
+        step, effects = self.scheduler.plan(self.context.now())
         rows = step.rows  # taken before the effects, which may change the attempts
         self.act(effects)
         if not rows:
@@ -252,8 +252,8 @@ class RoleProgram(ABC):
     def tick(self) -> None:
         """Between steps and while idle: deadlines, heartbeats, cache changes."""
         now_s = self.context.now()
-        self.act(self.batching.expire(now_s))
-        load = self.reports.due_load(now_s, self.batching.load)
+        self.act(self.scheduler.expire(now_s))
+        load = self.reports.due_load(now_s, self.scheduler.load)
         if load is not None:
             self._report(load)
 
@@ -270,13 +270,13 @@ class RoleProgram(ABC):
 
     def fail_all(self, message: str) -> None:
         """The engine is broken: every attempt ends here."""
-        for key in self.batching.live():
-            self.act(self.batching.fail(key, FailureKind.INTERNAL, message))
+        for key in self.scheduler.live():
+            self.act(self.scheduler.fail(key, FailureKind.INTERNAL, message))
 
     def check(self) -> None:
         """Raises AssertionError unless all tables are consistent; for tests."""
-        self.batching.check()
-        assert self.log_fields.keys == set(self.batching.live()), "log fields differ from the attempts"
+        self.scheduler.check()
+        assert self.log_fields.keys == set(self.scheduler.live()), "log fields differ from the attempts"
 
     # -- for roles ----------------------------------------------------------------------------------------------
 
@@ -295,9 +295,9 @@ class RoleProgram(ABC):
         if not self._ledger.begin(key):
             self.counts["late or duplicate attempt"] += 1
             return None
-        if before is not None and before in self.batching:
+        if before is not None and before in self.scheduler:
             self.counts["superseded attempt"] += 1
-            self.act(self.batching.cancel(before))
+            self.act(self.scheduler.cancel(before))
         try:
             attempt = read_sequence(message, key, self.limits, self.received_s)
         except InvalidRequest as error:
@@ -348,4 +348,4 @@ class RoleProgram(ABC):
             metrics.rejected_rank_joins(self.rejected_rank_joins())
 
     def _with_state(self, load: pr.Load) -> pr.Load:
-        return replace(load, steps=self.num_steps, is_draining=self.batching.is_draining, is_drained=self.is_drained)
+        return replace(load, steps=self.num_steps, is_draining=self.scheduler.is_draining, is_drained=self.is_drained)

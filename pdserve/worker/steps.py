@@ -23,7 +23,7 @@ from pdserve.engine.interface import (
     RowOut,
     plain_out,
 )
-from pdserve.worker.interface import AsyncBatching
+from pdserve.worker.interface import AsyncScheduler
 
 # --- rows that fail -------------------------------------------------------------------------------------------
 # Runs steps so that one bad row fails alone, and distinguishes a broken engine from a bad row.
@@ -195,10 +195,10 @@ class Begun:
 
 @final
 class StepsInFlight:
-    """Launches the steps of one batching, at most two at a time."""
+    """Launches the steps of one scheduler, at most two at a time."""
 
-    def __init__(self, engine: AsyncEngine, batching: AsyncBatching, isolation: Isolation) -> None:
-        self._engine, self._batching, self._isolation = engine, batching, isolation
+    def __init__(self, engine: AsyncEngine, scheduler: AsyncScheduler, isolation: Isolation) -> None:
+        self._engine, self._scheduler, self._isolation = engine, scheduler, isolation
         self._next: Begun | None = None
 
     @property
@@ -214,7 +214,7 @@ class StepsInFlight:
     def launch(self, step: Any, after: Flight | None = None) -> Begun:
         """Begins a step. Its rows must not have been created after a later change."""
         begun = Begun(step, self._engine.launch(step.rows, after))
-        self._batching.launched(step)
+        self._scheduler.launched(step)
         return begun
 
     def read(self, begun: Begun) -> Sequence[RowOut | RowFailed]:
@@ -226,7 +226,7 @@ class StepsInFlight:
         """
         flight = begun.flight
         assert flight is not None
-        following = self._batching.plan_after(begun.step)
+        following = self._scheduler.plan_after(begun.step)
 
         def compute() -> Sequence[RowOut]:
             if flight.unsampled:
@@ -249,15 +249,15 @@ class StepsInFlight:
                 if dropped.flight.unsampled:
                     dropped.flight.sample({})
                 dropped.flight.wait()
-            self._batching.dropped(dropped.step)
+            self._scheduler.dropped(dropped.step)
 
 
 def make_steps_in_flight(
-    engine: Engine, choice: str, batching: AsyncBatching, isolation: Isolation
+    engine: Engine, choice: str, scheduler: AsyncScheduler, isolation: Isolation
 ) -> StepsInFlight | None:
     """`choice` is the setting async_scheduling. None: each step is read before the next one is launched."""
     if choice == "on" and not hasattr(engine, "launch"):
         engine = AsyncStepper(engine)
     if choice == "off" or not hasattr(engine, "launch"):
         return None
-    return StepsInFlight(cast(AsyncEngine, engine), batching, isolation)
+    return StepsInFlight(cast(AsyncEngine, engine), scheduler, isolation)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, final
 
-from decode_worker.batching import DecodeBatching, is_token
 from decode_worker.decode_sequence import DecodeStage
 from decode_worker.planning import ChunkRule
+from decode_worker.scheduler import DecodeScheduler, is_token
 from decode_worker.step import DecodeStep
 from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
@@ -125,7 +125,7 @@ class DecodeMachine(Machine):
         super().__init__(env, shape, speed, tally, incarnation)
         cost = CostModel(shape.prior or shape.cost)
         self._chunks = ChunkRule(cost, most=shape.max_batch_tokens)
-        self._batching = DecodeBatching(
+        self._scheduler = DecodeScheduler(
             kv=self.kv,
             max_batch=shape.max_batch,
             chunks=self._chunks,
@@ -141,8 +141,8 @@ class DecodeMachine(Machine):
         self._block_bytes = self.block_size * shape.kv_bytes_per_token  # the real model's
 
     @property
-    def batching(self) -> DecodeBatching:
-        return self._batching
+    def scheduler(self) -> DecodeScheduler:
+        return self._scheduler
 
     @property
     def is_computing(self) -> bool:
@@ -154,7 +154,7 @@ class DecodeMachine(Machine):
         return 0 if self._run is None else len(self._run.step.decoding)
 
     def load(self) -> pr.Load:
-        load = self._batching.load()
+        load = self._scheduler.load()
         run = self._run
         if run is None or run.count <= 1 or self.is_stalled:
             return load
@@ -166,10 +166,10 @@ class DecodeMachine(Machine):
     def reserve(self, order: Order, is_local: bool) -> None:
         attempt = self.begin(order)
         if attempt is not None:
-            self.act(self._batching.offer(attempt, is_local=is_local, now_s=self.agenda.now_s))
+            self.act(self._scheduler.offer(attempt, is_local=is_local, now_s=self.agenda.now_s))
 
     def admit(self, key: AttemptKey, first_token: int) -> None:
-        effects = self._batching.admit(key, first_token, self.agenda.now_s)
+        effects = self._scheduler.admit(key, first_token, self.agenda.now_s)
         if effects is not None:
             self.act(effects)
             self._joined(key)
@@ -188,28 +188,28 @@ class DecodeMachine(Machine):
         if self._transfers.get(key) != transfer:
             return
         now_s = self.agenda.now_s
-        self.act(self._batching.received(key, transfer_s=transfer_s, busy_s=busy_s, num_bytes=num_bytes, now_s=now_s))
+        self.act(self._scheduler.received(key, transfer_s=transfer_s, busy_s=busy_s, num_bytes=num_bytes, now_s=now_s))
         self._joined(key)
 
     def _not_received(self, key: AttemptKey, transfer: TransferKey, error: str) -> None:
         if self._transfers.get(key) == transfer:
-            self.act(self._batching.lost(key, error))
+            self.act(self._scheduler.lost(key, error))
 
     def _joined(self, key: AttemptKey) -> None:
-        stage = self._batching.stage(key)
+        stage = self._scheduler.stage(key)
         if stage is DecodeStage.RUNNING:
             self.unstrand(key)
-        elif stage is DecodeStage.RECEIVING and self._batching.has_received(key):
-            self.strand(key, self._batching.num_held(key))
+        elif stage is DecodeStage.RECEIVING and self._scheduler.has_received(key):
+            self.strand(key, self._scheduler.num_held(key))
 
     def cancel(self, key: AttemptKey) -> None:
-        if self._batching.stage(key) is DecodeStage.RUNNING:
+        if self._scheduler.stage(key) is DecodeStage.RUNNING:
             self._settle()  # the steps so far are applied
         super().cancel(key)
 
     def update_tally(self) -> None:
         super().update_tally()
-        preemptions = self._batching.num_preemptions
+        preemptions = self._scheduler.num_preemptions
         self.tally.row.preemptions += preemptions - self._noted_preemptions
         self._noted_preemptions = preemptions
 
@@ -250,13 +250,13 @@ class DecodeMachine(Machine):
             self.agenda.at(self.stalled_until_s, self._at_border, run)
             return
         self.update_tally()
-        changes = self._batching.num_changes
+        changes = self._scheduler.num_changes
         self.read_inbox()
         if self._run is None:  # a message cannot be processed before the run's steps are applied
             self._changed()
             self._go()
             return
-        if self._batching.num_changes != changes:
+        if self._scheduler.num_changes != changes:
             self._settle()
             self._changed()
             self._go()
@@ -265,17 +265,17 @@ class DecodeMachine(Machine):
             self._changed()
 
     def _go(self) -> None:
-        if self._run is not None or not self._batching.has_work or self.is_dead:
+        if self._run is not None or not self._scheduler.has_work or self.is_dead:
             return
-        now_s, batching = self.agenda.now_s, self._batching
-        step, effects = batching.plan(now_s)
+        now_s, scheduler = self.agenda.now_s, self._scheduler
+        step, effects = scheduler.plan(now_s)
         if effects:
             self.act(effects)
         if step.is_empty:
             return
         if not self._unreported:
             self._report_at_s = now_s + self.env.config.report_s
-        longest = batching.run_length(step)
+        longest = scheduler.run_length(step)
         if longest == 0:
             times = StepTimes(self.speed.step_s(step.account), 0.0)
             run = self._run = StepRun(step, 0, times, self.speed.jitter(), now_s)
@@ -300,7 +300,7 @@ class DecodeMachine(Machine):
 
     def _settle(self) -> None:
         """Ends the run with the step that ends now, and applies its steps."""
-        run, now_s, batching = self._run, self.agenda.now_s, self._batching
+        run, now_s, scheduler = self._run, self.agenda.now_s, self._scheduler
         if run is None:
             return
         self._run = None
@@ -313,7 +313,7 @@ class DecodeMachine(Machine):
         for (sequence, _), out in zip(step.prefilling, outs, strict=True):
             if out.sampled:
                 unreported.add(sequence.key, sequence.num_output, 1)
-        self.act(batching.apply_run(step, count, TOKEN, now_s, outs))
+        self.act(scheduler.apply_run(step, count, TOKEN, now_s, outs))
         if unreported and now_s >= self._report_at_s:
             self._report([pr.TokenRow(key=key, output_index=0, tokens=()) for key in unreported.attempts])
 
@@ -369,7 +369,7 @@ class DecodeMachine(Machine):
                 )
                 self.forward(ended)
             case fx.ReceiveAborted():
-                self.strand(key, self._batching.num_held(key))
+                self.strand(key, self._scheduler.num_held(key))
                 self.env.network.abort_receiving(self._transfers[key])
             case _:
                 self.act_on(effect)
@@ -385,6 +385,6 @@ class DecodeMachine(Machine):
             num_blocks=len(effect.blocks),
         )
         self._transfers[key] = grant.key
-        self.strand(key, self._batching.num_held(key))
+        self.strand(key, self._scheduler.num_held(key))
         self.env.network.expect(self, key, grant, self._block_bytes)
         self.forward(pr.Granted(key=key, grant=grant.encode()))

@@ -1,6 +1,6 @@
 """One instance of a simulated worker of either role: reads messages, sends events and reports. Pure.
 
-It does what pdserve.worker.program does, with the same batching: it reads messages between steps, turns effects into
+It does what pdserve.worker.program does, with the same scheduler: it reads messages between steps, turns effects into
 events for the routers in the same order, and reports its load on each heartbeat and soon after a change.
 """
 
@@ -86,7 +86,7 @@ class Machine(ABC):
 
     @property
     @abstractmethod
-    def batching(self) -> Any: ...
+    def scheduler(self) -> Any: ...
 
     @property
     @abstractmethod
@@ -105,7 +105,7 @@ class Machine(ABC):
         """Carries effects out, in order."""
 
     def load(self) -> pr.Load:
-        load: pr.Load = self.batching.load()
+        load: pr.Load = self.scheduler.load()
         return load
 
     # -- coming and going ----------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ class Machine(ABC):
     @property
     def is_idle(self) -> bool:
         """True if it holds no memory for any request."""
-        return not self.batching.live()
+        return not self.scheduler.live()
 
     def connect(self) -> None:
         """Workers that exist before the first request are known immediately."""
@@ -184,13 +184,13 @@ class Machine(ABC):
             action(*details)
 
     def cancel(self, key: AttemptKey) -> None:
-        self.act(self.batching.cancel(key))
+        self.act(self.scheduler.cancel(key))
 
     def drain(self) -> None:
-        self.batching.is_draining = True
+        self.scheduler.is_draining = True
 
     def undrain(self) -> None:
-        self.batching.is_draining = False
+        self.scheduler.is_draining = False
 
     def sent(self, key: AttemptKey, transfer: TransferKey, is_whole: bool, error: str, exposed_s: float = 0.0) -> None:
         raise AssertionError("only prefill workers send")
@@ -213,7 +213,7 @@ class Machine(ABC):
         before = self._ledger.newest(order.key)
         if not self._ledger.begin(order.key):
             return None
-        if before is not None and before in self.batching:
+        if before is not None and before in self.scheduler:
             self.cancel(before)
         now_s = self.agenda.now_s
         return SyntheticAttempt(
@@ -325,7 +325,7 @@ class Machine(ABC):
             load,
             worker_id=self.shape.worker_id,
             steps=self.num_steps,
-            is_draining=self.batching.is_draining,
+            is_draining=self.scheduler.is_draining,
         )
         for router in range(self.env.config.num_routers):
             self.send_event(router, report)

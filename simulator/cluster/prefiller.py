@@ -11,9 +11,9 @@ from pdserve.core.cost.latency import CostModel
 from pdserve.core.cost.step_rule import PromptOrder
 from pdserve.core.kv.kv_shape import TransferKey
 from pdserve.engine.interface import RowOut
-from prefill_worker.batching import PrefillBatching
 from prefill_worker.prefill_sequence import PrefillStep
 from prefill_worker.pushing import PushRule
+from prefill_worker.scheduler import PrefillScheduler
 from simulator.cluster.machine import Environment, Machine, Order
 from simulator.cluster.network import SimulatedGrant
 from simulator.cluster.prompts import TOKEN
@@ -32,7 +32,7 @@ class PrefillMachine(Machine):
         self._grants: dict[AttemptKey, SimulatedGrant] = {}
         self._step: PrefillStep | None = None
         self._started_s = 0.0
-        self._batching = PrefillBatching(
+        self._scheduler = PrefillScheduler(
             kv=self.kv,
             prompt_order=PromptOrder(CostModel(shape.prior or shape.cost), most=shape.max_batch_tokens),
             inbox_depth=shape.inbox_depth,
@@ -48,8 +48,8 @@ class PrefillMachine(Machine):
         )
 
     @property
-    def batching(self) -> PrefillBatching:
-        return self._batching
+    def scheduler(self) -> PrefillScheduler:
+        return self._scheduler
 
     @property
     def is_computing(self) -> bool:
@@ -62,7 +62,7 @@ class PrefillMachine(Machine):
             return
         self._grants[order.key] = grant
         self.act(
-            self._batching.offer(
+            self._scheduler.offer(
                 attempt,
                 receiver=grant.worker_id,
                 receiver_cached_blocks=grant.num_cached_blocks,
@@ -81,7 +81,7 @@ class PrefillMachine(Machine):
         if grant is not None and grant.key == transfer:
             if is_whole:
                 self._exposed(key, exposed_s)
-            self.act(self._batching.sent(key, is_whole=is_whole, error=error))
+            self.act(self._scheduler.sent(key, is_whole=is_whole, error=error))
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -89,10 +89,10 @@ class PrefillMachine(Machine):
         """A prefill step is one step: its end reads the inbox."""
 
     def _go(self) -> None:
-        if self._step is not None or not self._batching.has_work or self.is_dead:
+        if self._step is not None or not self._scheduler.has_work or self.is_dead:
             return
         now_s = self.agenda.now_s
-        step, effects = self._batching.plan(now_s)
+        step, effects = self._scheduler.plan(now_s)
         self.act(effects)
         if step.is_empty:
             return
@@ -112,9 +112,9 @@ class PrefillMachine(Machine):
         step_s = now_s - self._started_s
         self.tally.computed(step.account, 1, step_s, now_s)
         outs = [DREW if count == prompt.remaining else READ for prompt, count in step.shares]
-        self.act(self._batching.apply(step, outs, now_s))
+        self.act(self._scheduler.apply(step, outs, now_s))
         if self.timed(step.account, step_s):
-            self._batching.order.observe(step.account, step_s)
+            self._scheduler.order.observe(step.account, step_s)
         self.read_inbox()
         self._changed()
         self._go()

@@ -1,6 +1,6 @@
 """Simulates a whole cluster with a trace: `simulate`. Pure: time comes from the agenda, randomness from the seed.
 
-The decisions are made by production code: RouterState, the workers' batching, the block allocator, PrefixIndex and
+The decisions are made by production code: RouterState, the workers' schedulers, the block allocator, PrefixIndex and
 kvtransfer's sessions. Only time, bytes and messages between them are simulated. docs/simulator.md has the formulas.
 """
 
@@ -212,7 +212,7 @@ class World:
         for front in self.fronts:
             front.state.check()
         for machine in self.machines():
-            machine.batching.check()
+            machine.scheduler.check()
         self.index.check()
 
     # -- the end -------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ UNIT = Path("tests/unit")
 OWN = {
     "pdserve.core.attempt": (
         "core/test_attempt.py",
-        "decode_worker/test_batching.py",
+        "decode_worker/test_scheduler.py",
     ),
     "pdserve.core.effects": (
         "worker/test_batches.py",
@@ -63,27 +63,27 @@ OWN = {
     ),
     "decode_worker.step": (
         "decode_worker/test_async_scheduling.py",
-        "decode_worker/test_batching.py",
+        "decode_worker/test_scheduler.py",
     ),
     "decode_worker.planning": (
-        "decode_worker/test_batching_drafts.py",
+        "decode_worker/test_scheduler_drafts.py",
         "decode_worker/test_drafting.py",
-        "decode_worker/test_batching.py",
+        "decode_worker/test_scheduler.py",
         "decode_worker/test_admission.py",
         "decode_worker/test_runs.py",
     ),
-    "decode_worker.batching": (
-        "decode_worker/test_batching.py",
+    "decode_worker.scheduler": (
+        "decode_worker/test_scheduler.py",
         "decode_worker/test_admission.py",
         "decode_worker/test_phases.py",
     ),
-    "decode_worker.decode_sequence": ("decode_worker/test_batching.py",),
+    "decode_worker.decode_sequence": ("decode_worker/test_scheduler.py",),
     "decode_worker.sequence_table": (
-        "decode_worker/test_batching.py",
+        "decode_worker/test_scheduler.py",
         "decode_worker/test_admission.py",
         "decode_worker/test_known_failures.py",
     ),
-    "prefill_worker.prefill_sequence": ("prefill_worker/test_batching.py",),
+    "prefill_worker.prefill_sequence": ("prefill_worker/test_scheduler.py",),
     "kvtransfer.protocol.commands": ("kvtransfer/test_schedules.py",),
     "kvtransfer.protocol.send_transfer": (
         "kvtransfer/test_send_transfers.py",
@@ -115,7 +115,7 @@ _REST = {
     "router": ["router/test_*.py"],
     "prefill_worker": ["prefill_worker/test_*.py"],
     "decode_worker": ["decode_worker/test_*.py"],
-    "core": ["core/test_*.py", "prefill_worker/test_*.py", "decode_worker/test_batching.py"],
+    "core": ["core/test_*.py", "prefill_worker/test_*.py", "decode_worker/test_scheduler.py"],
     "kvtransfer": [
         f"kvtransfer/test_{name}.py"
         for name in (
@@ -148,7 +148,7 @@ _REST = {
         )
     ],
 }
-_LAST = ("test_replay.py", "test_random_runs.py", "test_batching_stateful.py", "test_leases.py")
+_LAST = ("test_replay.py", "test_random_runs.py", "test_scheduler_stateful.py", "test_leases.py")
 
 # These take more than five seconds of CPU each, and faster tests of the same files find the same mutants.
 TOO_SLOW = (

@@ -1,6 +1,6 @@
 """A worker's KV cache: supplies the blocks of texts, reuses cached prefixes, and keeps computed blocks. Pure.
 
-Both workers' batching and the simulator use it. In them, only `KvCache` changes the pool's allocator (blocks.py) and
+Both workers' schedulers and the simulator use it. In them, only `KvCache` changes the pool's allocator (blocks.py) and
 marks its stamps (stamps.py).
 """
 

@@ -1,4 +1,4 @@
-"""A decode batching over the toy engine, driven by hand. Blocks are checked after each step and each test."""
+"""A decode scheduler over the toy engine, driven by hand. Blocks are checked after each step and each test."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from decode_worker.batching import DecodeBatching
 from decode_worker.planning import ChunkRule
+from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequence_table import KvCheck
 from decode_worker.speculation import DraftRule
 from decode_worker.step import DecodeStep
@@ -54,7 +54,7 @@ class KnownHistories:
 
 
 class Bench:
-    """A batching, its engine, a clock that each step advances by a second, and the sampled tokens of each attempt."""
+    """A scheduler, its engine, a clock that each step advances by a second, and the sampled tokens of each attempt."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Bench:
         self.engine = ToyEngine(num_blocks=num_blocks, block_size=BLOCK_SIZE, num_answers=num_answers)
         self.accounts: list[StepAccount] = []
         blocks = BlockAllocator(num_blocks)
-        self.batching = DecodeBatching(
+        self.scheduler = DecodeScheduler(
             kv=KvCache(blocks, BLOCK_SIZE),
             check=KvCheck(blocks.stamps) if is_checked else None,
             max_batch=max_batch,
@@ -116,7 +116,7 @@ class Bench:
             deadline_at_s=deadline_at_s,
             tpot_s=tpot_s,
         )
-        effects = self.batching.offer(one, is_local=is_local, now_s=self.now_s)
+        effects = self.scheduler.offer(one, is_local=is_local, now_s=self.now_s)
         self.prompts[key] = [*prompt, *output]
         self.grants.update({effect.key: effect for effect in effects if isinstance(effect, BlocksReserved)})
         return effects
@@ -147,10 +147,10 @@ class Bench:
 
     def receive(self, name: str, attempt: int = 1) -> list[DecodeEffect]:
         key = self.key(name, attempt)
-        return self.batching.received(key, transfer_s=0.5, busy_s=0.25, num_bytes=64, now_s=self.now_s)
+        return self.scheduler.received(key, transfer_s=0.5, busy_s=0.25, num_bytes=64, now_s=self.now_s)
 
     def admit(self, name: str, first_token: int, attempt: int = 1) -> list[DecodeEffect] | None:
-        effects = self.batching.admit(self.key(name, attempt), first_token, self.now_s)
+        effects = self.scheduler.admit(self.key(name, attempt), first_token, self.now_s)
         if effects is not None:
             self.sampled[name] = [first_token]
         return effects
@@ -163,36 +163,36 @@ class Bench:
         """Reads one step. The next one may have been launched before."""
         engine, before = AsyncStepper(KnownHistories(self.engine)), list[DecodeEffect]()
         if self.flight is None:
-            plan, before = self.batching.plan(self.now_s)
+            plan, before = self.scheduler.plan(self.now_s)
             if not plan.rows:
                 return before
             self.flight = plan, engine.launch(plan.rows, None)
-            self.batching.launched(plan)
+            self.scheduler.launched(plan)
         (plan, flight), self.flight = self.flight, None
         if flight.unsampled:
             self.num_sampled_late += len(flight.unsampled)
             flight.sample(plan.known_rows(flight.unsampled))
-        following = self.batching.plan_after(plan)
+        following = self.scheduler.plan_after(plan)
         if following is not None:
             self.num_async += 1
             self.flight = following, engine.launch(following.rows, flight)
-            self.batching.launched(following)
-        self.batching.check()
+            self.scheduler.launched(following)
+        self.scheduler.check()
         self.now_s += 1.0
         self.accounts.append(plan.account)
-        return [*before, *self._read(self.batching.apply(plan, flight.wait(), self.now_s))]
+        return [*before, *self._read(self.scheduler.apply(plan, flight.wait(), self.now_s))]
 
     def _step(self) -> list[DecodeEffect]:
-        plan, before = self.batching.plan(self.now_s)
-        self.batching.check()
+        plan, before = self.scheduler.plan(self.now_s)
+        self.scheduler.check()
         self.now_s += 1.0
         if not plan.rows:
             return before
         self.accounts.append(plan.account)
-        return [*before, *self._read(self.batching.apply(plan, self.engine.step(plan.rows), self.now_s))]
+        return [*before, *self._read(self.scheduler.apply(plan, self.engine.step(plan.rows), self.now_s))]
 
     def _read(self, after: list[DecodeEffect]) -> list[DecodeEffect]:
-        self.batching.check()
+        self.scheduler.check()
         for one in after:
             if isinstance(one, TokenRow):
                 self.sampled.setdefault(one.key.request_id, []).append(one.tokens[0].token_id)
@@ -203,21 +203,21 @@ class Bench:
 
     def end(self) -> None:
         """Ends every request. Raises AssertionError unless all blocks are free or in the prefix cache then."""
-        batching, blocks = self.batching, self.batching.blocks
-        batching.check()
-        for key in batching.live():
-            batching.cancel(key)
-            batching.lost(key, "the test ends")
+        scheduler, blocks = self.scheduler, self.scheduler.blocks
+        scheduler.check()
+        for key in scheduler.live():
+            scheduler.cancel(key)
+            scheduler.lost(key, "the test ends")
         if self.flight is not None:
-            batching.dropped(self.flight[0])
-        batching.check()
-        assert batching.live() == []
+            scheduler.dropped(self.flight[0])
+        scheduler.check()
+        assert scheduler.live() == []
         assert blocks.num_free + blocks.num_evictable == blocks.num_blocks, "a block is used after the last request"
 
     def run(self, limit: int = 1000) -> list[DecodeEffect]:
         effects: list[DecodeEffect] = []
-        while self.batching.has_work or self.flight is not None:
-            assert limit, "the batching makes no progress"
+        while self.scheduler.has_work or self.flight is not None:
+            assert limit, "the scheduler makes no progress"
             limit -= 1
             effects += self.step()
         return effects

@@ -25,11 +25,11 @@ def test_without_memory_the_youngest_is_preempted(make_bench: Any) -> None:
         bench.offer(name, prompt, max_tokens=20)
     effects = bench.run()
     assert bench.sampled == {name: answer(prompt, 20) for name, prompt in prompts.items()}
-    assert bench.batching.num_preemptions > 0
+    assert bench.scheduler.num_preemptions > 0
     rows = [one for one in effects if isinstance(one, TokenRow)]
     assert [one.key.request_id for one in rows if one.finish] == ["a", "b", "c"]
     counts = {name: [one.preemptions for one in rows if one.key.request_id == name] for name in prompts}
-    assert sum(map(sum, counts.values())) == bench.batching.num_preemptions == bench.batching.load().preemptions
+    assert sum(map(sum, counts.values())) == bench.scheduler.num_preemptions == bench.scheduler.load().preemptions
     assert not any(counts["a"])
     assert any(counts["c"][:-1])  # Reported when it resumes, not only at its end.
 
@@ -43,7 +43,7 @@ def test_a_preempted_remote_sequence_prefills_locally(make_bench: Any) -> None:
         bench.admit(name, first)
     effects = bench.run()
     assert bench.sampled == {name: answer(prompt, 16) for name, prompt in prompts.items()}
-    assert bench.batching.num_preemptions > 0
+    assert bench.scheduler.num_preemptions > 0
     for name in prompts:
         indexes = [one.output_index for one in effects if isinstance(one, TokenRow) and one.key.request_id == name]
         assert indexes == list(range(1, 16))
@@ -54,15 +54,15 @@ def test_the_last_sequence_waits_for_transfers_and_keeps_its_kv(make_bench: Any)
     bench.offer("a", [1, 2, 3], max_tokens=6)
     bench.step()
     bench.reserve_and_write("b", list(range(8)))
-    while bench.batching.blocks.num_available:
+    while bench.scheduler.blocks.num_available:
         bench.step()
     bench.step()
     bench.step()
     bench.step()
-    plan, _ = bench.batching.plan(bench.now_s)
+    plan, _ = bench.scheduler.plan(bench.now_s)
     assert plan.rows == []
-    assert bench.batching.num_preemptions == 0
-    bench.batching.lost(bench.key("b"), "gone")
+    assert bench.scheduler.num_preemptions == 0
+    bench.scheduler.lost(bench.key("b"), "gone")
     bench.run()
     assert bench.sampled["a"] == answer([1, 2, 3], 6)
 
@@ -83,7 +83,7 @@ def test_no_reservation_overtakes_a_waiting_local_prompt(make_bench: Any) -> Non
     bench.offer("b", list(range(50, 62)))
     bench.step()
     assert bench.offer("c", [1], is_local=False) == [Refused(key=bench.key("c"), reason=RefusalReason.NO_BLOCKS)]
-    bench.batching.lost(bench.key("a"), "gone")
+    bench.scheduler.lost(bench.key("a"), "gone")
     bench.run()
     assert bench.sampled["b"] == answer(list(range(50, 62)), 8)
 
@@ -91,7 +91,7 @@ def test_no_reservation_overtakes_a_waiting_local_prompt(make_bench: Any) -> Non
 @pytest.mark.parametrize("is_local", [True, False])
 def test_a_waiting_sequence_does_not_hold_its_cached_prefix(make_bench: Any, is_local: bool) -> None:
     bench = make_bench(num_blocks=4)
-    blocks = bench.batching.blocks
+    blocks = bench.scheduler.blocks
     bench.offer("a", PROMPT[:8], max_tokens=1)
     bench.run()
     bench.reserve_and_write("b", list(range(100, 108)))  # Takes the two free blocks.
@@ -103,7 +103,7 @@ def test_a_waiting_sequence_does_not_hold_its_cached_prefix(make_bench: Any, is_
     for _ in range(3):
         bench.step()
         assert (blocks.num_referenced, blocks.num_evictable) == (2, 2)
-    bench.batching.lost(bench.key("b"), "gone")
+    bench.scheduler.lost(bench.key("b"), "gone")
     bench.run()
     assert bench.sampled.get("c") == (answer(prompt, 4) if is_local else None)
 
@@ -143,7 +143,7 @@ def test_the_inbox_is_bounded_over_both_paths(make_bench: Any) -> None:
 
 def test_a_draining_worker_finishes_its_attempts(bench: Any) -> None:
     bench.offer("a", PROMPT)
-    bench.batching.is_draining = True
+    bench.scheduler.is_draining = True
     assert bench.offer("b", PROMPT) == [Refused(key=bench.key("b"), reason=RefusalReason.DRAINING)]
     bench.run()
     assert bench.sampled["a"] == answer(PROMPT, 8)
@@ -154,6 +154,6 @@ def test_the_load_counts_running_waiting_and_prefill_tokens(bench: Any) -> None:
     bench.step()
     bench.offer("b", PROMPT)
     bench.offer("c", [9] * 8, is_local=False)
-    load = bench.batching.load()
+    load = bench.scheduler.load()
     assert (load.running, load.waiting, load.context_tokens, load.pending_prefill_tokens) == (1, 2, 8, 12)
     assert (load.free_blocks, load.evictable_blocks) == (27, 0)

@@ -28,7 +28,7 @@ def test_asynchronous_steps_sample_the_same_tokens(make_bench: Any) -> None:
             bench.offer(name, [*LONG, ord(name)], max_tokens=length)
         effects = bench.run()
         outcome[is_async] = dict(bench.sampled), finished(effects)
-        assert bench.batching.blocks.num_referenced == 0
+        assert bench.scheduler.blocks.num_referenced == 0
         assert (bench.num_async > 10) == is_async
         assert any(isinstance(one, PlainSampled) for one in effects) == is_async
     assert outcome[True] == outcome[False]
@@ -58,20 +58,20 @@ def test_a_stop_token_ends_one_of_several_texts(make_bench: Any) -> None:
 
 def test_blocks_are_freed_after_the_last_launched_step(make_bench: Any) -> None:
     bench = make_bench(is_async=True)
-    batching, blocks = bench.batching, bench.batching.blocks
+    scheduler, blocks = bench.scheduler, bench.scheduler.blocks
     for name in "ab":
         bench.offer(name, [*LONG, ord(name)], max_tokens=20)
     while bench.num_async == 0:
         bench.step()
-    held = set(batching.sequences.by_key[bench.key("a")].blocks)
+    held = set(scheduler.sequences.by_key[bench.key("a")].blocks)
     num_private = sum(block not in blocks._hash_of for block in held)
     assert num_private > 0
     free = blocks.num_free
-    assert [type(one) for one in batching.cancel(bench.key("a"))] == [Released]
-    assert batching.stage(bench.key("a")) is None
+    assert [type(one) for one in scheduler.cancel(bench.key("a"))] == [Released]
+    assert scheduler.stage(bench.key("a")) is None
     assert blocks.num_free == free, "a launched step writes into them"
-    assert batching.sequences.deferred_free.held == [
-        list(one) for one in batching.sequences.deferred_free.held if held == set(one)
+    assert scheduler.sequences.deferred_free.held == [
+        list(one) for one in scheduler.sequences.deferred_free.held if held == set(one)
     ]
     bench.step()
     bench.step()
@@ -85,12 +85,12 @@ def test_a_dropped_step_frees_deferred_blocks(make_bench: Any) -> None:
     bench.offer("a", LONG, max_tokens=20)
     while bench.num_async == 0:
         bench.step()
-    bench.batching.cancel(bench.key("a"))
-    assert bench.batching.blocks.num_referenced > 0
+    bench.scheduler.cancel(bench.key("a"))
+    assert bench.scheduler.blocks.num_referenced > 0
     (step, _), bench.flight = bench.flight, None
-    bench.batching.dropped(step)
-    assert bench.batching.blocks.num_referenced == 0
-    bench.batching.dropped(step)
+    bench.scheduler.dropped(step)
+    assert bench.scheduler.blocks.num_referenced == 0
+    bench.scheduler.dropped(step)
 
 
 def test_rows_that_need_the_last_token_are_sampled_late(make_bench: Any) -> None:
@@ -116,7 +116,7 @@ def test_ended_sequences_are_not_sampled_late(make_bench: Any) -> None:
         bench.step()
     step, flight = bench.flight
     assert list(flight.unsampled) == list(range(len(step.decoding)))
-    bench.batching.cancel(step.decoding[1].key)
+    bench.scheduler.cancel(step.decoding[1].key)
     known = step.known_rows(flight.unsampled)
     assert list(known) == [0, 2]
     for index, row in known.items():
@@ -159,7 +159,7 @@ def test_asynchronous_steps_pause_for_a_prompt(make_bench: Any) -> None:
     bench.step()
     before = bench.num_async
     bench.step()
-    assert bench.batching.stage(bench.key("b")) is DecodeStage.RUNNING
+    assert bench.scheduler.stage(bench.key("b")) is DecodeStage.RUNNING
     assert bench.num_async <= before + 1
     bench.run()
     assert bench.sampled["b"] == answer([*LONG, 7], 3)
@@ -170,7 +170,7 @@ def test_steps_are_synchronous_if_memory_is_short(make_bench: Any) -> None:
     for name in "ab":
         bench.offer(name, [50, ord(name)], max_tokens=12)
     bench.run()
-    assert bench.batching.num_preemptions > 0
+    assert bench.scheduler.num_preemptions > 0
     for name in "ab":
         assert bench.sampled[name] == answer([50, ord(name)], 12)
 

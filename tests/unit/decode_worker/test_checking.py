@@ -40,13 +40,13 @@ def test_an_undisturbed_text_passes_every_check_and_is_the_same(make_bench: Call
 def test_commit_marks_every_received_block(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench()
     bench.offer("a", PROMPT, is_local=False)
-    content_hashes = bench.batching.content_hashes(bench.key("a"))
+    content_hashes = bench.scheduler.content_hashes(bench.key("a"))
     blocks = bench.grants[bench.key("a")].blocks
     assert len(set(content_hashes)) == len(blocks) == 3
-    assert bench.batching.blocks.stamps.content_hashes(blocks) == (0, 0, 0)
+    assert bench.scheduler.blocks.stamps.content_hashes(blocks) == (0, 0, 0)
     bench.receive("a")
-    assert bench.batching.blocks.stamps.content_hashes(blocks) == content_hashes
-    bench.batching.cancel(bench.key("a"))
+    assert bench.scheduler.blocks.stamps.content_hashes(blocks) == content_hashes
+    bench.scheduler.cancel(bench.key("a"))
 
 
 def test_hashes_of_granted_blocks_exclude_cached_ones(make_bench: Callable[..., Bench]) -> None:
@@ -55,9 +55,9 @@ def test_hashes_of_granted_blocks_exclude_cached_ones(make_bench: Callable[..., 
     bench.run()
     bench.offer("b", PROMPT, is_local=False)
     assert bench.grants[bench.key("b")].num_cached_blocks == 2
-    assert len(bench.batching.content_hashes(bench.key("b"))) == 1
-    bench.batching.cancel(bench.key("b"))
-    bench.batching.lost(bench.key("b"), "over")
+    assert len(bench.scheduler.content_hashes(bench.key("b"))) == 1
+    bench.scheduler.cancel(bench.key("b"))
+    bench.scheduler.lost(bench.key("b"), "over")
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
@@ -70,7 +70,7 @@ def test_a_block_of_another_text_is_recomputed(make_bench: Callable[..., Bench],
     for _ in range(steps):
         bench.step()
     size = bench.engine.pool.block_bytes
-    bench.batching.blocks.stamps.mark(blocks[at], 666)
+    bench.scheduler.blocks.stamps.mark(blocks[at], 666)
     # The blocks that it would have read.
     bench.engine.pool.buffer[blocks[at] * size : (blocks[at] + 1) * size] = b"\x11" * size
     bad = bench.step()
@@ -89,7 +89,7 @@ def test_a_reassigned_block_is_recomputed(make_bench: Callable[..., Bench], at: 
     bench = make_bench(is_checked=True)
     blocks = land(bench)
     bench.step()
-    bench.batching.blocks.stamps.begin([blocks[at]])
+    bench.scheduler.blocks.stamps.begin([blocks[at]])
     bad = bench.step()
     assert mistakes(bad) == [f"block {blocks[at]} was reassigned while a sequence used it"]
     assert not [effect for effect in bad if isinstance(effect, TokenRow)]
@@ -101,9 +101,9 @@ def test_blocks_allocated_while_decoding_are_checked(make_bench: Callable[..., B
     bench = make_bench(is_checked=True)
     land(bench, prompt=PROMPT[: 2 * BLOCK_SIZE])
     bench.step()
-    [sequence] = bench.batching.sequences.by_key.values()
+    [sequence] = bench.scheduler.sequences.by_key.values()
     grown = sequence.blocks[-1]
-    bench.batching.blocks.stamps.begin([grown])
+    bench.scheduler.blocks.stamps.begin([grown])
     assert mistakes(bench.step()) == [f"block {grown} was reassigned while a sequence used it"]
     bench.run()
 
@@ -114,7 +114,7 @@ def test_an_invalidated_block_is_never_reused(make_bench: Callable[..., Bench]) 
     blocks = land(bench)
     bench.run()
     bench.sampled.clear()
-    bench.batching.blocks.stamps.mark(blocks[0], 666)  # Now cached, with wrong contents.
+    bench.scheduler.blocks.stamps.mark(blocks[0], 666)  # Now cached, with wrong contents.
     bench.offer("b", PROMPT)
     assert len(mistakes(bench.run())) == 1
     assert bench.sampled["b"] == expected
@@ -126,7 +126,7 @@ def test_an_invalidated_block_is_never_reused(make_bench: Callable[..., Bench]) 
 def test_without_kv_check_nothing_is_checked(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench()
     blocks = land(bench)
-    bench.batching.blocks.stamps.mark(blocks[0], 666)
+    bench.scheduler.blocks.stamps.mark(blocks[0], 666)
     assert mistakes(bench.run()) == []
 
 
@@ -136,6 +136,6 @@ def test_a_wrong_block_in_an_async_step_costs_no_token(make_bench: Callable[...,
     blocks = land(bench)
     bench.step()
     assert bench.flight is not None
-    bench.batching.blocks.stamps.begin([blocks[0]])
+    bench.scheduler.blocks.stamps.begin([blocks[0]])
     assert len(mistakes(bench.run())) == 1
     assert bench.sampled["a"] == expected

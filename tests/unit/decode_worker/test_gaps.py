@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from decode_worker.batching import DecodeBatching
 from decode_worker.planning import ChunkRule
+from decode_worker.scheduler import DecodeScheduler
 from pdserve.core.attempt import Attempt, AttemptKey, EndRule
 from pdserve.core.cost.latency import CostModel
 from pdserve.core.cost.step_rule import LONGEST_GAP
@@ -35,7 +35,7 @@ def run(seed: int, rate_rps: float) -> list[Answer]:
     """Answers to random requests."""
     rng, now_s = random.Random(seed), 0.0
     cost = CostModel(COST)
-    batching = DecodeBatching(
+    scheduler = DecodeScheduler(
         kv=KvCache(BlockAllocator(10_000), 16),
         max_batch=32,
         chunks=ChunkRule(cost, most=512),
@@ -46,8 +46,8 @@ def run(seed: int, rate_rps: float) -> list[Answer]:
     for _ in range(REQUESTS):
         arrivals.append((arrivals[-1] if arrivals else 0.0) + rng.expovariate(rate_rps))
     answers: dict[AttemptKey, Answer] = {}
-    while batching.has_work or len(answers) < REQUESTS:
-        if not batching.has_work:
+    while scheduler.has_work or len(answers) < REQUESTS:
+        if not scheduler.has_work:
             now_s = max(now_s, arrivals[len(answers)])
         while len(answers) < REQUESTS and arrivals[len(answers)] <= now_s:
             number = len(answers)
@@ -62,8 +62,8 @@ def run(seed: int, rate_rps: float) -> list[Answer]:
                 itl_s=itl_s,
             )
             answers[attempt.key] = Answer(LONGEST_GAP * TPOT_S if itl_s is None else itl_s, max_tokens)
-            batching.offer(attempt, is_local=True, now_s=now_s)
-        step, _ = batching.plan(now_s)
+            scheduler.offer(attempt, is_local=True, now_s=now_s)
+        step, _ = scheduler.plan(now_s)
         now_s += step.account.predicted_s(cost) * rng.uniform(1.0 - NOISE, 1.0 + NOISE)
         for row, key in zip(step.rows, step.keys, strict=True):
             answer = answers[key]
@@ -73,7 +73,7 @@ def run(seed: int, rate_rps: float) -> list[Answer]:
                 answer.last_s = now_s
                 answer.missing -= 1
         outs = [RowOut(() if row.sample is None else (TokenOut(token_id=1),)) for row in step.rows]
-        batching.apply(step, outs, now_s)
+        scheduler.apply(step, outs, now_s)
     return list(answers.values())
 
 

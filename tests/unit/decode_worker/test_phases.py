@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pdserve.core.protocol import TokenRow
-from tests.unit.decode_worker.test_batching import PROMPT
+from tests.unit.decode_worker.test_scheduler import PROMPT
 
 
 def reported(effects: list[Any], name: str) -> dict[str, float]:
@@ -22,8 +22,8 @@ def test_a_remote_attempts_wait_starts_when_it_is_complete(bench: Any) -> None:
         bench.step()
     first = bench.reserve_and_write("a", [7, 8, 9])
     ready_s = bench.now_s - 0.25  # Both arrived during the last step.
-    bench.batching.received(bench.key("a"), transfer_s=0.5, busy_s=0.25, num_bytes=64, now_s=ready_s - 0.5)
-    bench.batching.admit(bench.key("a"), first, ready_s)
+    bench.scheduler.received(bench.key("a"), transfer_s=0.5, busy_s=0.25, num_bytes=64, now_s=ready_s - 0.5)
+    bench.scheduler.admit(bench.key("a"), first, ready_s)
     begin_s = bench.now_s
     effects = []
     while "a" not in {one.key.request_id for one in effects if isinstance(one, TokenRow) and one.finish}:
@@ -40,7 +40,7 @@ def test_a_remote_attempts_wait_starts_when_it_is_complete(bench: Any) -> None:
 def test_the_wait_is_reported_with_the_first_row(bench: Any) -> None:
     first = bench.reserve_and_write("a", PROMPT)
     bench.receive("a")
-    bench.batching.admit(bench.key("a"), first, bench.now_s)
+    bench.scheduler.admit(bench.key("a"), first, bench.now_s)
     rows = [one for one in bench.run() if isinstance(one, TokenRow)]
     assert [row.decode_s for row in rows[:-1]] == [0.0] * (len(rows) - 1)
     assert rows[-1].decode_s == len(rows)
@@ -58,13 +58,13 @@ def test_decoding_and_preemptions_add_up(make_bench: Any, is_local: bool, is_asy
         else:
             first = bench.reserve_and_write(name, prompt, max_tokens=20)
             bench.receive(name)
-            bench.batching.admit(bench.key(name), first, bench.now_s)
+            bench.scheduler.admit(bench.key(name), first, bench.now_s)
     begin_s, ends_s, effects = bench.now_s, {}, []
-    while bench.batching.has_work or bench.flight is not None:
+    while bench.scheduler.has_work or bench.flight is not None:
         new = bench.step()
         effects += new
         ends_s.update({one.key.request_id: bench.now_s for one in new if isinstance(one, TokenRow)})
-    assert bench.batching.num_preemptions > 0
+    assert bench.scheduler.num_preemptions > 0
     assert any(reported(effects, name)["preempted_s"] > 0.0 for name in "abc")
     for name in "abc":
         assert sum(reported(effects, name).values()) == pytest.approx(ends_s[name] - begin_s), name

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from decode_worker.batching import DecodeBatching
 from decode_worker.planning import ChunkRule
+from decode_worker.scheduler import DecodeScheduler
 from pdserve.core.attempt import Attempt, AttemptKey, EndRule
 from pdserve.core.cost.latency import CostModel
 from pdserve.core.effects import BlocksReserved, DecodeEffect
@@ -24,8 +24,8 @@ TOKEN = TokenOut(token_id=7)
 BLOCK_SIZE = 4
 
 
-def make(num_blocks: int, max_batch: int) -> DecodeBatching:
-    return DecodeBatching(
+def make(num_blocks: int, max_batch: int) -> DecodeScheduler:
+    return DecodeScheduler(
         kv=KvCache(BlockAllocator(num_blocks), BLOCK_SIZE),
         max_batch=max_batch,
         chunks=ChunkRule(CostModel(), least=4, most=16),
@@ -34,39 +34,39 @@ def make(num_blocks: int, max_batch: int) -> DecodeBatching:
     )
 
 
-def state(batching: DecodeBatching) -> Any:
+def state(scheduler: DecodeScheduler) -> Any:
     """Everything on which a worker's later decisions, messages and cache depend."""
-    batching.check()
+    scheduler.check()
     return (
-        asdict(batching.load()),
-        [(each.key, asdict(replace(each, attempt=None))) for each in batching.sequences.by_key.values()],  # type: ignore[arg-type]
-        [each.key for each in batching.sequences.running],
-        [each.key for each in batching.sequences.waiting],
-        batching.blocks.snapshot(),
-        batching.blocks.take_changes(),
-        list(batching.blocks._evictable),
-        batching.num_preemptions,
-        batching.num_changes,
+        asdict(scheduler.load()),
+        [(each.key, asdict(replace(each, attempt=None))) for each in scheduler.sequences.by_key.values()],  # type: ignore[arg-type]
+        [each.key for each in scheduler.sequences.running],
+        [each.key for each in scheduler.sequences.waiting],
+        scheduler.blocks.snapshot(),
+        scheduler.blocks.take_changes(),
+        list(scheduler.blocks._evictable),
+        scheduler.num_preemptions,
+        scheduler.num_changes,
     )
 
 
-def step_by_step(batching: DecodeBatching, count: int, now_s: float) -> list[DecodeEffect]:
+def step_by_step(scheduler: DecodeScheduler, count: int, now_s: float) -> list[DecodeEffect]:
     effects: list[DecodeEffect] = []
     for _ in range(count):
-        step, before = batching.plan(now_s)
+        step, before = scheduler.plan(now_s)
         outs = [RowOut(sampled=(TOKEN,)) if each.remaining == share else RowOut() for each, share in step.shares()]
-        effects += [*before, *batching.apply(step, outs, now_s)]
+        effects += [*before, *scheduler.apply(step, outs, now_s)]
     return effects
 
 
-def at_once(batching: DecodeBatching, now_s: float, rng: random.Random) -> tuple[list[DecodeEffect], int]:
+def at_once(scheduler: DecodeScheduler, now_s: float, rng: random.Random) -> tuple[list[DecodeEffect], int]:
     """One run of a random allowed length, or one step if prompts are prefilled."""
-    step, effects = batching.plan(now_s)
-    longest = batching.run_length(step)
+    step, effects = scheduler.plan(now_s)
+    longest = scheduler.run_length(step)
     count = rng.choice((longest, longest, rng.randint(1, longest))) if longest else 1
     first = {each.key: each.num_output for each in step.decoding}
     outs = [RowOut(sampled=(TOKEN,)) if each.remaining == share else RowOut() for each, share in step.prefilling]
-    applied = batching.apply_run(step, count, TOKEN, now_s, outs)
+    applied = scheduler.apply_run(step, count, TOKEN, now_s, outs)
     reported = {(one.key, one.output_index) for one in applied if isinstance(one, TokenRow)}
     for key, index in first.items():
         sampled = [TokenRow(key=key, output_index=index + at, tokens=(TOKEN,)) for at in range(count)]
@@ -96,20 +96,20 @@ def test_a_run_equals_its_steps(seed: int) -> None:
                 tpot_s=rng.choice((None, 0.02)),
             )
             is_local = rng.random() < 0.4
-            took = [batching.offer(attempt, is_local=is_local, now_s=now_s) for batching in (one, other)]
+            took = [scheduler.offer(attempt, is_local=is_local, now_s=now_s) for scheduler in (one, other)]
             assert took[0] == took[1]
             if isinstance(took[0][0], BlocksReserved):
                 names.append(key)
         for key in [name for name in names if rng.random() < 0.5]:
             names.remove(key)
-            for batching in (one, other):
-                batching.admit(key, 7, now_s)
-                batching.received(key, transfer_s=0.1, busy_s=0.1, num_bytes=1, now_s=now_s)
+            for scheduler in (one, other):
+                scheduler.admit(key, 7, now_s)
+                scheduler.received(key, transfer_s=0.1, busy_s=0.1, num_bytes=1, now_s=now_s)
         if other.live() and rng.random() < 0.1:
             gone = rng.choice(other.live())
             assert one.cancel(gone) == other.cancel(gone)
-            for batching in (one, other):
-                batching.lost(gone, "cancelled")
+            for scheduler in (one, other):
+                scheduler.lost(gone, "cancelled")
         now_s += 1.0
         effects, count = at_once(other, now_s, rng)
         num_runs += count > 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from decode_worker.batching import is_token
+from decode_worker.scheduler import is_token
 from pdserve.core.effects import DecodeEffect, PromptScored
 from pdserve.core.protocol import Released, TokenRow
 from pdserve.engine.toy import answer
@@ -52,7 +52,7 @@ def test_a_prompt_preempted_in_prefill_is_scored_again(make_bench: Any) -> None:
     effects = bench.run()
     found = scores(effects, "b")
     assert dict(found) == ALL
-    assert bench.batching.num_preemptions > 0
+    assert bench.scheduler.num_preemptions > 0
     first_sampled = next(
         index for index, one in enumerate(effects) if isinstance(one, TokenRow) and one.key.request_id == "b"
     )

@@ -1,4 +1,4 @@
-"""A prefill batching over the toy engine, driven by hand. Blocks are checked after each test."""
+"""A prefill scheduler over the toy engine, driven by hand. Blocks are checked after each test."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pdserve.core.kv.cache import KvCache
 from pdserve.core.protocol import FirstToken
 from pdserve.core.types import Sampling
 from pdserve.engine.toy import EOS, ToyEngine
-from prefill_worker.batching import PrefillBatching
 from prefill_worker.pushing import PushRule
+from prefill_worker.scheduler import PrefillScheduler
 
 BLOCK_SIZE = 4
 
 
 class Bench:
-    """A batching, its engine, and a clock that each step advances by a second."""
+    """A scheduler, its engine, and a clock that each step advances by a second."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Bench:
         push: str = "chunk",
     ) -> None:
         self.engine = ToyEngine(num_blocks=num_blocks, block_size=BLOCK_SIZE)
-        self.batching = PrefillBatching(
+        self.scheduler = PrefillScheduler(
             kv=KvCache(BlockAllocator(num_blocks), BLOCK_SIZE),
             prompt_order=PromptOrder(CostModel(CostPrior()), least=BLOCK_SIZE, most=max_batch_tokens),
             inbox_depth=inbox_depth,
@@ -80,7 +80,7 @@ class Bench:
         )
         needed = blocks_for(one.num_tokens, granted_size) - receiver_cached_blocks
         num_granted = needed if num_granted is None else num_granted
-        return self.batching.offer(
+        return self.scheduler.offer(
             one,
             receiver="d",
             receiver_cached_blocks=receiver_cached_blocks,
@@ -92,33 +92,33 @@ class Bench:
 
     def step(self) -> list[PrefillEffect]:
         """The effects before and after one step."""
-        plan, before = self.batching.plan(self.now_s)
+        plan, before = self.scheduler.plan(self.now_s)
         self.now_s += 1.0
         if not plan.rows:
             return before
-        after = self.batching.apply(plan, self.engine.step(plan.rows), self.now_s)
-        self.batching.check()
+        after = self.scheduler.apply(plan, self.engine.step(plan.rows), self.now_s)
+        self.scheduler.check()
         return [*before, *after]
 
     def run(self) -> list[PrefillEffect]:
         effects: list[PrefillEffect] = []
-        while self.batching.has_work:
+        while self.scheduler.has_work:
             effects += self.step()
         return effects
 
     def end(self) -> None:
         """Ends every request. Raises AssertionError unless all blocks are free or in the prefix cache then."""
-        batching, blocks = self.batching, self.batching.blocks
-        batching.check()
-        for key in batching.live():
-            batching.cancel(key)
-            batching.sent(key, is_whole=False, error="the test ends")
-        batching.check()
-        assert batching.live() == []
+        scheduler, blocks = self.scheduler, self.scheduler.blocks
+        scheduler.check()
+        for key in scheduler.live():
+            scheduler.cancel(key)
+            scheduler.sent(key, is_whole=False, error="the test ends")
+        scheduler.check()
+        assert scheduler.live() == []
         assert blocks.num_free + blocks.num_evictable == blocks.num_blocks, "a block is used after the last request"
 
     def sent(self, name: str) -> list[PrefillEffect]:
-        return self.batching.sent(self.key(name), is_whole=True)
+        return self.scheduler.sent(self.key(name), is_whole=True)
 
     def contents(self, blocks: tuple[tuple[int, int], ...]) -> dict[int, list[int]]:
         """Grant index -> current cells of the source block."""

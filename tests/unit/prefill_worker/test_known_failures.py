@@ -15,7 +15,7 @@ def test_blocks_being_sent_are_not_evicted(bench: Bench) -> None:
     pushed = [push for effect in [bench.run()] for push in bench.pushes(effect, "one")]
     sources = {block for push in pushed for _, block in push.blocks}
     assert len(sources) == 4
-    blocks = bench.batching.blocks
+    blocks = bench.scheduler.blocks
     taken = blocks.allocate(blocks.num_available)
     assert taken is not None
     assert not sources & set(taken)
@@ -29,23 +29,23 @@ def test_blocks_of_a_cancelled_prompt_are_kept_while_read(bench: Bench) -> None:
     bench.offer("one", PROMPT)
     bench.run()
     key = bench.key("one")
-    assert bench.batching.cancel(key) == [SendAborted(key=key)]
-    assert bench.batching.blocks.num_referenced == 4
-    assert bench.batching.cancel(key) == []
-    assert bench.batching.sent(key, is_whole=False, error="aborted") == [Released(key=key)]
-    assert bench.batching.blocks.num_referenced == 0
+    assert bench.scheduler.cancel(key) == [SendAborted(key=key)]
+    assert bench.scheduler.blocks.num_referenced == 4
+    assert bench.scheduler.cancel(key) == []
+    assert bench.scheduler.sent(key, is_whole=False, error="aborted") == [Released(key=key)]
+    assert bench.scheduler.blocks.num_referenced == 0
 
 
 def test_ends_of_unknown_sends_are_ignored(bench: Bench) -> None:
     """vllm PR#25067, llm-d#187: a send that ended after its request raised KeyError and ended the engine."""
     key = bench.key("one")
-    assert bench.batching.sent(key, is_whole=True) == []
+    assert bench.scheduler.sent(key, is_whole=True) == []
     bench.offer("one", PROMPT)
-    assert bench.batching.sent(key, is_whole=False, error="early") == []  # It holds no block yet.
+    assert bench.scheduler.sent(key, is_whole=False, error="early") == []  # It holds no block yet.
     bench.run()
     assert bench.sent("one") == [Released(key=key)]
     assert bench.sent("one") == []
-    assert bench.batching.sent(key, is_whole=False, error="late") == []
+    assert bench.scheduler.sent(key, is_whole=False, error="late") == []
 
 
 def test_a_send_that_fails_during_prefill_frees_the_prompt(bench: Bench) -> None:
@@ -54,9 +54,9 @@ def test_a_send_that_fails_during_prefill_frees_the_prompt(bench: Bench) -> None
     bench.step()
     key = bench.key("one")
     lost = TransferLost(key=key, error="the receiver refused")
-    assert bench.batching.sent(key, is_whole=False, error="the receiver refused") == [lost, Released(key=key)]
-    assert bench.batching.blocks.num_referenced == 0
-    assert not bench.batching.has_work
+    assert bench.scheduler.sent(key, is_whole=False, error="the receiver refused") == [lost, Released(key=key)]
+    assert bench.scheduler.blocks.num_referenced == 0
+    assert not bench.scheduler.has_work
 
 
 def test_a_grant_of_the_wrong_size_is_rejected_first(bench: Bench) -> None:
@@ -64,4 +64,4 @@ def test_a_grant_of_the_wrong_size_is_rejected_first(bench: Bench) -> None:
     for num_granted in (0, 3, 5):
         effects = bench.offer("one", PROMPT, num_granted=num_granted)
         assert [type(one) for one in effects] == [AttemptFailed, Released]
-    assert bench.batching.blocks.num_referenced == 0
+    assert bench.scheduler.blocks.num_referenced == 0

@@ -21,15 +21,15 @@ def bench(make_bench: Callable[..., Any]) -> Any:
 
 def run_step(bench: Any, up_to: int = LAYERS) -> tuple[list[PrefillEffect], list[PrefillEffect]]:
     """The effects during a step that reports `up_to` layers, and the effects after it."""
-    batching = bench.batching
-    step, _ = batching.plan(bench.now_s)
+    scheduler = bench.scheduler
+    step, _ = scheduler.plan(bench.now_s)
     outs = bench.engine.step(step.rows)
     during = []
-    if batching.wants_layers(step):
+    if scheduler.wants_layers(step):
         for num_layers in range(1, up_to + 1):
-            during += batching.stored(step, num_layers, LAYERS)
-    after = batching.apply(step, outs, bench.now_s)
-    batching.check()
+            during += scheduler.stored(step, num_layers, LAYERS)
+    after = scheduler.apply(step, outs, bench.now_s)
+    scheduler.check()
     return during, after
 
 
@@ -61,17 +61,17 @@ def test_unreported_groups_are_sent_after_the_step(bench: Any, heard: int) -> No
 
 def test_layers_reported_late_are_sent_together(bench: Any) -> None:
     bench.offer("a", PROMPT[:8])
-    step, _ = bench.batching.plan(0.0)
-    assert pushed(bench.batching.stored(step, 3, LAYERS)) == [([0, 1], 0, 3, 4, False)]
-    assert bench.batching.stored(step, 3, LAYERS) == []
+    step, _ = bench.scheduler.plan(0.0)
+    assert pushed(bench.scheduler.stored(step, 3, LAYERS)) == [([0, 1], 0, 3, 4, False)]
+    assert bench.scheduler.stored(step, 3, LAYERS) == []
 
 
 def test_a_prompt_that_ended_meanwhile_sends_nothing(bench: Any) -> None:
     bench.offer("a", PROMPT[:8])
-    step, _ = bench.batching.plan(0.0)
-    bench.batching.cancel(bench.key("a"))
-    assert bench.batching.stored(step, 2, LAYERS) == []
-    assert bench.batching.apply(step, [RowOut()], 0.0) == []
+    step, _ = bench.scheduler.plan(0.0)
+    bench.scheduler.cancel(bench.key("a"))
+    assert bench.scheduler.stored(step, 2, LAYERS) == []
+    assert bench.scheduler.apply(step, [RowOut()], 0.0) == []
 
 
 def test_a_prompt_sent_at_the_end_is_sent_in_one_piece(make_bench: Callable[..., Any]) -> None:
@@ -91,10 +91,10 @@ def test_cached_blocks_wait_if_all_kv_is_sent_at_the_end(make_bench: Callable[..
 
 
 def test_failed_groups_are_counted(bench: Any) -> None:
-    rule = bench.batching.pushing
+    rule = bench.scheduler.pushing
     for number, (is_cancelled, groups) in enumerate([(True, 4), (True, 4), (False, 4), (False, 4), (False, 1)]):
         bench.offer(f"r{number}", PROMPT[:8])
         after = bench.run()
         assert pushed(after)[-1][3] == groups
-        bench.batching.sent(bench.key(f"r{number}"), is_whole=False, error="lost", is_cancelled=is_cancelled)
+        bench.scheduler.sent(bench.key(f"r{number}"), is_whole=False, error="lost", is_cancelled=is_cancelled)
     assert rule._failures["d"].in_a_row == 2

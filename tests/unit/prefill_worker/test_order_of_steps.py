@@ -10,10 +10,10 @@ from tests.unit.prefill_worker.conftest import Bench
 
 def planned(bench: Bench) -> dict[str, int]:
     """Computes the next step, and returns the tokens of each prompt in it, in order."""
-    step, _ = bench.batching.plan(bench.now_s)
+    step, _ = bench.scheduler.plan(bench.now_s)
     bench.now_s += 1.0
-    bench.batching.apply(step, bench.engine.step(step.rows), bench.now_s)
-    bench.batching.check()
+    bench.scheduler.apply(step, bench.engine.step(step.rows), bench.now_s)
+    bench.scheduler.check()
     return {prompt.attempt.key.request_id: count for prompt, count in step.shares}
 
 
@@ -32,14 +32,14 @@ def test_a_preempted_prompt_keeps_its_blocks(make_bench: Any) -> None:
     planned(bench)
     bench.offer("short", list(range(50, 60)), ttft_s=100.0)
     assert planned(bench) == {"short": 8}
-    assert bench.batching.stage(bench.key("long")) is PrefillStage.COMPUTING
-    assert bench.batching.blocks.num_referenced == 6 + 3
+    assert bench.scheduler.stage(bench.key("long")) is PrefillStage.COMPUTING
+    assert bench.scheduler.blocks.num_referenced == 6 + 3
     assert planned(bench) == {"short": 2, "long": 6}
 
 
 def test_a_prompt_that_would_be_late_behind_short_ones_goes_first(make_bench: Any) -> None:
     bench = make_bench()
-    cost = bench.batching.order.cost
+    cost = bench.scheduler.order.cost
     bench.offer("short", list(range(50, 58)), ttft_s=100.0)
     bench.offer("long", list(range(24)), ttft_s=1.1 * cost.prefill_s(24, 0, 8))
     assert list(planned(bench)) == ["long"]

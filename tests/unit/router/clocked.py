@@ -3,7 +3,7 @@
 Prefill workers compute prompts one after the other, and decode workers compute one step at a time. Any number of
 routers share the workers. Each worker grants from its own blocks, and never more than it has.
 
-The simulator cannot replace it. Its workers run the real batching, so a prompt's time depends on other prompts in the
+The simulator cannot replace it. Its workers run the real schedulers, so a prompt's time depends on other prompts in the
 step, and a test could not state when a request starts.
 """
 

@@ -98,7 +98,7 @@ def test_four_routers_with_stale_views_never_over_admit(policy: str) -> None:
         steps += 1
         if steps % 50 == 0:
             for machine in world.machines():
-                machine.batching.check()  # The held blocks never exceed the pool.
+                machine.scheduler.check()  # The held blocks never exceed the pool.
     result = world.result()
     world.check()
     told = sum(one.tokens for one in result.requests if one.outcome in ("served", "late"))

@@ -141,7 +141,7 @@ def start() -> Iterator[Callable[..., Running]]:
         if each.fatal:
             continue
         each.program.check()
-        held = each.program.batching.live()
+        held = each.program.scheduler.live()
         assert [key for key in held if key.router in each.program.outbox] == [], "attempts were left behind"
 
 

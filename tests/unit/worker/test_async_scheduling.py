@@ -104,8 +104,8 @@ def test_successful_async_steps_clear_suspicion() -> None:
             return None
 
     engine: Any = Flying()
-    batching: Any = Nothing()
-    in_flight = StepsInFlight(engine, batching, Isolation(engine, lambda: None))
+    scheduler: Any = Nothing()
+    in_flight = StepsInFlight(engine, scheduler, Isolation(engine, lambda: None))
     for _ in range(2):
         engine.is_failing = True
         for _ in range(MAX_BARREN_STEPS - 1):

@@ -183,5 +183,5 @@ def test_push_layers_needs_equal_runs(start: Callable[..., Any]) -> None:
 async def test_withheld_groups_are_counted(start: Callable[..., Any]) -> None:
     p = start(Role.PREFILL, model="toy")
     assert p.program.transfer_events()["layer_groups_withheld"] == 0
-    p.program.batching.pushing.num_withheld += 3
+    p.program.scheduler.pushing.num_withheld += 3
     assert p.program.transfer_events()["layer_groups_withheld"] == 3

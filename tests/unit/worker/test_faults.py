@@ -61,7 +61,7 @@ async def test_a_lost_stream_frees_only_that_routers_attempts(start: Any, attach
     await lost.wait_for(lambda: lost.rows("l"))
     await lost.close()
     await p.until(is_empty, "an empty prefill worker")
-    await d.until(lambda program: {key.request_id for key in program.batching.live()} <= {"k"}, "only the kept one")
+    await d.until(lambda program: {key.request_id for key in program.scheduler.live()} <= {"k"}, "only the kept one")
     assert await kept.finished("k") == answer(PROMPT, 60)
     await d.until(is_empty, "an empty decode worker")
 

@@ -102,7 +102,7 @@ async def test_log_records_about_an_attempt_name_its_trace(
 
 
 async def has_begun(worker: Any) -> bool:
-    return bool(await worker.on_engine(lambda program: program.batching.live()))
+    return bool(await worker.on_engine(lambda program: program.scheduler.live()))
 
 
 async def test_a_worker_serves_its_metrics(start: Any, attach: Any, ask: Any, unused_tcp_port: int) -> None:

@@ -81,7 +81,7 @@ class SlowSender:
 
 
 def num_groups(p: Any) -> int:
-    return max(p.program.batching.pushing.groups)
+    return max(p.program.scheduler.pushing.groups)
 
 
 @pytest.mark.parametrize("transport", slow_except(["tcp", "shm"], "tcp"))

@@ -73,10 +73,10 @@ async def test_a_prefill_worker_learns_link_and_slowdown(start: Any, attach: Any
     router = await attach(p, d)
     assert await router.remote(ask("r", PROMPT)) == answer(PROMPT, 8)
     block_bytes = d.program.engine.spec.block_bytes
-    links, moved = await p.on_engine(lambda one: (one.batching.pushing._links, one._sender.moved_bytes))
+    links, moved = await p.on_engine(lambda one: (one.scheduler.pushing._links, one._sender.moved_bytes))
     assert moved == 9 * block_bytes
     assert {name: link.num_samples for name, link in links.items()} == {"decode-0": 1}
-    assert await p.on_engine(lambda one: one.batching.pushing._step.num_samples) == -(-len(PROMPT) // 8)
+    assert await p.on_engine(lambda one: one.scheduler.pushing._step.num_samples) == -(-len(PROMPT) // 8)
 
 
 async def test_preemption_changes_no_token_and_is_reported(start: Any, attach: Any, ask: Any) -> None:

@@ -59,7 +59,7 @@ def live(make_bench: Any, num_blocks: int, num_answers: int, max_drafts: int, is
     bench = make_bench(
         num_blocks=num_blocks, max_batch=3, num_answers=num_answers, max_drafts=max_drafts, is_async=is_async
     )
-    batching, blocks = bench.batching, bench.batching.blocks
+    scheduler, blocks = bench.scheduler, bench.scheduler.blocks
     attempts = dict.fromkeys(NAMES, 0)
     first: dict[str, int] = {}
     expected: dict[str, list[int]] = {}
@@ -73,12 +73,12 @@ def live(make_bench: Any, num_blocks: int, num_answers: int, max_drafts: int, is
             if isinstance(one, TokenRow) and one.finish is FinishReason.LENGTH:
                 name = one.key.request_id
                 assert bench.sampled[name] == expected[name]
-        batching.check()
+        scheduler.check()
 
     for move, which, length, max_tokens in moves:
         name = NAMES[which]
         key = bench.key(name, attempts[name])
-        stage = batching.stage(key)
+        stage = scheduler.stage(key)
         if move in ("local", "remote", "received") and stage is None:
             attempts[name] += 1
             prompt = [10 + which] * length
@@ -106,19 +106,19 @@ def live(make_bench: Any, num_blocks: int, num_answers: int, max_drafts: int, is
         elif move == "admit" and stage is DecodeStage.RECEIVING and name in first:
             see(bench.admit(name, first[name], attempts[name]))
         elif move == "lose" and stage is DecodeStage.RECEIVING:
-            see(batching.lost(key, "lost"))
+            see(scheduler.lost(key, "lost"))
         elif move == "cancel" and stage is not None:
-            see(batching.cancel(key))
+            see(scheduler.cancel(key))
         elif move == "drained" and stage is DecodeStage.ENDING:
-            see(batching.lost(key, "drained"))
+            see(scheduler.lost(key, "drained"))
         elif move == "step":
             see(bench.step())
 
-    for key in batching.live():
-        stage = batching.stage(key)
+    for key in scheduler.live():
+        stage = scheduler.stage(key)
         if stage in (DecodeStage.RECEIVING, DecodeStage.ENDING):
-            see(batching.cancel(key))
-            see(batching.lost(key, "drained"))
+            see(scheduler.cancel(key))
+            see(scheduler.lost(key, "drained"))
     see(bench.run())
-    assert batching.live() == []
+    assert scheduler.live() == []
     assert blocks.num_referenced == 0

@@ -1,4 +1,4 @@
-"""With speculation, a batching gives the same tokens in fewer steps, and other sequences lose nothing."""
+"""With speculation, a scheduler gives the same tokens in fewer steps, and other sequences lose nothing."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def test_wrong_and_right_drafts_give_the_same_text(make_bench: Any, num_answers:
 def test_no_draft_follows_the_last_possible_token(make_bench: Any) -> None:
     bench = make_bench(num_answers=1, max_drafts=15)
     bench.offer("a", prompt(), max_tokens=3)
-    while bench.batching.has_work:
-        plan, _ = bench.batching.plan(bench.now_s)
-        sequence = bench.batching.sequences.by_key[bench.key("a")]
+    while bench.scheduler.has_work:
+        plan, _ = bench.scheduler.plan(bench.now_s)
+        sequence = bench.scheduler.sequences.by_key[bench.key("a")]
         assert sequence.num_output + 1 + plan.account.draft_tokens <= 3
         bench.step()
     assert bench.sampled["a"] == [SPACE] * 3
@@ -67,8 +67,8 @@ def test_a_stop_token_is_never_followed_by_a_draft(make_bench: Any) -> None:
         bench = make_bench(num_answers=2, max_drafts=15)
         bench.offer("a", [*[SPACE] * 9, 33, 33, tail, SPACE, SPACE], max_tokens=20, stop_token_ids=(33,))
         expected = answer([*[SPACE] * 9, 33, 33, tail, SPACE, SPACE], 20, num_answers=2)
-        while bench.batching.has_work:
-            plan, _ = bench.batching.plan(bench.now_s)
+        while bench.scheduler.has_work:
+            plan, _ = bench.scheduler.plan(bench.now_s)
             assert all(33 not in row.drafts for row in plan.rows)
             bench.step()
         end = expected.index(33) + 1 if 33 in expected else 20
@@ -95,7 +95,7 @@ def test_short_memory_limits_drafts_without_preemption(make_bench: Any) -> None:
     bench.offer("a", prompt(), max_tokens=10)  # 4 blocks at its end, like the other.
     bench.offer("b", prompt(40), max_tokens=9)
     bench.run()
-    assert bench.batching.num_preemptions == 0
+    assert bench.scheduler.num_preemptions == 0
     assert bench.sampled == {"a": [SPACE] * 10, "b": [SPACE] * 9}
 
 
@@ -104,7 +104,7 @@ def test_preempted_sequences_continue_the_same_text(make_bench: Any) -> None:
     for name, tail in (("a", 40), ("b", 41), ("c", 42)):
         bench.offer(name, prompt(tail), max_tokens=24)
     bench.run()
-    assert bench.batching.num_preemptions > 0
+    assert bench.scheduler.num_preemptions > 0
     assert sum(account.draft_tokens for account in bench.accounts) > 0
     for name, tail in (("a", 40), ("b", 41), ("c", 42)):
         assert bench.sampled[name] == answer(prompt(tail), 24, num_answers=2)

@@ -32,7 +32,7 @@ def test_reserved_blocks_are_contiguous(bench: Any) -> None:
     assert bench.offer("a", PROMPT, is_local=False) == [
         BlocksReserved(key=bench.key("a"), blocks=(0, 1, 2), num_cached_blocks=0)
     ]
-    assert not bench.batching.has_work
+    assert not bench.scheduler.has_work
 
 
 @pytest.mark.parametrize("is_admitted_first", [True, False])
@@ -41,11 +41,11 @@ def test_decoding_starts_with_kv_and_first_token(bench: Any, is_admitted_first: 
     committed = KvCommitted(key=bench.key("a"), transfer_s=0.5, busy_s=0.25, num_bytes=64, num_cached_blocks=0)
     if is_admitted_first:
         assert bench.admit("a", first) == []
-        assert not bench.batching.has_work
+        assert not bench.scheduler.has_work
         assert bench.receive("a") == [committed]
     else:
         assert bench.receive("a") == [committed]
-        assert not bench.batching.has_work
+        assert not bench.scheduler.has_work
         assert bench.admit("a", first) == []
     effects = bench.run()
     assert bench.sampled["a"] == answer(PROMPT, 8)
@@ -83,7 +83,7 @@ def test_received_kv_serves_later_prompts(bench: Any) -> None:
     assert bench.sampled["b"] == answer(PROMPT, 8)
     bench.admit("a", first)
     bench.run()
-    assert bench.batching.blocks.num_referenced == 0
+    assert bench.scheduler.blocks.num_referenced == 0
 
 
 def test_a_second_admit_is_ignored(bench: Any) -> None:
@@ -100,15 +100,15 @@ def test_a_second_admit_is_ignored(bench: Any) -> None:
 def test_a_lost_transfer_frees_its_blocks(bench: Any) -> None:
     bench.reserve_and_write("a", PROMPT)
     key = bench.key("a")
-    assert bench.batching.lost(key, "checksum") == [TransferLost(key=key, error="checksum"), Released(key=key)]
+    assert bench.scheduler.lost(key, "checksum") == [TransferLost(key=key, error="checksum"), Released(key=key)]
 
 
 def test_a_transfer_cancelled_by_its_sender_is_reported_so(bench: Any) -> None:
     bench.reserve_and_write("a", PROMPT)
     key = bench.key("a")
     lost = TransferLost(key=key, error="enough", is_cancelled=True)
-    assert bench.batching.lost(key, "enough", is_cancelled=True) == [lost, Released(key=key)]
-    assert bench.batching.blocks.num_free == 32
+    assert bench.scheduler.lost(key, "enough", is_cancelled=True) == [lost, Released(key=key)]
+    assert bench.scheduler.blocks.num_free == 32
 
 
 def test_a_final_first_token_is_not_decoded(bench: Any) -> None:
@@ -124,9 +124,9 @@ def test_a_final_first_token_is_not_decoded(bench: Any) -> None:
 def test_a_local_prompt_is_prefilled_in_chunks(bench: Any) -> None:
     bench.now_s = 5.0
     assert bench.offer("a", PROMPT) == [Granted(key=bench.key("a"))]
-    plan, _ = bench.batching.plan(8.0)
+    plan, _ = bench.scheduler.plan(8.0)
     assert plan.account == StepAccount(prefill_tokens=8, prefill_token_context=32.0)
-    bench.batching.apply(plan, bench.engine.step(plan.rows), 9.0)
+    bench.scheduler.apply(plan, bench.engine.step(plan.rows), 9.0)
     bench.now_s = 9.0
     effects = bench.run()
     assert bench.sampled["a"] == answer(PROMPT, 8)
@@ -169,9 +169,9 @@ def test_running_sequences_decode_during_a_prefill(bench: Any) -> None:
     bench.offer("b", list(range(12)), max_tokens=1)
     chunks = []
     while len(bench.sampled.get("b", ())) == 0:
-        plan, _ = bench.batching.plan(bench.now_s)
+        plan, _ = bench.scheduler.plan(bench.now_s)
         chunks.append([len(row.tokens) for row in plan.rows])
-        for one in bench.batching.apply(plan, bench.engine.step(plan.rows), bench.now_s):
+        for one in bench.scheduler.apply(plan, bench.engine.step(plan.rows), bench.now_s):
             if isinstance(one, TokenRow):
                 bench.sampled.setdefault(one.key.request_id, []).append(one.tokens[0].token_id)
     assert chunks == [[1, 4], [1, 4], [1, 4]]  # A share of the largest chunk of 8, but at least a block.
@@ -187,7 +187,7 @@ def test_chunks_leave_each_row_time_to_meet_its_target(make_bench: Any) -> None:
     bench.offer("reader", list(range(100)), max_tokens=1)
     chunks = []
     while "reader" not in bench.sampled:
-        plan, _ = bench.batching.plan(bench.now_s)
+        plan, _ = bench.scheduler.plan(bench.now_s)
         chunks.append(plan.account.prefill_tokens)
         bench.step()
         bench.now_s += 0.2 - 1.0  # The sequence with the strict target is on time after each step.
@@ -258,10 +258,10 @@ def test_a_step_has_no_more_rows_than_the_batch(make_bench: Any) -> None:
     for name, prompt in prompts.items():
         bench.offer(name, prompt)
     sizes = []
-    while bench.batching.has_work:
-        plan, _ = bench.batching.plan(bench.now_s)
+    while bench.scheduler.has_work:
+        plan, _ = bench.scheduler.plan(bench.now_s)
         sizes.append(len(plan.rows))
-        for one in bench.batching.apply(plan, bench.engine.step(plan.rows), bench.now_s):
+        for one in bench.scheduler.apply(plan, bench.engine.step(plan.rows), bench.now_s):
             if isinstance(one, TokenRow):
                 bench.sampled.setdefault(one.key.request_id, []).append(one.tokens[0].token_id)
     assert max(sizes) == 2
@@ -275,7 +275,7 @@ def test_received_sequences_beyond_the_batch_wait_by_age(make_bench: Any) -> Non
         first = bench.reserve_and_write(name, prompt)
         bench.receive(name)
         bench.admit(name, first)
-    plan, _ = bench.batching.plan(0.0)
+    plan, _ = bench.scheduler.plan(0.0)
     assert [key.request_id for key in plan.keys] == ["a", "b"]
     bench.run()
     assert bench.sampled == {name: answer(prompt, 8) for name, prompt in prompts.items()}
@@ -304,19 +304,19 @@ def test_a_text_ends_by_its_rules(
 def test_cancel_keeps_blocks_until_the_transfer_ends(bench: Any) -> None:
     bench.reserve_and_write("a", PROMPT)
     key = bench.key("a")
-    assert bench.batching.cancel(key) == [ReceiveAborted(key=key)]
-    assert bench.batching.cancel(key) == []
-    assert bench.batching.stage(key) is DecodeStage.ENDING
-    assert bench.batching.blocks.num_referenced == 3
+    assert bench.scheduler.cancel(key) == [ReceiveAborted(key=key)]
+    assert bench.scheduler.cancel(key) == []
+    assert bench.scheduler.stage(key) is DecodeStage.ENDING
+    assert bench.scheduler.blocks.num_referenced == 3
     assert bench.admit("a", 5) is None
-    assert bench.batching.lost(key, "drained") == [TransferCancelled(key=key), Released(key=key)]
-    assert bench.batching.blocks.num_free == 32
+    assert bench.scheduler.lost(key, "drained") == [TransferCancelled(key=key), Released(key=key)]
+    assert bench.scheduler.blocks.num_free == 32
 
 
 def test_a_transfer_verified_after_the_cancel_frees_too(bench: Any) -> None:
     bench.reserve_and_write("a", PROMPT)
     key = bench.key("a")
-    bench.batching.cancel(key)
+    bench.scheduler.cancel(key)
     assert bench.receive("a") == [TransferCancelled(key=key), Released(key=key)]
     assert bench.receive("a") == []
 
@@ -324,8 +324,8 @@ def test_a_transfer_verified_after_the_cancel_frees_too(bench: Any) -> None:
 def test_cancel_after_the_commit_frees_at_once(bench: Any) -> None:
     bench.reserve_and_write("a", PROMPT)
     bench.receive("a")
-    assert bench.batching.cancel(bench.key("a")) == [Released(key=bench.key("a"))]
-    assert bench.batching.blocks.num_referenced == 0
+    assert bench.scheduler.cancel(bench.key("a")) == [Released(key=bench.key("a"))]
+    assert bench.scheduler.blocks.num_referenced == 0
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
@@ -333,37 +333,37 @@ def test_cancel_of_a_local_attempt_frees_at_once(bench: Any, num_steps: int) -> 
     bench.offer("a", PROMPT)
     for _ in range(num_steps):
         bench.step()
-    assert bench.batching.cancel(bench.key("a")) == [Released(key=bench.key("a"))]
-    assert bench.batching.blocks.num_referenced == 0
+    assert bench.scheduler.cancel(bench.key("a")) == [Released(key=bench.key("a"))]
+    assert bench.scheduler.blocks.num_referenced == 0
     assert bench.step() == []
 
 
 def test_failing_an_unknown_attempt_does_nothing(bench: Any) -> None:
     key = bench.key("a")
-    assert bench.batching.fail(key, FailureKind.INTERNAL, "nobody asked") == []
+    assert bench.scheduler.fail(key, FailureKind.INTERNAL, "nobody asked") == []
     bench.offer("a", PROMPT)
-    failed, released = bench.batching.fail(key, FailureKind.INTERNAL, "the engine raised")
+    failed, released = bench.scheduler.fail(key, FailureKind.INTERNAL, "the engine raised")
     assert failed == AttemptFailed(key=key, kind=FailureKind.INTERNAL, message="the engine raised")
     assert released == Released(key=key)
-    assert bench.batching.fail(key, FailureKind.INTERNAL, "again") == []
+    assert bench.scheduler.fail(key, FailureKind.INTERNAL, "again") == []
 
 
 def test_failing_a_receiving_attempt_reports_once(bench: Any) -> None:
     bench.reserve_and_write("a", PROMPT)
     key = bench.key("a")
-    failed, aborted = bench.batching.fail(key, FailureKind.INTERNAL, "the engine raised")
+    failed, aborted = bench.scheduler.fail(key, FailureKind.INTERNAL, "the engine raised")
     assert (failed.kind, aborted) == (FailureKind.INTERNAL, ReceiveAborted(key=key))
-    assert bench.batching.fail(key, FailureKind.INTERNAL, "again") == []
-    assert bench.batching.lost(key, "drained") == [TransferCancelled(key=key), Released(key=key)]
+    assert bench.scheduler.fail(key, FailureKind.INTERNAL, "again") == []
+    assert bench.scheduler.lost(key, "drained") == [TransferCancelled(key=key), Released(key=key)]
 
 
 def test_a_cancel_between_plan_and_apply_skips_the_row(bench: Any) -> None:
     bench.offer("a", PROMPT[:2])
     bench.offer("b", PROMPT[:3])
-    plan, _ = bench.batching.plan(0.0)
+    plan, _ = bench.scheduler.plan(0.0)
     sampled = bench.engine.step(plan.rows)
-    bench.batching.cancel(bench.key("a"))
-    [row] = bench.batching.apply(plan, sampled, 1.0)
+    bench.scheduler.cancel(bench.key("a"))
+    [row] = bench.scheduler.apply(plan, sampled, 1.0)
     assert row.key == bench.key("b")
 
 
@@ -372,7 +372,7 @@ def test_a_deadline_ends_an_attempt_at_every_stage(bench: Any) -> None:
     bench.step()
     bench.offer("receiving", PROMPT, is_local=False, deadline_at_s=5.0)
     bench.offer("waiting", PROMPT, deadline_at_s=5.0)
-    effects = bench.batching.expire(5.0)
+    effects = bench.scheduler.expire(5.0)
     assert {one.key.request_id for one in effects if isinstance(one, AttemptFailed)} == {
         "running",
         "receiving",
@@ -380,5 +380,5 @@ def test_a_deadline_ends_an_attempt_at_every_stage(bench: Any) -> None:
     }
     assert {one.key.request_id for one in effects if isinstance(one, Released)} == {"running", "waiting"}
     key = bench.key("receiving")
-    assert bench.batching.lost(key, "drained") == [TransferCancelled(key=key), Released(key=key)]
-    assert bench.batching.live() == []
+    assert bench.scheduler.lost(key, "drained") == [TransferCancelled(key=key), Released(key=key)]
+    assert bench.scheduler.live() == []

@@ -41,7 +41,7 @@ from prefill_worker.pushing import PushRule
 
 
 @final
-class PrefillBatching:
+class PrefillScheduler:
     def __init__(
         self,
         *,

@@ -19,10 +19,10 @@ PROMPT = list(range(40, 50))  # two full blocks of four, and two tokens of a thi
 def test_blocks_are_sent_as_chunks_fill_them(bench: Any) -> None:
     key = bench.key("a")
     assert bench.offer("a", PROMPT) == []
-    plan, before = bench.batching.plan(0.0)
+    plan, before = bench.scheduler.plan(0.0)
     assert before == [SendStarted(key=key, plan="chunk")]
     assert plan.account == StepAccount(prefill_tokens=8, prefill_token_context=32.0)
-    after = bench.batching.apply(plan, bench.engine.step(plan.rows), 1.0)
+    after = bench.scheduler.apply(plan, bench.engine.step(plan.rows), 1.0)
     [early] = after
     assert early == BlocksDone(key=key, blocks=((0, 0), (1, 1)), is_last=False)
     bench.now_s = 1.0
@@ -54,13 +54,13 @@ def test_chunks_of_several_prompts_share_a_step(bench: Any) -> None:
     prompts = {"a": [1, 2, 3], "b": [4, 5, 6], "c": [7, 8, 9]}
     for name, prompt in prompts.items():
         bench.offer(name, prompt)
-    plan, _ = bench.batching.plan(0.0)
+    plan, _ = bench.scheduler.plan(0.0)
     assert [(key.request_id, len(row.tokens)) for key, row in zip(plan.keys, plan.rows, strict=True)] == [
         ("a", 3),
         ("b", 3),
         ("c", 2),
     ]
-    effects = bench.batching.apply(plan, bench.engine.step(plan.rows), 1.0) + bench.run()
+    effects = bench.scheduler.apply(plan, bench.engine.step(plan.rows), 1.0) + bench.run()
     assert bench.firsts(effects) == {name: answer(prompt, 1)[0] for name, prompt in prompts.items()}
 
 
@@ -107,10 +107,10 @@ def test_a_fully_cached_prompt_recomputes_its_last_block(bench: Any) -> None:
 def test_source_blocks_are_kept_until_sent(bench: Any) -> None:
     bench.offer("a", PROMPT)
     bench.run()
-    assert bench.batching.stage(bench.key("a")) is PrefillStage.SENDING
-    assert bench.batching.blocks.num_referenced == 3
+    assert bench.scheduler.stage(bench.key("a")) is PrefillStage.SENDING
+    assert bench.scheduler.blocks.num_referenced == 3
     assert bench.sent("a") == [Released(key=bench.key("a"))]
-    assert bench.batching.blocks.num_referenced == 0
+    assert bench.scheduler.blocks.num_referenced == 0
     assert bench.sent("a") == []
 
 
@@ -121,7 +121,7 @@ def test_a_prompt_waiting_for_memory_is_not_overtaken(make_bench: Any) -> None:
     bench.offer("c", [1])
     bench.step()
     bench.step()
-    assert [bench.batching.stage(bench.key(name)) for name in "abc"] == [
+    assert [bench.scheduler.stage(bench.key(name)) for name in "abc"] == [
         PrefillStage.SENDING,
         PrefillStage.WAITING,
         PrefillStage.WAITING,
@@ -133,7 +133,7 @@ def test_a_prompt_waiting_for_memory_is_not_overtaken(make_bench: Any) -> None:
 
 def test_a_waiting_prompt_does_not_hold_its_cached_prefix(make_bench: Any) -> None:
     bench = make_bench(num_blocks=4)
-    blocks = bench.batching.blocks
+    blocks = bench.scheduler.blocks
     bench.offer("a", PROMPT[:8])
     bench.run()
     bench.sent("a")
@@ -143,7 +143,7 @@ def test_a_waiting_prompt_does_not_hold_its_cached_prefix(make_bench: Any) -> No
     bench.offer("c", [*PROMPT[:8], 99])  # Two blocks are in the cache, and there is none for the third.
     for _ in range(3):
         bench.step()
-        assert bench.batching.stage(bench.key("c")) is PrefillStage.WAITING
+        assert bench.scheduler.stage(bench.key("c")) is PrefillStage.WAITING
         assert (blocks.num_referenced, blocks.num_evictable) == (2, 2)
     bench.sent("b")
     assert bench.firsts(bench.run()) == {"c": answer([*PROMPT[:8], 99], 1)[0]}
@@ -170,7 +170,7 @@ def test_declined_attempts_have_a_reason(bench: Any, settings: dict[str, Any], r
 
 def test_a_draining_worker_finishes_its_attempts(bench: Any) -> None:
     bench.offer("a", PROMPT)
-    bench.batching.is_draining = True
+    bench.scheduler.is_draining = True
     assert bench.offer("b", PROMPT) == [Refused(key=bench.key("b"), reason=RefusalReason.DRAINING)]
     assert bench.firsts(bench.run()) == {"a": answer(PROMPT, 1)[0]}
 
@@ -178,12 +178,12 @@ def test_a_draining_worker_finishes_its_attempts(bench: Any) -> None:
 def test_a_grant_of_the_wrong_size_fails_the_attempt(bench: Any) -> None:
     failed, released = bench.offer("a", PROMPT, num_granted=2)
     assert (failed.kind, released) == (FailureKind.TRANSFER, Released(key=bench.key("a")))
-    assert bench.batching.live() == []
+    assert bench.scheduler.live() == []
 
 
 def test_cancel_while_waiting_frees_at_once(bench: Any) -> None:
     bench.offer("a", PROMPT)
-    assert bench.batching.cancel(bench.key("a")) == [Released(key=bench.key("a"))]
+    assert bench.scheduler.cancel(bench.key("a")) == [Released(key=bench.key("a"))]
     assert bench.step() == []
 
 
@@ -193,37 +193,37 @@ def test_cancel_holds_blocks_until_the_sender_has_stopped_reading(bench: Any, nu
     for _ in range(num_steps):
         bench.step()
     key = bench.key("a")
-    assert bench.batching.cancel(key) == [SendAborted(key=key)]
-    assert bench.batching.cancel(key) == []
-    assert bench.batching.blocks.num_referenced == 3
+    assert bench.scheduler.cancel(key) == [SendAborted(key=key)]
+    assert bench.scheduler.cancel(key) == []
+    assert bench.scheduler.blocks.num_referenced == 3
     assert bench.step() == []  # Not computed any further.
-    assert bench.batching.sent(key, is_whole=False, error="aborted") == [Released(key=key)]
-    assert bench.batching.blocks.num_referenced == 0
+    assert bench.scheduler.sent(key, is_whole=False, error="aborted") == [Released(key=key)]
+    assert bench.scheduler.blocks.num_referenced == 0
 
 
 def test_cancel_of_an_unknown_attempt_is_answered(bench: Any) -> None:
-    assert bench.batching.cancel(bench.key("a")) == [Released(key=bench.key("a"))]
+    assert bench.scheduler.cancel(bench.key("a")) == [Released(key=bench.key("a"))]
 
 
 def test_failing_an_attempt_reports_it_once(bench: Any) -> None:
     key = bench.key("a")
-    assert bench.batching.fail(key, FailureKind.INTERNAL, "nobody asked") == []
+    assert bench.scheduler.fail(key, FailureKind.INTERNAL, "nobody asked") == []
     bench.offer("a", PROMPT)
     bench.step()
-    failed, aborted = bench.batching.fail(key, FailureKind.INTERNAL, "the engine raised")
+    failed, aborted = bench.scheduler.fail(key, FailureKind.INTERNAL, "the engine raised")
     assert failed == AttemptFailed(key=key, kind=FailureKind.INTERNAL, message="the engine raised")
     assert aborted == SendAborted(key=key)
-    assert bench.batching.fail(key, FailureKind.INTERNAL, "again") == []
-    assert bench.batching.sent(key, is_whole=False, error="aborted") == [Released(key=key)]
-    assert bench.batching.fail(key, FailureKind.INTERNAL, "late") == []
+    assert bench.scheduler.fail(key, FailureKind.INTERNAL, "again") == []
+    assert bench.scheduler.sent(key, is_whole=False, error="aborted") == [Released(key=key)]
+    assert bench.scheduler.fail(key, FailureKind.INTERNAL, "late") == []
 
 
 def test_a_cancel_between_plan_and_apply_skips_the_row(bench: Any) -> None:
     bench.offer("a", PROMPT[:3])
-    plan, _ = bench.batching.plan(0.0)
+    plan, _ = bench.scheduler.plan(0.0)
     sampled = bench.engine.step(plan.rows)
-    bench.batching.cancel(bench.key("a"))
-    assert bench.batching.apply(plan, sampled, 1.0) == []
+    bench.scheduler.cancel(bench.key("a"))
+    assert bench.scheduler.apply(plan, sampled, 1.0) == []
     bench.sent("a")
 
 
@@ -233,7 +233,7 @@ def test_a_lost_transfer_ends_the_attempt(bench: Any, num_steps: int) -> None:
     for _ in range(num_steps):
         bench.step()
     key = bench.key("a")
-    effects = bench.batching.sent(key, is_whole=False, error="no route")
+    effects = bench.scheduler.sent(key, is_whole=False, error="no route")
     assert effects == [TransferLost(key=key, error="no route"), Released(key=key)]
     assert bench.run() == []
 
@@ -251,7 +251,7 @@ def test_a_deadline_while_computing_aborts_the_transfer(bench: Any) -> None:
     bench.step()
     failed, aborted = bench.step()
     assert (failed.kind, aborted) == (FailureKind.DEADLINE, SendAborted(key=bench.key("a")))
-    bench.batching.sent(bench.key("a"), is_whole=False)
+    bench.scheduler.sent(bench.key("a"), is_whole=False)
 
 
 @pytest.mark.parametrize(
@@ -277,19 +277,19 @@ def test_the_first_token_reports_whether_it_is_the_last(
 def test_two_attempts_of_one_request_are_independent(bench: Any) -> None:
     bench.offer("a", PROMPT)
     bench.step()
-    bench.batching.cancel(bench.key("a"))
+    bench.scheduler.cancel(bench.key("a"))
     bench.offer("a", PROMPT, attempt=2)
     effects = bench.run()
     assert [one.key.attempt for one in effects if isinstance(one, FirstToken)] == [2]
     bench.sent("a")
-    assert bench.batching.live() == [bench.key("a", 2)]
+    assert bench.scheduler.live() == [bench.key("a", 2)]
 
 
 def test_the_load_counts_waiting_and_remaining_tokens(bench: Any) -> None:
     bench.offer("a", PROMPT)
     bench.offer("b", PROMPT)
     bench.step()
-    load = bench.batching.load()
+    load = bench.scheduler.load()
     assert (load.running, load.waiting, load.pending_prefill_tokens, load.context_tokens) == (1, 1, 12, 8)
     assert (load.free_blocks, load.evictable_blocks) == (13, 0)
 
@@ -298,10 +298,10 @@ def test_finished_blocks_are_stamped_before_sending(make_bench: Any) -> None:
     bench = make_bench(max_batch_tokens=4)
     prompt = list(range(10, 20))
     bench.offer("a", prompt)
-    [live] = bench.batching._prompts.values()
+    [live] = bench.scheduler._prompts.values()
     names = live.attempt.content_hashes(live.hashes, prompt, 4)
     assert len(set(names)) == 3
-    stamps = bench.batching.blocks.stamps
+    stamps = bench.scheduler.blocks.stamps
     for _ in range(3):
         [done] = [effect for effect in bench.step() if isinstance(effect, BlocksDone)]
         assert stamps.content_hashes([block for _, block in done.blocks]) == tuple(
@@ -323,7 +323,7 @@ def test_unneeded_kv_is_not_sent(bench: Any, facts: dict[str, Any]) -> None:
     effects = bench.run()
     assert [type(one) for one in effects] == [FirstToken, Released]
     assert effects[0].finish is FinishReason.LENGTH
-    assert bench.batching.blocks.num_referenced == 0
+    assert bench.scheduler.blocks.num_referenced == 0
 
 
 def test_kv_is_not_sent_at_the_context_limit(make_bench: Any) -> None:
@@ -340,12 +340,12 @@ def test_a_first_token_that_happens_to_end_the_text_ends_the_transfer(bench: Any
     effects = bench.run()
     assert [type(one) for one in effects if not isinstance(one, BlocksDone)] == [SendStarted, FirstToken, SendAborted]
     assert not any(one.is_last for one in effects if isinstance(one, BlocksDone))
-    assert bench.batching.cancel(bench.key("a")) == []  # The router need not send a message.
+    assert bench.scheduler.cancel(bench.key("a")) == []  # The router need not send a message.
     assert bench.sent("a") == [Released(key=bench.key("a"))]
 
 
 def test_cancelling_a_prompt_without_a_transfer_frees_at_once(bench: Any) -> None:
     bench.offer("a", PROMPT, max_tokens=1)
     bench.step()
-    assert bench.batching.cancel(bench.key("a")) == [Released(key=bench.key("a"))]
+    assert bench.scheduler.cancel(bench.key("a")) == [Released(key=bench.key("a"))]
     assert bench.run() == []
