@@ -50,7 +50,7 @@ from pdserve.engine.sampling import grammars
 from pdserve.text.tokenizer import load_tokenizer
 from pdserve.v1 import worker_pb2
 from pdserve.wire.convert import sampling_to_proto
-from pdserve.worker.interface import ProgramContext
+from pdserve.worker.program import ProgramContext
 
 BUNDLED: Final = next((Path(__file__).parents[1] / "pdserve/models").glob("stdlib-*"))
 LARGE: Final = 128_256  # tokens of the vocabulary

@@ -10,8 +10,8 @@ transfer may still write to its blocks is ENDING until the receiver reports the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final, final
 
 from decode_worker.decode_sequence import DecodeMove, DecodeSequence, DecodeStage
@@ -22,6 +22,7 @@ from decode_worker.step import DecodeStep
 from pdserve.core.attempt import Attempt, AttemptKey, EndRule, FailureKind, RefusalReason, blocks_for
 from pdserve.core.effects import (
     BlocksReserved,
+    DecodeAction,
     DecodeEffect,
     KvCommitted,
     KvMistaken,
@@ -45,8 +46,31 @@ _TOKENS: Final = 1
 _SENDING_ORDER: Final[dict[type, int]] = {PromptScored: 0, PlainSampled: _TOKENS, TokenRow: _TOKENS}
 
 
-def is_token(effect: DecodeEffect) -> bool:
-    return _SENDING_ORDER.get(type(effect)) == _TOKENS
+@dataclass(slots=True)
+class TokenBatch:
+    """Tokens that share one message per router."""
+
+    rows: list[TokenRow] = field(default_factory=list)
+    plain: list[PlainSampled] = field(default_factory=list)
+
+
+def gathered(effects: Iterable[DecodeEffect]) -> Iterator[TokenBatch | DecodeAction]:
+    """The effects in order, with consecutive tokens in one batch."""
+    batch: TokenBatch | None = None
+    for effect in effects:
+        if isinstance(effect, PlainSampled | TokenRow):
+            batch = batch or TokenBatch()
+            if isinstance(effect, TokenRow):
+                batch.rows.append(effect)
+            else:
+                batch.plain.append(effect)
+            continue
+        if batch is not None:
+            yield batch
+            batch = None
+        yield effect
+    if batch is not None:
+        yield batch
 
 
 @final

@@ -4,14 +4,14 @@ granted blocks."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, final
+from typing import Final, final
 
 from kvtransfer.devices import issuer
 from kvtransfer.link.endpoint import config_of, make_sender
-from kvtransfer.protocol.grants import check_movable, decode_grant, fingerprint_of, shape_of
+from kvtransfer.protocol.grants import check_movable, decode_grant, fingerprint_of
 from kvtransfer.protocol.transport import Sender, SendOutcome, Sent, Text, events
 from kvtransfer.ranks.rank_endpoints import joined_sender
 from pdserve.config import WorkerConfig
@@ -21,20 +21,19 @@ from pdserve.core.attempt import Attempt, AttemptKey, FailureKind
 from pdserve.core.cost.latency import CostModel
 from pdserve.core.cost.overlap import hidden_share
 from pdserve.core.cost.step_rule import PromptOrder
+from pdserve.core.effects import PrefillEffect
 from pdserve.core.errors import ConfigError, InvalidRequest, PdserveError
 from pdserve.core.kv.hashing import chain_key
 from pdserve.core.kv.kv_shape import Grant, is_same_bytes
 from pdserve.core.kv.stamps import BlockStamps
 from pdserve.core.types import Role
-from pdserve.engine.interface import Engine, OnLayer
+from pdserve.engine.interface import Engine, RowOut
 from pdserve.engine.load_engine import load_engine
-from pdserve.engine.ranks.rejected_joins import rejected_joins
 from pdserve.telemetry import metric_names
-from pdserve.v1 import transfer_pb2, worker_pb2
-from pdserve.wire.protocol import FINGERPRINT
+from pdserve.v1 import worker_pb2
 from pdserve.worker.host import WorkerHost
-from pdserve.worker.interface import ProgramContext
-from pdserve.worker.program import RoleProgram
+from pdserve.worker.program import AttemptTransfer, ProgramContext, RoleProgram
+from pdserve.worker.steps import Begun, RowFailed
 from prefill_worker.prefill_sequence import PrefillStep
 from prefill_worker.pushing import DEVICE_MESSAGE_S, MAX_GROUPS, MESSAGE_S, PushRule
 from prefill_worker.scheduler import PrefillScheduler
@@ -44,19 +43,24 @@ log = logging.getLogger(__name__)
 NO_DIVISOR: Final = f"the layers cannot be divided into 2 to {MAX_GROUPS} equal groups"
 
 
+@dataclass(slots=True)
+class Send(AttemptTransfer):
+    grant: Grant
+    text: Text | None  # the data that a receiver of another shape requires
+
+
 @final
-class PrefillProgram(RoleProgram):
+class PrefillProgram(RoleProgram[PrefillStep, PrefillEffect, Send]):
+    scheduler: PrefillScheduler
+
     def __init__(
         self, context: ProgramContext, engine: Engine, sender: Sender, stamps: BlockStamps | None = None
     ) -> None:
-        super().__init__(context, engine, stamps)
+        super().__init__(context, engine, sender, fingerprint_of(engine.spec), stamps)
         config = self.context.config
         self._sender = sender
         self._moved_bytes = 0  # total at the end of the last step
-        self._shape = shape_of(engine.spec)
-        # Adds the deadline by this process's clock, and the data that a receiver of another shape requires.
-        self._grants: dict[AttemptKey, tuple[Grant, float | None, Text | None]] = {}
-        self._scheduler = PrefillScheduler(
+        self.scheduler = PrefillScheduler(
             kv=self.kv,
             prompt_order=PromptOrder(CostModel(self.cost), most=config.max_batch_tokens),
             inbox_depth=config.inbox_depth,
@@ -73,10 +77,6 @@ class PrefillProgram(RoleProgram):
         )
 
     @property
-    def scheduler(self) -> PrefillScheduler:
-        return self._scheduler
-
-    @property
     def why_whole(self) -> str:
         """Why blocks cannot be sent in groups of layers; empty if they can."""
         if self.engine.spec.num_layers == 1:
@@ -85,16 +85,6 @@ class PrefillProgram(RoleProgram):
             is_several = self.engine.spec.tp_degree > 1
             return "ranks on GPUs send whole blocks" if is_several else "the transport sends whole blocks"
         return ""
-
-    def actions(self) -> dict[type, Callable[[Any], None]]:
-        return {
-            fx.SendStarted: self._send_started,
-            fx.BlocksDone: self._blocks_done,
-            fx.SendAborted: self._send_aborted,
-            pr.FirstToken: self._first_sampled,
-            pr.Released: self._attempt_released,
-            pr.Refused: self._attempt_refused,
-        }
 
     def take(self, session: int, message: worker_pb2.AttachRequest) -> None:
         if message.WhichOneof("message") != "prefill":
@@ -109,19 +99,19 @@ class PrefillProgram(RoleProgram):
         except InvalidRequest as error:
             self.act([pr.AttemptFailed(key=key, kind=FailureKind.INVALID, message=error.message), pr.Released(key=key)])
             return
-        if any(grant.key == other.key for other, *_ in self._grants.values()):
+        if any(grant.key == other.key for other in self.transfers.values()):
             why = "grant: another attempt already writes to it"
             self.act([pr.AttemptFailed(key=key, kind=FailureKind.TRANSFER, message=why), pr.Released(key=key)])
             return
-        theirs = grant.fingerprint.shape
+        own, theirs = self.fingerprint.shape, grant.fingerprint.shape
         text = None
-        is_alike = is_same_bytes(self._shape, theirs) and grant.hash_seed in (b"", self.limits.hash_seed)
+        is_alike = is_same_bytes(own, theirs) and grant.hash_seed in (b"", self.limits.hash_seed)
         if not is_alike or self.context.config.kv_wire != "exact":
             their_key = chain_key(message.prefill.sequence.cache_salt, grant.hash_seed or self.limits.hash_seed)
-            text = text_of(attempt, self._shape.block_size, grant, their_key)
-        self._grants[key] = (grant, attempt.deadline_at_s, text)
+            text = text_of(attempt, own.block_size, grant, their_key)
+        self.transfers[key] = Send(grant.key, attempt.deadline_at_s, grant, text)
         self.act(
-            self._scheduler.offer(
+            self.scheduler.offer(
                 attempt,
                 receiver=grant.worker_id,
                 receiver_cached_blocks=grant.num_cached_blocks,
@@ -132,97 +122,90 @@ class PrefillProgram(RoleProgram):
             )
         )
 
-    def fingerprint(self) -> transfer_pb2.Fingerprint:
-        return FINGERPRINT.encode(fingerprint_of(self.engine.spec))
-
-    def add_servicers(self, server: Any) -> None:
-        """Only routers call prefill workers."""
-
-    def on_layer(self, step: PrefillStep) -> OnLayer | None:
-        if not self._scheduler.wants_layers(step):
-            return None
+    def compute(self, begun: Begun[PrefillStep]) -> Sequence[RowOut | RowFailed]:
+        step = begun.step
+        if not self.scheduler.wants_layers(step):
+            return super().compute(begun)
         of = self.engine.spec.num_layers
-        return lambda num_layers: self.act(self._scheduler.stored(step, num_layers, of))
+        return self.isolation.step(
+            list(step.rows), lambda num_layers: self.act(self.scheduler.stored(step, num_layers, of))
+        )
 
     def observe(self, account: fx.StepAccount, step_s: float) -> None:
-        self._scheduler.order.observe(account, step_s)
+        self.scheduler.order.observe(account, step_s)
         moved_bytes = self._sender.moved_bytes
-        self._scheduler.pushing.stepped(account, step_s, moved_bytes - self._moved_bytes)
+        self.scheduler.pushing.stepped(account, step_s, moved_bytes - self._moved_bytes)
         self._moved_bytes = moved_bytes
 
     def transfer_events(self) -> Mapping[str, int]:
-        withheld = self._scheduler.pushing.num_withheld
+        withheld = self.scheduler.pushing.num_withheld
         return {**events(self._sender.stats), **issuer.events(), "layer_groups_withheld": withheld}
-
-    def rejected_rank_joins(self) -> Mapping[str, int]:
-        return rejected_joins()
-
-    def close(self) -> None:
-        self._sender.close()
-        self.engine.close()
-
-    def check(self) -> None:
-        super().check()
-        assert set(self._grants) == set(self._scheduler.live()), "a grant has no attempt"
-
-    def _send_started(self, effect: fx.SendStarted) -> None:
-        key = effect.key
-        grant, deadline_at_s, text = self._grants[key]
-        self.context.metrics.add(metric_names.PUSHES, plan=effect.plan)
-        remaining_s = None if deadline_at_s is None else max(0.0, deadline_at_s - self.context.now())
-        post = self.context.post
-        try:
-            self._sender.start(
-                grant, lambda sent: post(partial(self._sent, key, sent)), remaining_s, text, groups=effect.groups
-            )
-        except PdserveError as error:
-            self.act(self._scheduler.sent(key, is_whole=False, error=error.message))
-
-    def _blocks_done(self, effect: fx.BlocksDone) -> None:
-        groups = range(effect.first_group, effect.end_group)
-        self._sender.push(self._grants[effect.key][0].key, effect.blocks, effect.is_last, groups)
-
-    def _send_aborted(self, effect: fx.SendAborted) -> None:
-        self._sender.abort(self._grants[effect.key][0].key)
 
     def kv_links(self) -> list[tuple[str, str, str]]:
         return sorted((link.worker_id, link.transport, link.reason) for link in self._sender.links)
 
+    def check(self) -> None:
+        super().check()
+        assert set(self.transfers) == set(self.scheduler.live()), "an attempt has no grant"
+
+    # -- effects ------------------------------------------------------------------------------------------------
+
+    def act(self, effects: Iterable[PrefillEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case fx.SendStarted():
+                    self._start_sending(effect)
+                case fx.BlocksDone():
+                    groups = range(effect.first_group, effect.end_group)
+                    self._sender.push(self.transfers[effect.key].key, effect.blocks, effect.is_last, groups)
+                case fx.SendAborted():
+                    self._sender.abort(self.transfers[effect.key].key)
+                case pr.FirstToken():
+                    self.outbox.report(effect)
+                    self.context.metrics.add(metric_names.REUSED_TOKENS, effect.cached_tokens)
+                case _:
+                    self.act_on_common(effect)
+
+    def _start_sending(self, effect: fx.SendStarted) -> None:
+        key = effect.key
+        send = self.transfers[key]
+        self.context.metrics.add(metric_names.PUSHES, plan=effect.plan)
+        post = self.context.post
+        try:
+            self._sender.start(
+                send.grant,
+                lambda sent: post(partial(self._sent, key, sent)),
+                send.remaining_s(self.context.now()),
+                send.text,
+                groups=effect.groups,
+            )
+        except PdserveError as error:
+            self.act(self.scheduler.sent(key, is_whole=False, error=error.message))
+
     def _sent(self, key: AttemptKey, sent: Sent) -> None:
-        held = self._grants.get(key)
-        if held is None or held[0].key != sent.key:
-            self.counts["late end of a transfer"] += 1
+        send = self.transfer_of(key, sent.key)
+        if send is None:
             return
-        if sent.outcome is SendOutcome.SENT:
-            self._measure_sent(key, held[0], sent)
         is_whole = sent.outcome is SendOutcome.SENT
-        self.act(self._scheduler.sent(key, is_whole=is_whole, error=sent.error, is_cancelled=sent.is_cancelled))
+        if is_whole:
+            self._measure_sent(key, send.grant, sent)
+        self.act(self.scheduler.sent(key, is_whole=is_whole, error=sent.error, is_cancelled=sent.is_cancelled))
 
     def _measure_sent(self, key: AttemptKey, grant: Grant, sent: Sent) -> None:
         if not sent.num_bytes:
             return
         # A transfer in one piece measures the link, including all overheads before and after the bytes.
         took_s = sent.busy_s if sent.early_bytes else sent.exposed_s
-        self._scheduler.pushing.sent(grant.worker_id, sent.num_bytes, took_s)
+        self.scheduler.pushing.sent(grant.worker_id, sent.num_bytes, took_s)
         metrics = self.context.metrics
         metrics.observe(metric_names.TRANSFER_EXPOSED_TIME, sent.exposed_s)
         metrics.observe(metric_names.TRANSFER_HIDDEN_SHARE, hidden_share(sent.busy_s, sent.exposed_s))
-        metrics.add(metric_names.TRANSFER_WIRE_BYTES, sent.num_bytes, dtype=sent.wire_dtype or self._shape.dtype)
+        metrics.add(
+            metric_names.TRANSFER_WIRE_BYTES, sent.num_bytes, dtype=sent.wire_dtype or self.fingerprint.shape.dtype
+        )
         metrics.add(metric_names.TRANSFER_SENT_BYTES, sent.early_bytes, when="early")
         metrics.add(metric_names.TRANSFER_SENT_BYTES, sent.num_bytes - sent.early_bytes, when="late")
         self.outbox.report(pr.TransferEnded(key=key, is_committed=True, exposed_s=sent.exposed_s))
-
-    def _first_sampled(self, effect: pr.FirstToken) -> None:
-        self.outbox.report(effect)
-        self.context.metrics.add(metric_names.REUSED_TOKENS, effect.cached_tokens)
-
-    def _attempt_released(self, effect: pr.Released) -> None:
-        self._grants.pop(effect.key, None)
-        self._released(effect)
-
-    def _attempt_refused(self, effect: pr.Refused) -> None:
-        self._grants.pop(effect.key, None)
-        self._refused(effect)
 
 
 def text_of(attempt: Attempt, block_size: int, grant: Grant, their_key: bytes) -> Text:

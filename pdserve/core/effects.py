@@ -128,32 +128,12 @@ class PlainSampled:
     token_ids: list[int]
 
 
-PrefillEffect = (
-    Refused
-    | AttemptFailed
-    | TransferLost
-    | Released
-    | PromptScored
-    | SendStarted
-    | BlocksDone
-    | SendAborted
-    | FirstToken
-)
-DecodeEffect = (
-    Refused
-    | AttemptFailed
-    | TransferLost
-    | TransferCancelled
-    | Released
-    | PromptScored
-    | BlocksReserved
-    | Granted
-    | ReceiveAborted
-    | KvCommitted
-    | KvMistaken
-    | TokenRow
-    | PlainSampled
-)
+#: Of both roles.
+CommonEffect = Refused | AttemptFailed | TransferLost | Released | PromptScored
+PrefillEffect = CommonEffect | SendStarted | BlocksDone | SendAborted | FirstToken
+#: All decode effects but sampled tokens.
+DecodeAction = CommonEffect | TransferCancelled | BlocksReserved | Granted | ReceiveAborted | KvCommitted | KvMistaken
+DecodeEffect = DecodeAction | TokenRow | PlainSampled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Self, final
 
@@ -19,13 +19,17 @@ from pdserve.listening import ignore_poller_races
 from pdserve.program import Host
 from pdserve.text.tokenizer import load_tokenizer
 from pdserve.worker.host import WorkerHost
+from pdserve.worker.program import AnyProgram, ProgramContext
 from router.service.program import RouterHost
 
 MAX_WORKERS: Final = 16  # of each role: a process has few cores, and each worker has three threads
 START_S: Final = 30.0
 _SETTINGS: Final = {"model": "toy", "host": "127.0.0.1", "port": 0}
 _WORKER_SETTINGS: Final = {**_SETTINGS, "heartbeat_s": 0.05}
-_BUILD: Final = {Role.PREFILL: prefill_worker.program.build, Role.DECODE: decode_worker.program.build}
+_BUILD: Final[dict[Role, Callable[[ProgramContext], AnyProgram]]] = {
+    Role.PREFILL: prefill_worker.program.build,
+    Role.DECODE: decode_worker.program.build,
+}
 
 
 @final

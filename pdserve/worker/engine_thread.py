@@ -23,7 +23,7 @@ from pdserve.core.durations import DAY_S, clamped_s
 from pdserve.core.errors import InternalError
 from pdserve.core.kv.blocks import CacheChange
 from pdserve.v1 import worker_pb2
-from pdserve.worker.program import RoleProgram
+from pdserve.worker.program import AnyProgram
 
 log = logging.getLogger(__name__)
 
@@ -53,17 +53,17 @@ class EngineThread:
         self._on_death = on_death
         self._inbox: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self._is_stopping = False
-        self._program: RoleProgram | None = None
+        self._program: AnyProgram | None = None
         self._has_started = threading.Event()
         self._start_error: BaseException | None = None
-        self._build: Callable[[], RoleProgram] | None = None
+        self._build: Callable[[], AnyProgram] | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.is_busy = False  # for the watchdog, as the next
         self.beats = 0
         self.is_idle = threading.Event()  # draining, and nothing is held for any request
         self.is_draining = False
 
-    def start(self, build: Callable[[], RoleProgram]) -> RoleProgram:
+    def start(self, build: Callable[[], AnyProgram]) -> AnyProgram:
         """Builds the program on the engine thread and returns it. Raises the errors of building."""
         self._build = build
         self._thread.start()
@@ -119,7 +119,7 @@ class EngineThread:
             except Exception:  # the end must be reached despite any error of an engine or a transport
                 log.exception("the program did not close cleanly")
 
-    def _loop(self, program: RoleProgram) -> None:
+    def _loop(self, program: AnyProgram) -> None:
         has_rows = False
         while True:
             call = None if has_rows else self._wait(program)
@@ -148,7 +148,7 @@ class EngineThread:
             elif self.is_idle.is_set():  # an operator has undone a drain
                 self.is_idle.clear()
 
-    def _wait(self, program: RoleProgram) -> Call | None:
+    def _wait(self, program: AnyProgram) -> Call | None:
         self.is_busy = False
         patience_s = clamped_s(self._heartbeat_s, longest_s=DAY_S if program.is_idle else IDLE_S)
         try:
@@ -156,7 +156,7 @@ class EngineThread:
         except queue.Empty:
             return None
 
-    def _hand_out(self, program: RoleProgram) -> None:
+    def _hand_out(self, program: AnyProgram) -> None:
         change = program.take_changes()
         if change is not None:
             self._outlet.offer(change)
@@ -166,7 +166,7 @@ class EngineThread:
         if by_session:
             self._outlet.send(by_session)
 
-    def _report_death(self, program: RoleProgram, error: BaseException) -> None:
+    def _report_death(self, program: AnyProgram, error: BaseException) -> None:
         try:
             program.fail_all(f"{type(error).__name__}: {error}")
             self._hand_out(program)

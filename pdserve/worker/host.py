@@ -36,8 +36,7 @@ from pdserve.tls.certificates import certificates_of
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.wire.peer_server import listen, make_health_servicer, make_peer_server, server_options
 from pdserve.worker.engine_thread import EngineThread, Watchdog, dump_and_exit
-from pdserve.worker.interface import ProgramContext
-from pdserve.worker.program import RoleProgram
+from pdserve.worker.program import AnyProgram, ProgramContext
 from pdserve.worker.session import WorkerServicer
 
 if TYPE_CHECKING:
@@ -108,7 +107,7 @@ class WorkerHost:
         self,
         config: WorkerConfig,
         role: Role,
-        build: Callable[[ProgramContext], RoleProgram],
+        build: Callable[[ProgramContext], AnyProgram],
         *,
         on_fatal: Callable[[], None] = end_process,
         on_stall: Callable[[], None] = dump_and_exit,
@@ -218,7 +217,7 @@ class WorkerHost:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _make_program(self) -> RoleProgram:
+    def _make_program(self) -> AnyProgram:
         config = self._config
         self._metrics = make_metrics("worker", config.metrics_port, config.host, self._tls)
         context = ProgramContext(
@@ -240,7 +239,7 @@ class WorkerHost:
     def _rejected(self, error: PdserveError) -> None:
         self._metrics.add(metric_names.REJECTED_CALLS, reason=error.reason)
 
-    async def _serve(self, program: RoleProgram) -> None:
+    async def _serve(self, program: AnyProgram) -> None:
         self._publisher = make_publisher(
             self._config, self._role, self._incarnation, self.address, program.limits.hash_seed
         )

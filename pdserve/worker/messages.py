@@ -9,22 +9,18 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import Any, Final, final
 
-from pdserve.build import FULL_VERSION
 from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
 from pdserve.core.attempt import Attempt, AttemptKey
-from pdserve.core.cost.latency import CostPrior
 from pdserve.core.durations import SHORTEST_SLO_S, check_duration
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.kv.blocks import CacheChange
 from pdserve.core.kv.hashing import chain_key
 from pdserve.core.types import check_token_ids
-from pdserve.engine.interface import EngineSpec
 from pdserve.telemetry.trace_context import trace_id_of
-from pdserve.v1 import inference_pb2, transfer_pb2, worker_pb2
-from pdserve.wire.convert import logprobs_to_proto, role_to_proto
-from pdserve.wire.protocol import COST, SEQUENCE, encode_response
-from pdserve.worker.interface import ProgramContext
+from pdserve.v1 import inference_pb2, worker_pb2
+from pdserve.wire.convert import logprobs_to_proto
+from pdserve.wire.protocol import SEQUENCE, encode_response
 
 # --- checks of messages from routers --------------------------------------------------------------------------
 
@@ -98,35 +94,6 @@ _chain_key = functools.lru_cache(maxsize=1024)(chain_key)
 # They are defined in worker.proto.
 
 MAX_SCORED: Final = 16_384  # logprobs in one message: some 200 kB
-
-
-def worker_hello(
-    context: ProgramContext,
-    spec: EngineSpec,
-    limits: SequenceLimits,
-    cost: CostPrior,
-    fingerprint: transfer_pb2.Fingerprint,
-) -> worker_pb2.WorkerHello:
-    config = context.config
-    return worker_pb2.WorkerHello(
-        worker_id=config.worker_id,
-        incarnation=context.incarnation,
-        role=role_to_proto(context.role),
-        model=spec.model,
-        fingerprint=fingerprint,
-        block_size=spec.block_size,
-        num_blocks=spec.num_blocks,
-        max_context_tokens=limits.max_context_tokens,
-        vocab_size=spec.vocab_size,
-        eos_token_ids=spec.eos_token_ids,
-        max_batch=config.max_batch,
-        max_batch_tokens=config.max_batch_tokens,
-        inbox_depth=config.inbox_depth,
-        cost=COST.encode(cost),
-        hash_seed=limits.hash_seed,
-        reads_batches=True,
-        version=FULL_VERSION,
-    )
 
 
 def prompt_scored(effect: fx.PromptScored) -> Iterator[worker_pb2.PromptScored]:

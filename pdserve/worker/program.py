@@ -7,42 +7,100 @@ owns no thread and no socket: tests and the host drive it in the same way.
 from __future__ import annotations
 
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, assert_never
 
+from pdserve.build import FULL_VERSION
+from pdserve.config import WorkerConfig
 from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
+from pdserve.core.access.proof import ClusterSecret
 from pdserve.core.attempt import Attempt, AttemptKey, AttemptLedger, EndRule, FailureKind
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.kv.blocks import BlockAllocator, CacheChange
 from pdserve.core.kv.cache import KvCache
 from pdserve.core.kv.hashing import hash_seed
+from pdserve.core.kv.kv_shape import Fingerprint, TransferKey
 from pdserve.core.kv.stamps import BlockStamps
-from pdserve.engine.interface import Engine, OnLayer, PlainOuts, RowOut
+from pdserve.core.types import Role
+from pdserve.engine.interface import Engine, PlainOuts, RowOut
 from pdserve.engine.memory.plan import with_device_defaults
+from pdserve.engine.ranks.rejected_joins import rejected_joins
 from pdserve.outage_log import PeerLog
 from pdserve.progress import PhaseReport
 from pdserve.telemetry import metric_names
-from pdserve.v1 import transfer_pb2, worker_pb2
+from pdserve.telemetry.metrics import Metrics
+from pdserve.tls.certificates import ReloadingCertificates
+from pdserve.v1 import worker_pb2
+from pdserve.wire.convert import role_to_proto
+from pdserve.wire.protocol import COST, FINGERPRINT
 from pdserve.worker import calibrate
-from pdserve.worker.interface import AsyncScheduler, ProgramContext, Scheduler
-from pdserve.worker.messages import AttemptFields, Outbox, SequenceLimits, key_of, read_sequence, worker_hello
+from pdserve.worker.interface import Effect, Scheduler, Step
+from pdserve.worker.messages import AttemptFields, Outbox, SequenceLimits, key_of, read_sequence
 from pdserve.worker.reports import StatusReports
-from pdserve.worker.steps import Begun, Isolation, RowFailed, StepsInFlight, free_row, make_steps_in_flight
+from pdserve.worker.steps import Begun, Isolation, RowFailed, free_row
 
 log = logging.getLogger(__name__)
 
 
-class RoleProgram(ABC):
-    def __init__(self, context: ProgramContext, engine: Engine, stamps: BlockStamps | None = None) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramContext:
+    """What the host provides."""
+
+    config: WorkerConfig
+    role: Role
+    incarnation: str  # new for each start of the process
+    endpoint: str  # HOST:PORT at which other processes reach this worker's gRPC server
+    secret: ClusterSecret
+    post: Callable[[Callable[[], None]], None]  # runs the call on the engine thread; from any thread, never blocks
+    tls: ReloadingCertificates | None = None  # None: plain text
+    now: Callable[[], float] = time.monotonic
+    metrics: Metrics = field(default_factory=Metrics.off)
+
+
+class TransferEndpoint(Protocol):
+    """The role's Sender or Receiver."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class AttemptTransfer:
+    """The KV transfer of an attempt that a program holds. Each role adds to it."""
+
+    key: TransferKey
+    deadline_at_s: float | None  # by this process's clock
+
+    def remaining_s(self, now_s: float) -> float | None:
+        return None if self.deadline_at_s is None else max(0.0, self.deadline_at_s - now_s)
+
+
+Transfer = TypeVar("Transfer", bound=AttemptTransfer)
+
+
+class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
+    scheduler: Scheduler[Step, Effect]  # set by each role
+
+    def __init__(
+        self,
+        context: ProgramContext,
+        engine: Engine,
+        endpoint: TransferEndpoint,
+        fingerprint: Fingerprint,
+        stamps: BlockStamps | None,
+    ) -> None:
         config = with_device_defaults(context.config, context.role, is_gpu=not engine.pool.is_on_host)
         spec = engine.spec
         self.context = replace(context, config=config)
         self.engine = engine
+        self._endpoint = endpoint
+        self.fingerprint = fingerprint
+        self.transfers: dict[AttemptKey, Transfer] = {}
         self.counts: Counter[str] = Counter()  # dropped messages by reason
         self.num_steps = 0
         self.received_s = 0.0  # arrival time of the message that is being handled
@@ -63,8 +121,7 @@ class RoleProgram(ABC):
         calibration(3, 3)
         self.log_fields = AttemptFields()
         self.lines = PeerLog(log)  # that other processes can cause
-        self._isolation = Isolation(engine, partial(free_row, self.kv))
-        self._in_flight: StepsInFlight | None = None  # for a role with asynchronous scheduling
+        self.isolation = Isolation(engine, partial(free_row, self.kv))
         self._ledger = AttemptLedger()
         self.outbox = Outbox()
         self.is_drained = False  # by an operator, who may undo it
@@ -72,65 +129,66 @@ class RoleProgram(ABC):
         self.is_between_steps = False  # a step follows the last one at once
         self._step_ended_s = 0.0
         self.reports = StatusReports(self.outbox, context.metrics, config.heartbeat_s)
-        self._actions: dict[type, Callable[[Any], None]] = {
-            pr.Refused: self._refused,
-            pr.AttemptFailed: self._failed,
-            fx.TransferLost: self._transfer_lost,
-            pr.Released: self._released,
-            fx.PromptScored: self.outbox.report_scores,
-            **self.actions(),
-        }
-
-    def schedule_asynchronously(self, scheduler: AsyncScheduler) -> None:
-        """Launches steps before the previous one is read, if the engine supports it."""
-        choice = self.context.config.async_scheduling
-        self._in_flight = make_steps_in_flight(self.engine, choice, scheduler, self._isolation)
 
     # -- implemented by each role -------------------------------------------------------------------------------
-
-    @property
-    @abstractmethod
-    def scheduler(self) -> Scheduler: ...
-
-    @abstractmethod
-    def actions(self) -> dict[type, Callable[[Any], None]]:
-        """Carries out the role's own effects."""
 
     @abstractmethod
     def take(self, session: int, message: worker_pb2.AttachRequest) -> None:
         """Handles a message of the role's own kind. May raise InvalidRequest if it names no attempt."""
 
     @abstractmethod
-    def fingerprint(self) -> transfer_pb2.Fingerprint: ...
+    def act(self, effects: Iterable[Effect]) -> None:
+        """Carries out the effects in order: the role's own here, all others by `act_on_common`."""
 
     @abstractmethod
+    def transfer_events(self) -> Mapping[str, int]:
+        """Total counts of events of the role's KV transfers."""
+
+    @abstractmethod
+    def observe(self, account: fx.StepAccount, step_s: float) -> None:
+        """A step took `step_s`, which is used for planning."""
+
     def add_servicers(self, server: Any) -> None:
         """Adds what other workers call to the worker's gRPC server."""
 
-    @abstractmethod
-    def close(self) -> None:
-        """Ends the role's transfer threads and the engine."""
+    def kv_links(self) -> list[tuple[str, str, str]]:
+        """(worker, transport, reason) of each connection by which this worker sends KV, in a fixed order."""
+        return []
 
-    def on_layer(self, step: Any) -> OnLayer | None:
-        """The callback for a step's layers as they are stored; None: not needed."""
-        return None
+    def begin_step(self) -> Begun[Step] | None:
+        """Plans a step; None if there is nothing to compute."""
+        step, effects = self.scheduler.plan(self.context.now())
+        rows = step.rows  # taken before the effects, which may change the attempts
+        self.act(effects)
+        return Begun(step) if rows else None
 
-    def transfer_events(self) -> Mapping[str, int]:
-        """Total counts of events of the role's KV transfers."""
-        return {}
-
-    def rejected_rank_joins(self) -> Mapping[str, int]:
-        """Calls of other hosts' ranks that were rejected since the process started, by reason."""
-        return {}
-
-    def observe(self, account: fx.StepAccount, step_s: float) -> None:
-        """A step took `step_s`; for roles that use it for planning."""
-        return
+    def compute(self, begun: Begun[Step]) -> Sequence[RowOut | RowFailed]:
+        """One entry per row of the step. Raises EngineBroken."""
+        return self.isolation.step(list(begun.step.rows))
 
     # -- called by the host -------------------------------------------------------------------------------------
 
     def hello(self) -> worker_pb2.WorkerHello:
-        return worker_hello(self.context, self.engine.spec, self.limits, self.cost, self.fingerprint())
+        context, config, spec, limits = self.context, self.context.config, self.engine.spec, self.limits
+        return worker_pb2.WorkerHello(
+            worker_id=config.worker_id,
+            incarnation=context.incarnation,
+            role=role_to_proto(context.role),
+            model=spec.model,
+            fingerprint=FINGERPRINT.encode(self.fingerprint),
+            block_size=spec.block_size,
+            num_blocks=spec.num_blocks,
+            max_context_tokens=limits.max_context_tokens,
+            vocab_size=spec.vocab_size,
+            eos_token_ids=spec.eos_token_ids,
+            max_batch=config.max_batch,
+            max_batch_tokens=config.max_batch_tokens,
+            inbox_depth=config.inbox_depth,
+            cost=COST.encode(self.cost),
+            hash_seed=limits.hash_seed,
+            reads_batches=True,
+            version=FULL_VERSION,
+        )
 
     def attached(self, session: int, hello: worker_pb2.RouterHello) -> None:
         self.outbox.attach(session, wants_kv_events=hello.wants_kv_events)
@@ -176,7 +234,7 @@ class RoleProgram(ABC):
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or (self._in_flight is not None and self._in_flight.is_busy)
+        return self.scheduler.has_work
 
     @property
     def is_draining(self) -> bool:
@@ -204,16 +262,13 @@ class RoleProgram(ABC):
     def step(self) -> bool:
         """Plans and computes one step. False: there was nothing to compute."""
         now = self.context.now
-        begun = self._begin()
+        begun = self.begin_step()
         if begun is None:
             return False
         # The time between consecutive steps also counts for TPOT, so it is part of the later step.
         started_s = self._step_ended_s if self.is_between_steps else now()
         step = begun.step
-        if self._in_flight is None or begun.flight is None:
-            entries = self._isolation.step(list(step.rows), self.on_layer(step))
-        else:
-            entries = self._in_flight.read(begun)
+        entries = self.compute(begun)
         self._step_ended_s = ended_s = now()
         self.num_steps += 1
         outs = entries if isinstance(entries, PlainOuts) else self._checked(step.keys, entries)
@@ -235,19 +290,6 @@ class RoleProgram(ABC):
             else:
                 outs.append(entry)
         return outs
-
-    def _begin(self) -> Begun | None:
-        """The step that is already launched, otherwise a new one; None if there is nothing to compute."""
-        in_flight = self._in_flight
-        begun = None if in_flight is None else in_flight.take_next()
-        if begun is not None:
-            return begun
-        step, effects = self.scheduler.plan(self.context.now())
-        rows = step.rows  # taken before the effects, which may change the attempts
-        self.act(effects)
-        if not rows:
-            return None
-        return Begun(step) if in_flight is None else in_flight.launch(step)
 
     def tick(self) -> None:
         """Between steps and while idle: deadlines, heartbeats, cache changes."""
@@ -276,17 +318,16 @@ class RoleProgram(ABC):
     def check(self) -> None:
         """Raises AssertionError unless all tables are consistent; for tests."""
         self.scheduler.check()
-        assert self.log_fields.keys == set(self.scheduler.live()), "log fields differ from the attempts"
+        live = set(self.scheduler.live())
+        assert self.log_fields.keys == live, "log fields differ from the attempts"
+        assert set(self.transfers) <= live, "a KV transfer has no attempt"
+
+    def close(self) -> None:
+        """Ends the transfer threads and the engine."""
+        self._endpoint.close()
+        self.engine.close()
 
     # -- for roles ----------------------------------------------------------------------------------------------
-
-    def kv_links(self) -> list[tuple[str, str, str]]:
-        """(worker, transport, reason) of each connection by which this worker sends KV, in a fixed order."""
-        return []
-
-    def act(self, effects: Iterable[Any]) -> None:
-        for effect in effects:
-            self._actions[type(effect)](effect)
 
     def begin(self, session: int, message: worker_pb2.Sequence) -> Attempt | None:
         """The attempt of a new Reserve or Prefill. None if it is late or a duplicate; or invalid, which is reported."""
@@ -308,12 +349,30 @@ class RoleProgram(ABC):
         self.log_fields.add(attempt, message.traceparent)
         return attempt
 
-    # -- effects of both roles ----------------------------------------------------------------------------------
+    def transfer_of(self, key: AttemptKey, transfer: TransferKey) -> Transfer | None:
+        """The attempt's transfer, if it is this one. Otherwise the call is late, and is counted."""
+        held = self.transfers.get(key)
+        if held is None or held.key != transfer:
+            self.counts["late end of a transfer"] += 1
+            return None
+        return held
 
-    def _refused(self, effect: pr.Refused) -> None:
-        self._forget(effect.key)
-        self.context.metrics.add(metric_names.REFUSED_BY_WORKER, reason=effect.reason.value)
-        self.outbox.report(effect)
+    def act_on_common(self, effect: fx.CommonEffect) -> None:
+        match effect:
+            case pr.Released():
+                self._released(effect)
+            case pr.Refused():
+                self._forget(effect.key)
+                self.context.metrics.add(metric_names.REFUSED_BY_WORKER, reason=effect.reason.value)
+                self.outbox.report(effect)
+            case pr.AttemptFailed():
+                self._failed(effect)
+            case fx.TransferLost():
+                self._transfer_lost(effect)
+            case fx.PromptScored():
+                self.outbox.report_scores(effect)
+            case _:
+                assert_never(effect)
 
     def _failed(self, effect: pr.AttemptFailed) -> None:
         extra = {"kind": effect.kind.value, **self.log_fields.of(effect.key)}
@@ -334,6 +393,7 @@ class RoleProgram(ABC):
         self.outbox.report(effect)
 
     def _forget(self, key: AttemptKey) -> None:
+        self.transfers.pop(key, None)
         self.log_fields.remove(key)
         self._ledger.forget(key)
 
@@ -345,7 +405,11 @@ class RoleProgram(ABC):
         if metrics.is_on:
             metrics.loaded(load, self.blocks.num_referenced)
             metrics.transferred(self.transfer_events())
-            metrics.rejected_rank_joins(self.rejected_rank_joins())
+            metrics.rejected_rank_joins(rejected_joins())
 
     def _with_state(self, load: pr.Load) -> pr.Load:
         return replace(load, steps=self.num_steps, is_draining=self.scheduler.is_draining, is_drained=self.is_drained)
+
+
+#: For the host, which runs a program of either role, and sees neither its steps nor its effects.
+AnyProgram: TypeAlias = RoleProgram[Any, Any, Any]

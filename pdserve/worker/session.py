@@ -20,7 +20,7 @@ from pdserve.core.live import LogLine
 from pdserve.outage_log import OutageLog, PeerLog
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.wire.protocol import LOG_LINE
-from pdserve.worker.program import RoleProgram
+from pdserve.worker.program import AnyProgram
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     def __init__(
         self,
-        program: RoleProgram,
+        program: AnyProgram,
         post: Callable[[Callable[[], None]], None],
         num_waiting_calls: Callable[[], int],
         recent_log: Callable[[], tuple[LogLine, ...]] = tuple,

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import groupby
-from typing import Any, final
+from typing import final
 
 from decode_worker.decode_sequence import DecodeStage
 from decode_worker.planning import ChunkRule
-from decode_worker.scheduler import DecodeScheduler, is_token
+from decode_worker.scheduler import DecodeScheduler, TokenBatch, gathered
 from decode_worker.step import DecodeStep
 from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
@@ -120,12 +119,14 @@ class StepRun:
 
 
 @final
-class DecodeMachine(Machine):
+class DecodeMachine(Machine[DecodeStep, fx.DecodeEffect]):
+    scheduler: DecodeScheduler
+
     def __init__(self, env: Environment, shape: WorkerShape, speed: Speed, tally: Tally, incarnation: str) -> None:
         super().__init__(env, shape, speed, tally, incarnation)
         cost = CostModel(shape.prior or shape.cost)
         self._chunks = ChunkRule(cost, most=shape.max_batch_tokens)
-        self._scheduler = DecodeScheduler(
+        self.scheduler = DecodeScheduler(
             kv=self.kv,
             max_batch=shape.max_batch,
             chunks=self._chunks,
@@ -141,10 +142,6 @@ class DecodeMachine(Machine):
         self._block_bytes = self.block_size * shape.kv_bytes_per_token  # the real model's
 
     @property
-    def scheduler(self) -> DecodeScheduler:
-        return self._scheduler
-
-    @property
     def is_computing(self) -> bool:
         return self._run is not None
 
@@ -154,7 +151,7 @@ class DecodeMachine(Machine):
         return 0 if self._run is None else len(self._run.step.decoding)
 
     def load(self) -> pr.Load:
-        load = self._scheduler.load()
+        load = self.scheduler.load()
         run = self._run
         if run is None or run.count <= 1 or self.is_stalled:
             return load
@@ -166,10 +163,10 @@ class DecodeMachine(Machine):
     def reserve(self, order: Order, is_local: bool) -> None:
         attempt = self.begin(order)
         if attempt is not None:
-            self.act(self._scheduler.offer(attempt, is_local=is_local, now_s=self.agenda.now_s))
+            self.act(self.scheduler.offer(attempt, is_local=is_local, now_s=self.agenda.now_s))
 
     def admit(self, key: AttemptKey, first_token: int) -> None:
-        effects = self._scheduler.admit(key, first_token, self.agenda.now_s)
+        effects = self.scheduler.admit(key, first_token, self.agenda.now_s)
         if effects is not None:
             self.act(effects)
             self._joined(key)
@@ -188,28 +185,28 @@ class DecodeMachine(Machine):
         if self._transfers.get(key) != transfer:
             return
         now_s = self.agenda.now_s
-        self.act(self._scheduler.received(key, transfer_s=transfer_s, busy_s=busy_s, num_bytes=num_bytes, now_s=now_s))
+        self.act(self.scheduler.received(key, transfer_s=transfer_s, busy_s=busy_s, num_bytes=num_bytes, now_s=now_s))
         self._joined(key)
 
     def _not_received(self, key: AttemptKey, transfer: TransferKey, error: str) -> None:
         if self._transfers.get(key) == transfer:
-            self.act(self._scheduler.lost(key, error))
+            self.act(self.scheduler.lost(key, error))
 
     def _joined(self, key: AttemptKey) -> None:
-        stage = self._scheduler.stage(key)
+        stage = self.scheduler.stage(key)
         if stage is DecodeStage.RUNNING:
             self.unstrand(key)
-        elif stage is DecodeStage.RECEIVING and self._scheduler.has_received(key):
-            self.strand(key, self._scheduler.num_held(key))
+        elif stage is DecodeStage.RECEIVING and self.scheduler.has_received(key):
+            self.strand(key, self.scheduler.num_held(key))
 
     def cancel(self, key: AttemptKey) -> None:
-        if self._scheduler.stage(key) is DecodeStage.RUNNING:
+        if self.scheduler.stage(key) is DecodeStage.RUNNING:
             self._settle()  # the steps so far are applied
         super().cancel(key)
 
     def update_tally(self) -> None:
         super().update_tally()
-        preemptions = self._scheduler.num_preemptions
+        preemptions = self.scheduler.num_preemptions
         self.tally.row.preemptions += preemptions - self._noted_preemptions
         self._noted_preemptions = preemptions
 
@@ -250,13 +247,13 @@ class DecodeMachine(Machine):
             self.agenda.at(self.stalled_until_s, self._at_border, run)
             return
         self.update_tally()
-        changes = self._scheduler.num_changes
+        changes = self.scheduler.num_changes
         self.read_inbox()
         if self._run is None:  # a message cannot be processed before the run's steps are applied
             self._changed()
             self._go()
             return
-        if self._scheduler.num_changes != changes:
+        if self.scheduler.num_changes != changes:
             self._settle()
             self._changed()
             self._go()
@@ -265,9 +262,9 @@ class DecodeMachine(Machine):
             self._changed()
 
     def _go(self) -> None:
-        if self._run is not None or not self._scheduler.has_work or self.is_dead:
+        if self._run is not None or not self.scheduler.has_work or self.is_dead:
             return
-        now_s, scheduler = self.agenda.now_s, self._scheduler
+        now_s, scheduler = self.agenda.now_s, self.scheduler
         step, effects = scheduler.plan(now_s)
         if effects:
             self.act(effects)
@@ -300,7 +297,7 @@ class DecodeMachine(Machine):
 
     def _settle(self) -> None:
         """Ends the run with the step that ends now, and applies its steps."""
-        run, now_s, scheduler = self._run, self.agenda.now_s, self._scheduler
+        run, now_s, scheduler = self._run, self.agenda.now_s, self.scheduler
         if run is None:
             return
         self._run = None
@@ -332,13 +329,39 @@ class DecodeMachine(Machine):
 
     # -- effects -------------------------------------------------------------------------------------------------
 
-    def act(self, effects: list[Any]) -> None:
-        for are_tokens, group in groupby(effects, key=is_token):
-            if are_tokens:
-                self._sampled(list(group))
-            else:
-                for effect in group:
-                    self.act_on_own(effect)
+    def act(self, effects: Iterable[fx.DecodeEffect]) -> None:
+        for effect in gathered(effects):
+            match effect:
+                case TokenBatch():
+                    assert not effect.plain, "a run reports no plain tokens"
+                    self._sampled(effect.rows)
+                case pr.Released() | pr.Refused():
+                    self._unreported.discard(effect.key)
+                    self._transfers.pop(effect.key, None)
+                    self.act_on_common(effect)
+                case fx.BlocksReserved():
+                    self._blocks_reserved(effect)
+                case pr.Granted():
+                    self.forward(effect)
+                case fx.KvCommitted():
+                    ended = pr.TransferEnded(
+                        key=effect.key,
+                        is_committed=True,
+                        transfer_s=effect.transfer_s,
+                        busy_s=effect.busy_s,
+                        num_bytes=effect.num_bytes,
+                        saved_bytes=effect.num_cached_blocks * self._block_bytes,
+                    )
+                    self.forward(ended)
+                case fx.ReceiveAborted():
+                    self.strand(effect.key, self.scheduler.num_held(effect.key))
+                    self.env.network.abort_receiving(self._transfers[effect.key])
+                case fx.TransferCancelled():
+                    pass  # for the statistics of a real worker
+                case fx.KvMistaken():
+                    raise AssertionError("a simulated worker checks no KV")
+                case _:
+                    self.act_on_common(effect)
 
     def _sampled(self, rows: list[pr.TokenRow]) -> None:
         for row in rows:
@@ -346,33 +369,6 @@ class DecodeMachine(Machine):
         first_or_last = [row for row in rows if row.finish is not None or row.prefill_s > 0.0]
         if first_or_last:
             self._report(first_or_last)
-
-    def act_on_own(self, effect: Any) -> None:
-        key: AttemptKey = effect.key
-        match effect:
-            case pr.Released() | pr.Refused():
-                self._unreported.discard(key)
-                self._transfers.pop(key, None)
-                self.act_on(effect)
-            case fx.BlocksReserved():
-                self._blocks_reserved(effect)
-            case pr.Granted():
-                self.forward(effect)
-            case fx.KvCommitted():
-                ended = pr.TransferEnded(
-                    key=key,
-                    is_committed=True,
-                    transfer_s=effect.transfer_s,
-                    busy_s=effect.busy_s,
-                    num_bytes=effect.num_bytes,
-                    saved_bytes=effect.num_cached_blocks * self.block_size * self.shape.kv_bytes_per_token,
-                )
-                self.forward(ended)
-            case fx.ReceiveAborted():
-                self.strand(key, self._scheduler.num_held(key))
-                self.env.network.abort_receiving(self._transfers[key])
-            case _:
-                self.act_on(effect)
 
     def _blocks_reserved(self, effect: fx.BlocksReserved) -> None:
         key = effect.key
@@ -385,6 +381,6 @@ class DecodeMachine(Machine):
             num_blocks=len(effect.blocks),
         )
         self._transfers[key] = grant.key
-        self.strand(key, self._scheduler.num_held(key))
+        self.strand(key, self.scheduler.num_held(key))
         self.env.network.expect(self, key, grant, self._block_bytes)
         self.forward(pr.Granted(key=key, grant=grant.encode()))

@@ -15,7 +15,7 @@ from router.service.tenants import AnswerClaim, PendingReleases, Quotas
 from router.state import commands, events
 from router.state.state import RouterState
 from simulator.cluster.agenda import Agenda
-from simulator.cluster.machine import Machine, Order
+from simulator.cluster.machine import AnyMachine, Order
 from simulator.cluster.prompts import BlockNames, sampling_of
 from simulator.model import RequestRow, SimConfig, TraceRequest
 
@@ -23,7 +23,7 @@ IN_TIME = frozenset({commands.Outcome.SERVED, commands.Outcome.LATE})
 
 
 class Machines(Protocol):
-    def __call__(self, worker_id: str) -> Machine | None:
+    def __call__(self, worker_id: str) -> AnyMachine | None:
         """The running instance of the worker; None while it is dead."""
         ...
 

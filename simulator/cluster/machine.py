@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeAlias, assert_never
 
 from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
@@ -18,6 +18,7 @@ from pdserve.core.attempt import AttemptKey, AttemptLedger, EndRule
 from pdserve.core.kv.blocks import BlockAllocator, CacheChange
 from pdserve.core.kv.cache import KvCache
 from pdserve.core.kv.kv_shape import TransferKey
+from pdserve.worker.interface import Effect, Scheduler, Step
 from router.state import events
 from simulator.cluster.agenda import Agenda
 from simulator.cluster.network import Network, Transfer
@@ -55,7 +56,8 @@ class Order:
     deadline_s: float | None
 
 
-class Machine(ABC):
+class Machine(ABC, Generic[Step, Effect]):
+    scheduler: Scheduler[Step, Effect]  # set by each role
     flows: dict[TransferKey, Transfer]
 
     def __init__(self, env: Environment, shape: WorkerShape, speed: Speed, tally: Tally, incarnation: str) -> None:
@@ -81,12 +83,7 @@ class Machine(ABC):
         self._told: pr.Load | None = None
         self._is_beat_due = False
 
-    # -- implemented by each role
-    # ----------------------------------------------------------------------------------------
-
-    @property
-    @abstractmethod
-    def scheduler(self) -> Any: ...
+    # -- implemented by each role -------------------------------------------------------------------------------
 
     @property
     @abstractmethod
@@ -101,12 +98,11 @@ class Machine(ABC):
         """Begins the next step, if there is work."""
 
     @abstractmethod
-    def act(self, effects: list[Any]) -> None:
-        """Carries effects out, in order."""
+    def act(self, effects: Iterable[Effect]) -> None:
+        """Carries out the effects in order: the role's own here, all others by `act_on_common`."""
 
     def load(self) -> pr.Load:
-        load: pr.Load = self.scheduler.load()
-        return load
+        return self.scheduler.load()
 
     # -- coming and going ----------------------------------------------------------------------------------------
 
@@ -239,21 +235,19 @@ class Machine(ABC):
         theirs = message.key._replace(peer=self.shape.worker_id)
         self.send_event(message.key.router, replace(message, key=theirs))
 
-    def act_on(self, effect: Any) -> None:
-        """Carries out the effects that both roles have."""
-        key: AttemptKey = effect.key
+    def act_on_common(self, effect: fx.CommonEffect) -> None:
         match effect:
             case pr.Released():
-                self.unstrand(key)
+                self.unstrand(effect.key)
                 self.forward(effect)
             case pr.Refused() | pr.AttemptFailed():
                 self.forward(effect)
             case fx.TransferLost():
-                self.forward(pr.TransferEnded(key=key, is_committed=False, error=effect.error))
-            case fx.TransferCancelled():
-                pass  # for the statistics of a real worker
+                self.forward(pr.TransferEnded(key=effect.key, is_committed=False, error=effect.error))
+            case fx.PromptScored():
+                raise AssertionError("a simulated prompt has no logprobs")
             case _:
-                raise AssertionError(f"no code carries out {type(effect).__name__}")
+                assert_never(effect)
 
     # -- reports -------------------------------------------------------------------------------------------------
 
@@ -329,3 +323,7 @@ class Machine(ABC):
         )
         for router in range(self.env.config.num_routers):
             self.send_event(router, report)
+
+
+#: For the cluster, which sees neither the steps nor the effects of its workers.
+AnyMachine: TypeAlias = Machine[Any, Any]

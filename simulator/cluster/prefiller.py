@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, final
+from collections.abc import Iterable
+from typing import Final, final
 
 from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
@@ -26,13 +27,15 @@ READ: Final = RowOut()
 
 
 @final
-class PrefillMachine(Machine):
+class PrefillMachine(Machine[PrefillStep, fx.PrefillEffect]):
+    scheduler: PrefillScheduler
+
     def __init__(self, env: Environment, shape: WorkerShape, speed: Speed, tally: Tally, incarnation: str) -> None:
         super().__init__(env, shape, speed, tally, incarnation)
         self._grants: dict[AttemptKey, SimulatedGrant] = {}
         self._step: PrefillStep | None = None
         self._started_s = 0.0
-        self._scheduler = PrefillScheduler(
+        self.scheduler = PrefillScheduler(
             kv=self.kv,
             prompt_order=PromptOrder(CostModel(shape.prior or shape.cost), most=shape.max_batch_tokens),
             inbox_depth=shape.inbox_depth,
@@ -48,10 +51,6 @@ class PrefillMachine(Machine):
         )
 
     @property
-    def scheduler(self) -> PrefillScheduler:
-        return self._scheduler
-
-    @property
     def is_computing(self) -> bool:
         return self._step is not None
 
@@ -62,7 +61,7 @@ class PrefillMachine(Machine):
             return
         self._grants[order.key] = grant
         self.act(
-            self._scheduler.offer(
+            self.scheduler.offer(
                 attempt,
                 receiver=grant.worker_id,
                 receiver_cached_blocks=grant.num_cached_blocks,
@@ -81,7 +80,7 @@ class PrefillMachine(Machine):
         if grant is not None and grant.key == transfer:
             if is_whole:
                 self._exposed(key, exposed_s)
-            self.act(self._scheduler.sent(key, is_whole=is_whole, error=error))
+            self.act(self.scheduler.sent(key, is_whole=is_whole, error=error))
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -89,10 +88,10 @@ class PrefillMachine(Machine):
         """A prefill step is one step: its end reads the inbox."""
 
     def _go(self) -> None:
-        if self._step is not None or not self._scheduler.has_work or self.is_dead:
+        if self._step is not None or not self.scheduler.has_work or self.is_dead:
             return
         now_s = self.agenda.now_s
-        step, effects = self._scheduler.plan(now_s)
+        step, effects = self.scheduler.plan(now_s)
         self.act(effects)
         if step.is_empty:
             return
@@ -112,34 +111,33 @@ class PrefillMachine(Machine):
         step_s = now_s - self._started_s
         self.tally.computed(step.account, 1, step_s, now_s)
         outs = [DREW if count == prompt.remaining else READ for prompt, count in step.shares]
-        self.act(self._scheduler.apply(step, outs, now_s))
+        self.act(self.scheduler.apply(step, outs, now_s))
         if self.timed(step.account, step_s):
-            self._scheduler.order.observe(step.account, step_s)
+            self.scheduler.order.observe(step.account, step_s)
         self.read_inbox()
         self._changed()
         self._go()
 
     # -- effects -------------------------------------------------------------------------------------------------
 
-    def act(self, effects: list[Any]) -> None:
+    def act(self, effects: Iterable[fx.PrefillEffect]) -> None:
         network = self.env.network
         for effect in effects:
-            key: AttemptKey = effect.key
             match effect:
                 case fx.BlocksDone():
                     if effect.blocks:
-                        network.push(self._grants[key].key, effect.blocks[0][0], len(effect.blocks))
+                        network.push(self._grants[effect.key].key, effect.blocks[0][0], len(effect.blocks))
                 case fx.SendStarted():
-                    network.start(self, key, self._grants[key])
+                    network.start(self, effect.key, self._grants[effect.key])
                 case pr.FirstToken():
                     self.forward(effect)
                 case fx.SendAborted():
-                    network.abort_sending(self._grants[key].key)
+                    network.abort_sending(self._grants[effect.key].key)
                 case pr.Released() | pr.Refused():
-                    self._grants.pop(key, None)
-                    self.act_on(effect)
+                    self._grants.pop(effect.key, None)
+                    self.act_on_common(effect)
                 case _:
-                    self.act_on(effect)
+                    self.act_on_common(effect)
 
     def _exposed(self, key: AttemptKey, exposed_s: float) -> None:
         self.forward(pr.TransferEnded(key=key, is_committed=True, exposed_s=exposed_s))

@@ -20,7 +20,7 @@ from router.state.events import Event, WorkerLost
 from simulator.cluster.agenda import Agenda
 from simulator.cluster.decoder import DecodeMachine
 from simulator.cluster.front import Front, OnStep
-from simulator.cluster.machine import Environment, Machine
+from simulator.cluster.machine import AnyMachine, Environment
 from simulator.cluster.network import Network
 from simulator.cluster.prefiller import PrefillMachine
 from simulator.cluster.prompts import block_names
@@ -48,7 +48,7 @@ class Station:
         self._env, self._shape = env, shape
         self._speed = Speed(shape, config.noise, random.Random(config.seed * 1_000_003 + number))
         self.tally = Tally(shape)
-        self.machine: Machine | None = None
+        self.machine: AnyMachine | None = None
         self.num_lives = 0
 
     def start(self) -> None:
@@ -202,7 +202,7 @@ class World:
             counters=dict(counters),
         )
 
-    def machines(self) -> Iterator[Machine]:
+    def machines(self) -> Iterator[AnyMachine]:
         for station in self.stations.values():
             if station.machine is not None:
                 yield station.machine
@@ -288,7 +288,7 @@ class World:
 
     # -- between routers and workers -------------------------------------------------------------------------------
 
-    def _machine(self, worker_id: str) -> Machine | None:
+    def _machine(self, worker_id: str) -> AnyMachine | None:
         return self.stations[worker_id].machine
 
     def _send_event(self, router: int, event: Event) -> None:

@@ -140,11 +140,11 @@ def graph_cases(*, is_rehearsal: bool) -> list[GraphCase]:
 
 def compare(folder: Path, dtype: str, rows: Rows, num_steps: int, *, is_rehearsal: bool) -> tuple[str, str]:
     """Facts for the table, and the differences that were found."""
+    from decode_worker.steps_in_flight import AsyncStepper
     from pdserve.engine.gpu.engine import GraphEngine
     from pdserve.engine.gpu.graphs import EagerReplays, GraphReplays, StaticDecode
     from pdserve.engine.gpu.kernels.fixed_shapes import buckets_for
     from pdserve.engine.load.build_engine import open_torch_engine
-    from pdserve.worker.steps import AsyncStepper
 
     device = "cpu" if is_rehearsal else "cuda"
     config = WorkerConfig(

@@ -13,6 +13,7 @@ from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequence_table import KvCheck
 from decode_worker.speculation import DraftRule
 from decode_worker.step import DecodeStep
+from decode_worker.steps_in_flight import AsyncStepper
 from pdserve.core.attempt import Attempt, AttemptKey, EndRule
 from pdserve.core.cost.latency import CostModel, CostPrior
 from pdserve.core.effects import BlocksReserved, DecodeEffect, PlainSampled, StepAccount
@@ -22,7 +23,6 @@ from pdserve.core.protocol import TokenRow
 from pdserve.core.types import Sampling
 from pdserve.engine.interface import Flight, OnLayer, Row, RowOut
 from pdserve.engine.toy import EOS, NUM_ANSWERS, ToyEngine
-from pdserve.worker.steps import AsyncStepper
 
 BLOCK_SIZE = 4
 PRIOR = CostPrior(

@@ -8,11 +8,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from decode_worker.steps_in_flight import DeferredFlight
 from pdserve.core.grammar import Grammar, GrammarKind
 from pdserve.core.types import Role
 from pdserve.text.tokenizer import load_tokenizer
 from pdserve.v1 import worker_pb2
-from pdserve.worker.steps import DeferredFlight
 
 BUNDLED = Path(__file__).parents[3] / "pdserve" / "models" / "stdlib-5m"
 SETTINGS: dict[str, Any] = {

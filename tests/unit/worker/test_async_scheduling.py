@@ -7,21 +7,14 @@ from typing import Any
 
 import pytest
 
+from decode_worker.steps_in_flight import DeferredFlight, StepsInFlight
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Role
 from pdserve.engine.interface import Flight, Row, RowOut
 from pdserve.engine.load_engine import load_engine
 from pdserve.engine.toy import answer
 from pdserve.v1 import worker_pb2
-from pdserve.worker.steps import (
-    MAX_BARREN_STEPS,
-    Begun,
-    DeferredFlight,
-    EngineBroken,
-    Isolation,
-    RowFailed,
-    StepsInFlight,
-)
+from pdserve.worker.steps import MAX_BARREN_STEPS, Begun, EngineBroken, Isolation, RowFailed
 
 PROMPT = list(range(10, 30))
 

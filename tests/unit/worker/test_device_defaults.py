@@ -11,7 +11,7 @@ from pdserve.config import WorkerConfig
 from pdserve.core.access.proof import ClusterSecret
 from pdserve.core.types import Role
 from pdserve.engine.toy import ToyEngine
-from pdserve.worker.interface import ProgramContext
+from pdserve.worker.program import ProgramContext
 from prefill_worker.program import PrefillProgram
 
 
