@@ -28,8 +28,7 @@ from pdserve.core.protocol import (
     TransferEnded,
 )
 from pdserve.core.types import FinishReason, Role, Sampling, Slo, TokenOut
-from router.state.events import RequestArrived, WorkerConnected
-from router.state.settings import RouterSettings
+from router.state.interface import RequestArrived, RouterSettings, WorkerConnected
 from router.state.state import RouterState
 
 GRANT = b"opaque to the router"

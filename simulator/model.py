@@ -16,7 +16,7 @@ from pdserve.core.cost.latency import CostPrior
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Path, Role, Slo
 from router.service.tenants import BURST_S
-from router.state.settings import RouterSettings
+from router.state.interface import RouterSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +165,7 @@ class SimConfig:
 
 @dataclass(slots=True, kw_only=True)
 class RequestRow:
-    """The result of one request. `outcome` is a value of router.state.commands.Outcome."""
+    """The result of one request. `outcome` is a value of router.state.interface.Outcome."""
 
     number: int  # in the trace
     arrival_s: float

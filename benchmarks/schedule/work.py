@@ -16,7 +16,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.results import nearest_rank
 from pdserve.core.types import Slo
 from pdserve.profiles import load_profile
-from router.state.settings import RouterSettings
+from router.state.interface import RouterSettings
 from simulator.model import Trace, TraceRequest
 from simulator.search.bound import upper_bound
 from simulator.search.goodput import TARGET, TRICKLE, TraceWindow, cut

@@ -12,7 +12,7 @@ from typing import cast
 from pdserve.core.errors import ConfigError
 from pdserve.core.policies import POLICIES
 from router.policy.interface import Links, Policy, PolicyEntry, check_rules
-from router.state.settings import RouterSettings
+from router.state.interface import RouterSettings
 
 
 def find_policy(name: str) -> PolicyEntry:

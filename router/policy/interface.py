@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, Protocol
 from pdserve.core.cost.latency import LinkModel
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Slo
-from router.state.settings import RouterSettings
+from router.state.interface import RouterSettings
 from router.state.view import WorkerView
 
 Links = Callable[[str, str], LinkModel]  # (prefill worker, decode worker) -> cost model of the link between them

@@ -16,9 +16,7 @@ from typing import Final, TextIO, final
 from pdserve.bounded_file import open_private
 from pdserve.core.errors import ConfigError
 from router.recording import replay
-from router.state.commands import Command
-from router.state.events import Event
-from router.state.settings import RouterSettings
+from router.state.interface import Command, Event, RouterSettings
 
 log = logging.getLogger(__name__)
 

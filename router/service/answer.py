@@ -19,7 +19,7 @@ from pdserve.text.stops import ReasoningSplit, StopMatcher
 from pdserve.v1 import inference_pb2
 from pdserve.wire import convert
 from pdserve.wire.protocol import TIMINGS, USAGE
-from router.state.commands import FinishRequest
+from router.state.interface import FinishRequest
 
 MAX_PENDING_TOKENS: Final = 8192  # a client that is further behind is treated as disconnected
 

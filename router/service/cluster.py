@@ -21,10 +21,9 @@ from pdserve.wire.protocol import FRAME, LOAD
 from router.policy.interface import Candidate, Decision
 from router.service.runtime import Runtime
 from router.service.workers import KvLinks, WorkerLogs
-from router.state.commands import Outcome
-from router.state.events import DrainRequested, UndrainRequested
+from router.state.cluster_state import WorkerFacts
 from router.state.history import DecisionRecord, is_chosen
-from router.state.snapshot import WorkerFacts
+from router.state.interface import DrainRequested, Outcome, UndrainRequested
 from router.state.state import RouterState
 
 # --- live view ------------------------------------------------------------------------------------------------

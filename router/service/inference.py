@@ -34,7 +34,7 @@ from router.service.measure import Measure, RequestFacts
 from router.service.model import ModelFacts
 from router.service.runtime import Runtime
 from router.service.tenants import CallClaim, Quotas
-from router.state.events import RequestArrived
+from router.state.interface import RequestArrived
 
 log = logging.getLogger(__name__)
 

@@ -28,8 +28,7 @@ from pdserve.v1 import worker_pb2
 from pdserve.wire import status
 from router.service.tenants import Quotas, TenantLabels
 from router.service.workers import Workers
-from router.state.commands import EndCancelled, FailRequest, FinishRequest, Outcome
-from router.state.events import RequestArrived
+from router.state.interface import EndCancelled, FailRequest, FinishRequest, Outcome, RequestArrived
 from router.state.state import RouterState
 
 LinkOf = Callable[[str, str], worker_pb2.KvLink | None]  # prefill worker, decode worker

@@ -25,8 +25,20 @@ from pdserve.wire.protocol import encode_request
 from router.service.answer import Answer
 from router.service.measure import Measure, RequestFacts
 from router.service.tenants import AnswerClaim, PendingReleases
-from router.state.commands import Command, EmitTokens, EndCancelled, FailRequest, FinishRequest, Outcome, WakeAt
-from router.state.events import ClientLeft, Event, RequestArrived, StopMatched, TimePassed
+from router.state.interface import (
+    ClientLeft,
+    Command,
+    EmitTokens,
+    EndCancelled,
+    Event,
+    FailRequest,
+    FinishRequest,
+    Outcome,
+    RequestArrived,
+    StopMatched,
+    TimePassed,
+    WakeAt,
+)
 from router.state.state import RouterState
 
 log = logging.getLogger(__name__)

@@ -50,8 +50,7 @@ from router.service.measure import Gauges, Measure
 from router.service.runtime import Runtime
 from router.service.tokenizing import launching_child
 from router.service.workers import Workers
-from router.state.events import DrainEnded, RouterClosing
-from router.state.settings import RouterSettings
+from router.state.interface import DrainEnded, RouterClosing, RouterSettings
 from router.state.state import RouterState
 
 if TYPE_CHECKING:

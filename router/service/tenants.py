@@ -21,7 +21,7 @@ from pdserve.core.access.proof import ClusterSecret
 from pdserve.core.durations import clamped_s
 from pdserve.core.errors import InvalidRequest, QuotaExceeded
 from pdserve.core.protocol import Load
-from router.state.events import Event, TimePassed, WorkerForgotten, WorkerLost
+from router.state.interface import Event, TimePassed, WorkerForgotten, WorkerLost
 
 RESERVED_TOKENS: Final = 256
 # Short, because a tenant may use a full bucket at once and delay other tenants (docs/benchmarks/scheduling.md#tenants).

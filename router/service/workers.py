@@ -30,7 +30,7 @@ from pdserve.wire.codec import Codec
 from pdserve.wire.protocol import COST, FINGERPRINT, decode_response
 from router.service.model import ModelFacts, difference, facts_of
 from router.service.session import SILENCE_S, WorkerSession
-from router.state.events import Event, WorkerConnected, WorkerForgotten, WorkerLost
+from router.state.interface import Event, WorkerConnected, WorkerForgotten, WorkerLost
 
 # --- logs of workers ------------------------------------------------------------------------------------------
 # Asks for the last lines on the workers' Attach streams.

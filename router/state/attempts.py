@@ -29,9 +29,8 @@ from pdserve.core.protocol import (
 from pdserve.core.results import Phase
 from pdserve.core.types import FinishReason, Path, Role, TokenOut
 from router.state.cluster_state import ClusterState
-from router.state.commands import Command, EmitTokens, FailKind
 from router.state.endings import Cause, Ending, Expire, Fail, Finish, Lose, carry_out
-from router.state.events import WorkerConnected, WorkerForgotten, WorkerLost
+from router.state.interface import Command, EmitTokens, FailKind, WorkerConnected, WorkerForgotten, WorkerLost
 from router.state.lifecycle import ENDED, IN_BATCH, NEEDS_SENDER, UNANSWERED, Move, SenderEnd
 from router.state.request import Placement, Request
 

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 from pdserve.core.durations import backoff_s
 from pdserve.core.types import FinishReason
 from router.state.cluster_state import ClusterState
-from router.state.commands import Command, EndCancelled, FailKind, FailRequest, FinishRequest, Outcome
+from router.state.interface import Command, EndCancelled, FailKind, FailRequest, FinishRequest, Outcome
 from router.state.lifecycle import WAITING, Move
 from router.state.request import Request
 

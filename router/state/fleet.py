@@ -12,7 +12,7 @@ from pdserve.core.errors import NONE_YET, NoWorkers
 from pdserve.core.types import Role
 from router.policy.availability import unloaded_estimate
 from router.policy.interface import PolicyInput
-from router.state.events import WorkerConnected
+from router.state.interface import WorkerConnected
 from router.state.queue import Entry
 from router.state.request import Request
 from router.state.view import WorkerView, WorkerViews

@@ -17,7 +17,7 @@ from pdserve.core.live import LivePhases, LiveRequest
 from pdserve.core.results import Slice
 from pdserve.core.types import Slo
 from router.policy.interface import Candidate, Choice, Decision
-from router.state.commands import Outcome
+from router.state.interface import Outcome
 from router.state.request import Request
 
 MAX_CANDIDATES: Final = 8  # kept for one decision, including the chosen one

@@ -2,7 +2,7 @@
 
 Late binding: requests stay in the queue until the policy finds workers that can start them now. The queue is considered
 after every event that may have made room, at most LOOKAHEAD requests deep. A policy that chooses the prefill worker
-before it has room binds the request, which then waits in that worker's queue (booking.py). The policy is asked for
+before it has room binds the request, which then waits in that worker's queue (load.py). The policy is asked for
 the head of that queue when the worker can start it.
 """
 
@@ -18,12 +18,12 @@ from pdserve.core.protocol import Reserve
 from pdserve.core.types import FinishReason, Path, Role
 from router.policy.availability import can_start, opens_in_s
 from router.policy.interface import Choice, Decision, Obstacle
-from router.state.booking import Booking
 from router.state.cluster_state import ClusterState
-from router.state.commands import Command, FailKind
 from router.state.endings import Ending, Fail, Finish, Reject, carry_out
 from router.state.fleet import large_enough, policy_input_of
+from router.state.interface import Command, FailKind
 from router.state.lifecycle import WAITING, Move
+from router.state.load import Booking
 from router.state.rejection import (
     clamped_retry_s,
     delay_if_late,

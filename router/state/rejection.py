@@ -13,9 +13,9 @@ from pdserve.core.durations import clamped_s
 from router.policy.availability import SIGMAS
 from router.policy.interface import Decision, Obstacle, UnloadedEstimate
 from router.state.cluster_state import ClusterState
-from router.state.commands import Command, FailKind
 from router.state.endings import Reject, carry_out
 from router.state.forecast import Capacity, capacity
+from router.state.interface import Command, FailKind
 from router.state.queue import Entry, Level, Queue
 from router.state.request import Request
 

@@ -11,7 +11,7 @@ from pdserve.core.protocol import Granted, TransferEnded
 from pdserve.core.results import Phase, Phases, Slice, Timings, Usage
 from pdserve.core.types import Path
 from router.policy.interface import Obstacle, UnloadedEstimate
-from router.state.events import RequestArrived
+from router.state.interface import RequestArrived
 from router.state.lifecycle import Move, Stage
 from router.state.view import WorkerView
 

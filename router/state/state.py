@@ -10,7 +10,7 @@ replayed (router/recording/replay.py), and the simulator runs the same class. Mo
     placing.py      when the policy is asked, and what its decision causes
     rejection.py    which new, waiting or late requests are rejected, by the predicted starts of forecast.py
     history.py      explanations of placements, and ended requests
-    snapshot.py     the state for operators, and frames of the live view
+    cluster_state.py  the data that these modules share; the state for operators, and frames of the live view
 
 `handle` runs four parts in order: what is due by now, the event's handler, the endings that it returns, and placing.
 """
@@ -39,28 +39,29 @@ from pdserve.core.results import Phase
 from pdserve.core.types import FinishReason, Role
 from router.policy.interface import Decision
 from router.state import attempts, placing
-from router.state.cluster_state import ClusterState
-from router.state.commands import Command, FailKind, WakeAt
+from router.state.cluster_state import MAX_IN_PROGRESS, ClusterSnapshot, ClusterState, live_frame, take_snapshot
 from router.state.endings import CARRY_OUT, Disconnect, Ending, Expire, Fail, Finish, Reject, carry_out
-from router.state.events import (
+from router.state.history import DecisionRecord
+from router.state.interface import (
     ClientLeft,
+    Command,
     DrainEnded,
     DrainRequested,
     Event,
+    FailKind,
     RequestArrived,
     RouterClosing,
+    RouterSettings,
     StopMatched,
     TimePassed,
     UndrainRequested,
+    WakeAt,
     WorkerConnected,
     WorkerForgotten,
     WorkerLost,
 )
-from router.state.history import DecisionRecord
 from router.state.lifecycle import ENDED, NEEDS_SENDER, WITH_WORKERS, IllegalMove, Move, SenderEnd, Stage
 from router.state.request import Request
-from router.state.settings import RouterSettings
-from router.state.snapshot import MAX_IN_PROGRESS, ClusterSnapshot, live_frame, take_snapshot
 
 # --- invariants -----------------------------------------------------------------------------------------------
 # Tests call `check` after every event.

@@ -16,9 +16,8 @@ from typing import Final, final
 from pdserve.core.cost.latency import CostModel, CostModels
 from pdserve.core.protocol import BatchTimed, Load, TokensArrived
 from pdserve.core.types import Role
-from router.state.booking import Booking, Totals, WorkerQueue
-from router.state.events import WorkerConnected
-from router.state.load import NO_SLACK, DecodeLoad, Slack, due_and_gap
+from router.state.interface import WorkerConnected
+from router.state.load import NO_SLACK, Booking, DecodeLoad, Slack, Totals, WorkerQueue, due_and_gap
 
 # --- end of the current step ----------------------------------------------------------------------------------
 # Estimated from the end of the last reported step of a decode worker.

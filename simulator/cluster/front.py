@@ -12,14 +12,14 @@ from pdserve.core.errors import QuotaExceeded
 from pdserve.core.results import Timings
 from router.policy.interface import Choice
 from router.service.tenants import AnswerClaim, PendingReleases, Quotas
-from router.state import commands, events
+from router.state import interface
 from router.state.state import RouterState
 from simulator.cluster.agenda import Agenda
 from simulator.cluster.machine import AnyMachine, Order
 from simulator.cluster.prompts import BlockNames, sampling_of
 from simulator.model import RequestRow, SimConfig, TraceRequest
 
-IN_TIME = frozenset({commands.Outcome.SERVED, commands.Outcome.LATE})
+IN_TIME = frozenset({interface.Outcome.SERVED, interface.Outcome.LATE})
 
 
 class Machines(Protocol):
@@ -37,7 +37,7 @@ class SimulatedCall:
     claim: AnswerClaim | None  # None: its tenant has no quotas
 
 
-OnStep = Callable[[float, events.Event, list[commands.Command]], None]
+OnStep = Callable[[float, interface.Event, list[interface.Command]], None]
 
 
 @final
@@ -69,7 +69,7 @@ class Front:
         try:
             claim = self._claim(request, max_tokens)
         except QuotaExceeded as error:
-            row.outcome, row.retry_after_s = commands.Outcome.REJECTED.value, error.retry_after_s
+            row.outcome, row.retry_after_s = interface.Outcome.REJECTED.value, error.retry_after_s
             row.ended_s = self._agenda.now_s
             self._on_ended(row)
             return
@@ -77,7 +77,7 @@ class Front:
         if request.cancel_after_s is not None:
             self._agenda.after(request.cancel_after_s, self._leave, name)
         self.submit(
-            events.RequestArrived(
+            interface.RequestArrived(
                 request_id=name,
                 num_prompt_tokens=row.prompt_tokens,
                 sampling=sampling_of(max_tokens),
@@ -90,7 +90,7 @@ class Front:
             )
         )
 
-    def submit(self, event: events.Event) -> None:
+    def submit(self, event: interface.Event) -> None:
         done = self.state.handle(event, self._agenda.now_s)
         if self._on_step is not None:
             self._on_step(self._agenda.now_s, event, done)
@@ -113,11 +113,11 @@ class Front:
 
     def _leave(self, name: str) -> None:
         if name in self._calls:
-            self.submit(events.ClientLeft(request_id=name))
+            self.submit(interface.ClientLeft(request_id=name))
 
-    def _execute(self, command: commands.Command) -> None:
+    def _execute(self, command: interface.Command) -> None:
         match command:
-            case commands.EmitTokens():
+            case interface.EmitTokens():
                 call = self._calls.get(command.request_id)
                 if call is not None:
                     call.row.tokens += len(command.tokens)
@@ -134,22 +134,22 @@ class Front:
                 self._send(command.worker_id, "drain")
             case pr.UndrainWorker():
                 self._send(command.worker_id, "undrain")
-            case commands.FinishRequest():
+            case interface.FinishRequest():
                 self._row(command.request_id).cached_tokens = command.usage.cached_prompt_tokens
                 self._end(command.request_id, command.outcome, command.timings)
-            case commands.FailRequest():
+            case interface.FailRequest():
                 self._row(command.request_id).retry_after_s = command.retry_after_s
                 self._end(command.request_id, command.outcome, command.timings)
-            case commands.EndCancelled():
-                self._end(command.request_id, commands.Outcome.CANCELLED, command.timings)
-            case commands.WakeAt():
+            case interface.EndCancelled():
+                self._end(command.request_id, interface.Outcome.CANCELLED, command.timings)
+            case interface.WakeAt():
                 self._wake_at_s = command.at_s
                 self._agenda.at(command.at_s, self._ring, command.at_s)
 
     def _ring(self, at_s: float) -> None:
         if self._wake_at_s == at_s:  # a newer one replaces it
             self._wake_at_s = None
-            self.submit(events.TimePassed())
+            self.submit(interface.TimePassed())
 
     # -- to workers ----------------------------------------------------------------------------------------------
 
@@ -201,12 +201,12 @@ class Front:
     def _row(self, name: str) -> RequestRow:
         return self._calls[name].row
 
-    def _end(self, name: str, outcome: commands.Outcome, timings: Timings | None) -> None:
+    def _end(self, name: str, outcome: interface.Outcome, timings: Timings | None) -> None:
         call = self._calls.pop(name)
         row = call.row
         if call.claim is not None:
             # As in router/service/runtime.py.
-            is_ours = outcome in (commands.Outcome.REJECTED, commands.Outcome.FAILED)
+            is_ours = outcome in (interface.Outcome.REJECTED, interface.Outcome.FAILED)
             call.claim.end(is_free=is_ours or timings is None or timings.attempts == 0)
             self._releases.ended(name, call.claim, self._agenda.now_s)
         row.outcome = outcome.value

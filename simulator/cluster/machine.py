@@ -19,7 +19,7 @@ from pdserve.core.kv.blocks import BlockAllocator, CacheChange
 from pdserve.core.kv.cache import KvCache
 from pdserve.core.kv.kv_shape import TransferKey
 from pdserve.worker.interface import Effect, Scheduler, Step
-from router.state import events
+from router.state import interface
 from simulator.cluster.agenda import Agenda
 from simulator.cluster.network import Network, Transfer
 from simulator.cluster.prompts import BlockNames, SyntheticAttempt, blank, sampling_of
@@ -37,7 +37,7 @@ class Environment:
     agenda: Agenda
     config: SimConfig
     network: Network
-    send_event: Callable[[int, events.Event], None]  # a router, by its number
+    send_event: Callable[[int, interface.Event], None]  # a router, by its number
     cache_changed: Callable[[str, str, CacheChange], None]
 
 
@@ -106,9 +106,9 @@ class Machine(ABC, Generic[Step, Effect]):
 
     # -- coming and going ----------------------------------------------------------------------------------------
 
-    def hello(self) -> events.WorkerConnected:
+    def hello(self) -> interface.WorkerConnected:
         shape = self.shape
-        return events.WorkerConnected(
+        return interface.WorkerConnected(
             worker_id=shape.worker_id,
             incarnation=self.incarnation,
             role=shape.role,
@@ -227,7 +227,7 @@ class Machine(ABC, Generic[Step, Effect]):
 
     # -- events --------------------------------------------------------------------------------------------------
 
-    def send_event(self, router: int, event: events.Event) -> None:
+    def send_event(self, router: int, event: interface.Event) -> None:
         self.agenda.after(self.env.config.message_s, self.env.send_event, router, event)
 
     def forward(self, message: pr.AttemptMessage) -> None:

@@ -16,7 +16,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.kv.blocks import CacheChange
 from pdserve.core.types import Role
 from pdserve.prefix.index import PrefixIndex
-from router.state.events import Event, WorkerLost
+from router.state.interface import Event, WorkerLost
 from simulator.cluster.agenda import Agenda
 from simulator.cluster.decoder import DecodeMachine
 from simulator.cluster.front import Front, OnStep

@@ -24,7 +24,7 @@ from pdserve.plot_flag import check_plot, origin, write_plot
 from pdserve.profiles import load_profile
 from pdserve.progress import ProgressLine
 from router.policy import find_policy
-from router.state.settings import RouterSettings
+from router.state.interface import RouterSettings
 from simulator.cluster.world import simulate
 from simulator.commands.flags import DEFAULT_REQUESTS, MAX_REQUESTS
 from simulator.model import SimResult, Trace

@@ -22,7 +22,7 @@ from pdserve.progress import ProgressLine
 from router.policy import find_policy
 from router.policy.interface import check_rules
 from router.recording.recording import RecordFile
-from router.state.settings import RouterSettings
+from router.state.interface import RouterSettings
 from simulator.cluster.world import simulate
 from simulator.commands import flags
 from simulator.commands.flags import faults

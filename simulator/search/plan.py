@@ -20,7 +20,7 @@ from pdserve.core.cost.profile import Profile
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Slo
 from router.policy import find_policy
-from router.state.settings import RouterSettings
+from router.state.interface import RouterSettings
 from simulator.model import SimConfig, Simulate
 from simulator.search.goodput import STEP, TOLERANCE, HighestRate, RunAtScale, TraceWindow, find_goodput, runner
 from simulator.search.layouts import MAX_WORKERS, Layout, by_degrees, make_workers

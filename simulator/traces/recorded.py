@@ -23,9 +23,20 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.protocol import BatchTimed, Granted, Load, Prefill, Reserve, TransferEnded
 from pdserve.core.types import Role, Slo
 from router.recording import replay
-from router.state.commands import Command, EmitTokens, EndCancelled, FailRequest, FinishRequest
-from router.state.events import ClientLeft, Event, RequestArrived, WorkerConnected, WorkerForgotten, WorkerLost
-from router.state.settings import RouterSettings
+from router.state.interface import (
+    ClientLeft,
+    Command,
+    EmitTokens,
+    EndCancelled,
+    Event,
+    FailRequest,
+    FinishRequest,
+    RequestArrived,
+    RouterSettings,
+    WorkerConnected,
+    WorkerForgotten,
+    WorkerLost,
+)
 from simulator.model import NetworkLink, SimConfig, TraceRequest, WorkerFault, WorkerFaultKind, WorkerShape
 from simulator.traces.trace_rows import NumberedLine, TraceError
 

@@ -29,8 +29,7 @@ OWN = {
     ),
     "pdserve.core.kv.cache": ("core/test_kv_cache.py",),
     "pdserve.core.cost.latency": ("core/test_latency.py",),
-    "router.state.events": ("router/test_recording.py",),
-    "router.state.commands": ("router/test_recording.py",),
+    "router.state.interface": ("router/test_recording.py",),
     "router.state.queue": (
         "router/test_order.py",
         "router/test_queue.py",

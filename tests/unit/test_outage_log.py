@@ -24,8 +24,7 @@ from router.service.measure import Measure
 from router.service.runtime import Runtime
 from router.service.session import WorkerSession
 from router.service.workers import Workers
-from router.state.commands import FailKind, FailRequest, Outcome
-from router.state.settings import RouterSettings
+from router.state.interface import FailKind, FailRequest, Outcome, RouterSettings
 from router.state.state import RouterState
 from tests.support.cluster_secret import ROUTER
 

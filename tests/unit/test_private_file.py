@@ -13,7 +13,7 @@ from pdserve.bounded_file import open_private
 from pdserve.core.errors import ConfigError
 from pdserve.launch.report import LauncherReport
 from router.recording.recording import RecordFile
-from router.state.settings import RouterSettings
+from router.state.interface import RouterSettings
 
 STRANGER = 54_321  # a user id that owns nothing
 

@@ -25,7 +25,7 @@ from pdserve.launch import settings
 from pdserve.launch.keys import KINDS, TOP
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics
-from router.state.commands import Outcome
+from router.state.interface import Outcome
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/reference.py"

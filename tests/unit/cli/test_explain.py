@@ -12,7 +12,7 @@ from pdserve.cli.explain import render
 from pdserve.cli.main import main
 from pdserve.client.results import ExplainedCandidate, Explanation
 from router.policy.candidates import WORTH_WAITING
-from router.state.settings import RouterSettings
+from router.state.interface import RouterSettings
 
 PROMPT = "a prompt that is longer than what a decode worker reads itself, and of its own kind"
 

@@ -32,9 +32,17 @@ from pdserve.core.protocol import (
     TransferEnded,
 )
 from pdserve.core.types import FinishReason, Role, TokenOut
-from router.state.commands import Command, EmitTokens, FailRequest, FinishRequest, WakeAt
-from router.state.events import Event, RequestArrived, TimePassed
-from router.state.settings import RouterSettings
+from router.state.interface import (
+    Command,
+    EmitTokens,
+    Event,
+    FailRequest,
+    FinishRequest,
+    RequestArrived,
+    RouterSettings,
+    TimePassed,
+    WakeAt,
+)
 from router.state.state import RouterState
 from tests.unit.router.router_events import BLOCK, hello
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from router.state.settings import RouterSettings
+from router.state.interface import RouterSettings
 from tests.unit.router.given import Given
 
 

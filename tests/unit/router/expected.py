@@ -5,7 +5,7 @@ from __future__ import annotations
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.protocol import Admit, Cancel, Prefill, Reserve
 from pdserve.core.types import TokenOut
-from router.state.commands import Command, EmitTokens, FailRequest
+from router.state.interface import Command, EmitTokens, FailRequest
 from tests.unit.router.given import grant
 
 

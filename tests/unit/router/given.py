@@ -18,10 +18,8 @@ from pdserve.core.protocol import (
     TransferEnded,
 )
 from pdserve.core.types import FinishReason, Role, TokenOut
-from router.state.commands import Command, WakeAt
-from router.state.events import ClientLeft, Event, TimePassed, WorkerLost
+from router.state.interface import ClientLeft, Command, Event, RouterSettings, TimePassed, WakeAt, WorkerLost
 from router.state.lifecycle import Stage
-from router.state.settings import RouterSettings
 from router.state.state import RouterState
 from tests.unit.router.router_events import arrival, hello
 

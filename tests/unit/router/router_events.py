@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdserve.core.types import Role, Sampling, Slo
-from router.state.events import RequestArrived, WorkerConnected
+from router.state.interface import RequestArrived, WorkerConnected
 
 BLOCK = 16
 

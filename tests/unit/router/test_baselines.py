@@ -17,8 +17,8 @@ from router.policy.policies.colocated import colocated
 from router.policy.policies.mooncake import Mooncake
 from router.policy.policies.round_robin import RoundRobin
 from router.policy.two_stage import TwoStage, prompt_cost
-from router.state.booking import Booking
-from router.state.settings import RouterSettings
+from router.state.interface import RouterSettings
+from router.state.load import Booking
 from router.state.view import WorkerView
 from tests.unit.router.test_policy import ask, busy, place, view
 

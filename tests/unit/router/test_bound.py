@@ -11,9 +11,7 @@ from pdserve.core.protocol import Reserve
 from pdserve.core.types import FinishReason, Role
 from router.policy.availability import is_decode_open, is_prefill_open, wait_for_decode
 from router.policy.interface import Choice, Decision, Obstacle, PolicyInput
-from router.state.commands import Command, EndCancelled, FailRequest
-from router.state.events import DrainRequested
-from router.state.settings import RouterSettings
+from router.state.interface import Command, DrainRequested, EndCancelled, FailRequest, RouterSettings
 from router.state.view import WorkerView
 from tests.support.slow import slow_except
 from tests.unit.router.given import Given

@@ -8,8 +8,7 @@ from pdserve.core.errors import (
     InternalError,
 )
 from pdserve.core.protocol import Reserve
-from router.state.commands import Command
-from router.state.events import DrainRequested, TimePassed
+from router.state.interface import Command, DrainRequested, TimePassed
 from router.state.lifecycle import Stage
 from tests.unit.router.expected import admit, cancel, emit, failure, only, prefill, reserve
 from tests.unit.router.given import STAGES, Given

@@ -14,18 +14,22 @@ from pdserve.core.errors import (
 )
 from pdserve.core.protocol import Cancel, DrainWorker, Load, Prefill, Reserve, UndrainWorker
 from pdserve.core.types import FinishReason
-from router.state.commands import Command, EndCancelled, FailRequest, FinishRequest, Outcome
-from router.state.events import (
+from router.state.interface import (
+    Command,
     DrainEnded,
     DrainRequested,
+    EndCancelled,
+    FailRequest,
+    FinishRequest,
+    Outcome,
     RouterClosing,
+    RouterSettings,
     StopMatched,
     TimePassed,
     UndrainRequested,
     WorkerForgotten,
 )
 from router.state.lifecycle import Stage
-from router.state.settings import RouterSettings
 from tests.unit.router.expected import cancel, emit, failure, only, reserve
 from tests.unit.router.given import STAGES, Given
 

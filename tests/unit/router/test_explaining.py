@@ -7,10 +7,9 @@ import pytest
 from pdserve.core.errors import MAX_REPEATED_CHARS
 from pdserve.core.types import FinishReason, Slo
 from router.policy.interface import Candidate, Choice, Decision
-from router.state.commands import FailRequest, Outcome
 from router.state.history import MAX_CANDIDATES, DecisionRecord, Explanations
+from router.state.interface import FailRequest, Outcome, RouterSettings
 from router.state.request import Request
-from router.state.settings import RouterSettings
 from tests.unit.router.given import Given
 from tests.unit.router.router_events import arrival
 

@@ -13,10 +13,8 @@ from pdserve.core.errors import (
     TransferFailed,
 )
 from pdserve.core.types import FinishReason
-from router.state.commands import FinishRequest
-from router.state.events import TimePassed
+from router.state.interface import FinishRequest, RouterSettings, TimePassed
 from router.state.lifecycle import IllegalMove, Stage
-from router.state.settings import RouterSettings
 from tests.unit.router.expected import cancel, emit, failure, prefill, reserve
 from tests.unit.router.given import Given
 

@@ -6,8 +6,7 @@ import random
 
 from pdserve.core.protocol import Load
 from pdserve.core.types import Role
-from router.state.events import DrainRequested, UndrainRequested, WorkerForgotten, WorkerLost
-from router.state.settings import RouterSettings
+from router.state.interface import DrainRequested, RouterSettings, UndrainRequested, WorkerForgotten, WorkerLost
 from router.state.state import RouterState
 from tests.unit.router.router_events import hello
 

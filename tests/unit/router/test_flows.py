@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pdserve.core.types import FinishReason, Path
-from router.state.commands import FinishRequest
+from router.state.interface import FinishRequest, RouterSettings
 from router.state.lifecycle import Stage
-from router.state.settings import RouterSettings
 from tests.unit.router.expected import admit, cancel, emit, prefill, reserve
 from tests.unit.router.given import Given
 

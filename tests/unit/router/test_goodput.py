@@ -15,8 +15,8 @@ from router.policy import make_policy
 from router.policy.candidates import EARLY_SHARE
 from router.policy.interface import Choice, Decision, Links, Obstacle, PolicyInput
 from router.policy.policies.goodput import Goodput
-from router.state.booking import Booking
-from router.state.settings import RouterSettings
+from router.state.interface import RouterSettings
+from router.state.load import Booking
 from router.state.view import WorkerView
 from tests.unit.router.router_events import hello
 from tests.unit.router.test_load import FACTS

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.core.types import Role
+from router.state.interface import RouterSettings
 from router.state.lifecycle import (
     ENDED,
     IN_BATCH,
@@ -20,7 +21,6 @@ from router.state.lifecycle import (
     Stage,
 )
 from router.state.request import Request
-from router.state.settings import RouterSettings
 from router.state.state import RouterState
 from scripts.lifecycle_page import MEANING, page
 from tests.unit.router.router_events import arrival, hello

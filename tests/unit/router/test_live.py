@@ -9,11 +9,10 @@ from pdserve.core.live import LiveFrame, LiveRequest
 from pdserve.core.protocol import TokenRow, TokensArrived
 from pdserve.core.results import Phase
 from pdserve.core.types import FinishReason, Slo, TokenOut
-from router.state.commands import Outcome
+from router.state.cluster_state import MAX_IN_PROGRESS
 from router.state.history import MAX_ENDED, LiveLog
+from router.state.interface import Outcome, RouterSettings
 from router.state.request import Request
-from router.state.settings import RouterSettings
-from router.state.snapshot import MAX_IN_PROGRESS
 from tests.unit.router.given import Given
 from tests.unit.router.router_events import arrival
 

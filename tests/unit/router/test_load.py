@@ -11,8 +11,7 @@ from pdserve.core.cost.latency import WIDEST_BAND, CostModel, CostPrior
 from pdserve.core.cost.step_rule import DUE_SHARE, LONGEST_GAP
 from pdserve.core.protocol import BatchTimed, Load
 from pdserve.core.types import Role
-from router.state.booking import Booking
-from router.state.load import NO_SLACK
+from router.state.load import NO_SLACK, Booking
 from router.state.view import WorkerView
 from tests.unit.router.router_events import hello
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pdserve.core.types import FinishReason
-from router.state.settings import RouterSettings
+from router.state.interface import RouterSettings
 from tests.unit.router.given import Given
 
 WARM_UP = 600  # more than any window of recent requests

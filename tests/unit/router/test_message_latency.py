@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.core.types import FinishReason
-from router.state.settings import RouterSettings
+from router.state.interface import RouterSettings
 from router.state.view import REMEMBERED, MessageLatency
 from tests.unit.router.given import Given
 

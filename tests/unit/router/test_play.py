@@ -11,9 +11,7 @@ from pdserve.core.types import Slo
 from pdserve.profiles import load_profile
 from router.recording import replay
 from router.recording.play import MAX_ROWS, play
-from router.state.commands import Command
-from router.state.events import Event
-from router.state.settings import RouterSettings
+from router.state.interface import Command, Event, RouterSettings
 from simulator.cluster.world import simulate
 from simulator.model import SimConfig, SimResult
 from simulator.search.layouts import make_workers

@@ -14,8 +14,8 @@ from pdserve.core.types import Role, Slo
 from router.policy import POLICIES, make_policy
 from router.policy.interface import Choice, Decision, Obstacle, PolicyInput
 from router.policy.policies.least_ttft import LeastTtft
-from router.state.booking import Booking
-from router.state.settings import RouterSettings
+from router.state.interface import RouterSettings
+from router.state.load import Booking
 from router.state.view import WorkerView
 from tests.unit.router.router_events import hello
 

@@ -9,8 +9,8 @@ import pytest
 
 from pdserve.core.types import Role, Slo
 from router.state.fleet import Fleet, OutputLengths, entry_of, large_enough, policy_input_of
+from router.state.interface import RouterSettings
 from router.state.request import Request
-from router.state.settings import RouterSettings
 from router.state.state import RouterState
 from tests.unit.router.router_events import BLOCK, arrival, hello
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from pdserve.core.types import Role, Slo
-from router.state.settings import RouterSettings
+from router.state.interface import RouterSettings
 from simulator.cluster.world import simulate
 from simulator.model import SimConfig, TraceRequest
 from tests.unit.router.small_worker import shape

@@ -8,9 +8,7 @@ from pdserve.core.attempt import FailureKind
 from pdserve.core.cost.latency import CostPrior
 from pdserve.core.protocol import Load, Reserve
 from pdserve.core.types import FinishReason, Role, Slo
-from router.state.commands import Command, FailRequest, WakeAt
-from router.state.events import DrainRequested, TimePassed
-from router.state.settings import RouterSettings
+from router.state.interface import Command, DrainRequested, FailRequest, RouterSettings, TimePassed, WakeAt
 from router.state.state import RouterState
 from tests.unit.router.given import Given
 from tests.unit.router.router_events import arrival, hello

@@ -8,8 +8,7 @@ import pytest
 
 from pdserve.core.types import FinishReason, Role, Slo
 from router.policy import POLICIES
-from router.state.commands import EndCancelled, FailKind, FailRequest, FinishRequest
-from router.state.settings import RouterSettings
+from router.state.interface import EndCancelled, FailKind, FailRequest, FinishRequest, RouterSettings
 from tests.unit.router.router_events import arrival
 from tests.unit.router.world import World
 from tests.unit.router.world_parts import Client

@@ -10,8 +10,7 @@ import pytest
 
 from router.recording.recording import RecordFile
 from router.recording.replay import read, read_settings, replay
-from router.state.events import TimePassed
-from router.state.settings import RouterSettings
+from router.state.interface import RouterSettings, TimePassed
 from tests.unit.router.test_random_runs import run
 
 SETTINGS = RouterSettings(policy="dynamo")

@@ -7,9 +7,7 @@ import random
 import pytest
 
 from pdserve.core.types import Slo
-from router.state.commands import FailKind, FailRequest, FinishRequest, Outcome
-from router.state.events import RequestArrived
-from router.state.settings import RouterSettings
+from router.state.interface import FailKind, FailRequest, FinishRequest, Outcome, RequestArrived, RouterSettings
 from tests.support.slow import slow_except
 from tests.unit.router.clocked import Clocked
 from tests.unit.router.router_events import arrival

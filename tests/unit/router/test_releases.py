@@ -8,7 +8,7 @@ from pdserve.core.access.key_file import Tenant
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.protocol import Load, Released
 from router.service.tenants import AnswerClaim, PendingReleases, Quotas
-from router.state.events import Event, StopMatched, TimePassed, WorkerForgotten, WorkerLost
+from router.state.interface import Event, StopMatched, TimePassed, WorkerForgotten, WorkerLost
 
 LOAD = Load(worker_id="d0", free_blocks=1)
 ACME = Tenant(name="acme", max_concurrent=9)

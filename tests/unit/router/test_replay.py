@@ -13,9 +13,15 @@ from pdserve.core.protocol import AttemptFailed, Cancel, Refused, TokenRow, Toke
 from pdserve.core.types import FinishReason, Sampling, Slo, TokenOut
 from router.policy import POLICIES
 from router.recording import replay
-from router.state.commands import Outcome
-from router.state.events import ClientLeft, RequestArrived, StopMatched, TimePassed, WorkerLost
-from router.state.settings import RouterSettings
+from router.state.interface import (
+    ClientLeft,
+    Outcome,
+    RequestArrived,
+    RouterSettings,
+    StopMatched,
+    TimePassed,
+    WorkerLost,
+)
 from tests.unit.router.test_random_runs import run
 from tests.unit.router.world import World
 

@@ -7,8 +7,7 @@ import pytest
 from pdserve.core import errors
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role
-from router.state.commands import FailKind, FailRequest, Outcome
-from router.state.settings import RouterSettings
+from router.state.interface import FailKind, FailRequest, Outcome, RouterSettings
 from tests.unit.router.given import Given
 
 

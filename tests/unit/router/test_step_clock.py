@@ -8,8 +8,8 @@ from pdserve.core.attempt import AttemptKey
 from pdserve.core.cost.latency import CostPrior
 from pdserve.core.protocol import TokenRow, TokensArrived
 from pdserve.core.types import Role, TokenOut
-from router.state.booking import Booking
-from router.state.settings import RouterSettings
+from router.state.interface import RouterSettings
+from router.state.load import Booking
 from router.state.view import MAX_STEPS, StepClock, WorkerView
 from tests.unit.router.given import Given
 from tests.unit.router.router_events import hello

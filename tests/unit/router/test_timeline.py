@@ -11,11 +11,9 @@ from pdserve.core.attempt import AttemptKey
 from pdserve.core.protocol import FirstToken, Granted, TokenRow, TokensArrived
 from pdserve.core.results import MEANING, MEASURED_BY, Phase, Phases
 from pdserve.core.types import FinishReason, TokenOut
-from router.state.commands import EndCancelled, FailRequest, FinishRequest
-from router.state.events import ClientLeft, StopMatched
+from router.state.interface import ClientLeft, EndCancelled, FailRequest, FinishRequest, RouterSettings, StopMatched
 from router.state.lifecycle import LIVE, Move, Stage
 from router.state.request import MAX_SLICES, STANDS_FOR, Timeline
-from router.state.settings import RouterSettings
 from tests.unit.router.given import Given
 
 Make = Callable[[], Given]

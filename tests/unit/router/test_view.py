@@ -9,10 +9,8 @@ import pytest
 
 from pdserve.core.protocol import Load
 from pdserve.core.types import Role
-from router.state.booking import Booking
-from router.state.commands import WakeAt
-from router.state.events import TimePassed
-from router.state.settings import RouterSettings
+from router.state.interface import RouterSettings, TimePassed, WakeAt
+from router.state.load import Booking
 from router.state.state import RouterState
 from router.state.view import WorkerView
 from tests.unit.router.router_events import arrival, hello

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.state.booking import WorkerQueue
+from router.state.load import WorkerQueue
 
 
 def test_a_worker_queue_keeps_order_and_sums() -> None:

@@ -28,9 +28,21 @@ from pdserve.core.protocol import (
     TransferEnded,
 )
 from pdserve.core.types import FinishReason, Role, TokenOut
-from router.state.commands import Command, EmitTokens, EndCancelled, FailRequest, FinishRequest, WakeAt
-from router.state.events import ClientLeft, Event, RequestArrived, StopMatched, TimePassed, WorkerLost
-from router.state.settings import RouterSettings
+from router.state.interface import (
+    ClientLeft,
+    Command,
+    EmitTokens,
+    EndCancelled,
+    Event,
+    FailRequest,
+    FinishRequest,
+    RequestArrived,
+    RouterSettings,
+    StopMatched,
+    TimePassed,
+    WakeAt,
+    WorkerLost,
+)
 from router.state.state import RouterState
 from tests.unit.router.router_events import answer, hello
 from tests.unit.router.world_parts import Client, Held, Key, Worker, grant_of

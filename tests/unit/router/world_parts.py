@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from pdserve.core.protocol import Load
 from pdserve.core.types import Role
-from router.state.commands import Command
-from router.state.events import Event, RequestArrived
+from router.state.interface import Command, Event, RequestArrived
 from tests.unit.router.router_events import BLOCK
 
 Key = tuple[str, int]

@@ -12,7 +12,7 @@ from pdserve.text.stops import THINK_MARKS, ReasoningSplit
 from pdserve.text.tokenizer import ToyTokenizer
 from pdserve.v1 import inference_pb2
 from router.service.answer import Answer
-from router.state.commands import FinishRequest, Outcome
+from router.state.interface import FinishRequest, Outcome
 
 
 def tokens(text: str) -> list[TokenOut]:

@@ -13,9 +13,9 @@ from pdserve.core.types import RequestAttributes
 from pdserve.engine.toy import answer
 from pdserve.v1 import worker_pb2
 from pdserve.wire.protocol import SEQUENCE
-from router.recording import codec
+from router.recording import replay
 from router.service.answer import Answer
-from router.state.events import RequestArrived
+from router.state.interface import RequestArrived
 from tests.unit.router_io.conftest import Connect, until
 from tests.unit.router_io.processes import Program
 
@@ -66,7 +66,7 @@ async def test_request_attributes_reach_state_and_workers(
         (said, said),
         (RequestAttributes().attributes(),) * 2,
     ]
-    recorded = codec.decode(RequestArrived, codec.encode(begun[0][0]))
+    recorded = replay.decode(RequestArrived, replay.encode(begun[0][0]))
     assert recorded.attributes() == said
 
 

@@ -13,7 +13,7 @@ from pdserve.core.types import FinishReason, Sampling, TokenOut
 from pdserve.text.tokenizer import ToyTokenizer
 from router.service import answer as group
 from router.service.answer import Answer, Group
-from router.state.commands import FinishRequest, Outcome
+from router.state.interface import FinishRequest, Outcome
 from tests.unit.router_io.conftest import SLOW_STEP_S, Connect, until
 from tests.unit.router_io.processes import Program, Start
 from tests.unit.router_io.test_generate import text_of

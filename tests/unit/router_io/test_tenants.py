@@ -23,7 +23,7 @@ from pdserve.wire import status
 from router.recording.replay import decode_step, replay
 from router.service import auth
 from router.service.auth import Tenants, authorised
-from router.state.events import RequestArrived
+from router.state.interface import RequestArrived
 from tests.unit.router_io.conftest import Connect, Front, until
 from tests.unit.router_io.processes import Program
 

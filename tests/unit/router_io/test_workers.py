@@ -20,7 +20,7 @@ from pdserve.prefix.index import PrefixIndex
 from pdserve.v1 import worker_pb2
 from router.service.program import make_router
 from router.service.workers import Workers
-from router.state.events import Event, WorkerConnected, WorkerForgotten, WorkerLost
+from router.state.interface import Event, WorkerConnected, WorkerForgotten, WorkerLost
 from tests.support.cluster_secret import ROUTER, TEXT
 from tests.unit.router_io.conftest import until
 from tests.unit.router_io.processes import Program, Start, spawn

@@ -8,7 +8,7 @@ from typing import Any
 
 from pdserve.core.cost.latency import CostPrior
 from pdserve.core.types import Role, Slo
-from router.state.settings import RouterSettings
+from router.state.interface import RouterSettings
 from simulator.cluster.world import World
 from simulator.model import NetworkLink, RequestRow, SimConfig, TraceRequest, WorkerShape
 

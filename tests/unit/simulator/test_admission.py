@@ -15,7 +15,7 @@ import pytest
 from pdserve.core.cost.latency import CostPrior
 from pdserve.core.results import nearest_rank
 from pdserve.core.types import Role, Slo
-from router.state.settings import RouterSettings
+from router.state.interface import RouterSettings
 from simulator.cluster.world import World
 from simulator.model import RequestRow, SimConfig, SimResult, WorkerShape
 from simulator.traces.workloads import Poisson, lengths_of

@@ -6,7 +6,7 @@ import pytest
 
 from pdserve.core.types import Slo
 from pdserve.profiles import load_profile
-from router.state.settings import RouterSettings
+from router.state.interface import RouterSettings
 from simulator.cluster.world import simulate
 from simulator.metrics import summarise
 from simulator.model import SimConfig, WorkerFault, WorkerFaultKind

@@ -7,7 +7,7 @@ import random
 from pdserve.core.cost.latency import CostPrior
 from pdserve.core.cost.profile import Profile
 from pdserve.core.types import Slo
-from router.state.settings import RouterSettings
+from router.state.interface import RouterSettings
 from simulator.cluster.world import simulate
 from simulator.model import TraceRequest
 from simulator.search.goodput import TraceWindow

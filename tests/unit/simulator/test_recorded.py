@@ -16,8 +16,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.protocol import AttemptFailed, BatchTimed, Granted, Load, Reserve, TokenRow, TokensArrived
 from pdserve.core.types import FinishReason, Role, Slo, TokenOut
 from router.recording import replay
-from router.state.events import ClientLeft, Event, WorkerLost
-from router.state.settings import RouterSettings
+from router.state.interface import ClientLeft, Event, RouterSettings, WorkerLost
 from router.state.state import RouterState
 from simulator.model import TraceRequest, WorkerFault, WorkerFaultKind
 from simulator.traces.files import FileTrace

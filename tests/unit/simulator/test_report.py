@@ -13,7 +13,7 @@ import pytest
 
 from pdserve.core.cost.latency import CostPrior
 from pdserve.core.types import Path, Role, Slo
-from router.state.settings import RouterSettings
+from router.state.interface import RouterSettings
 from simulator.metrics import summarise
 from simulator.model import RequestRow, Sample, SimConfig, SimResult, WorkerRow, WorkerShape
 from simulator.report.comparison import PolicyRun, as_json, highest_sustained, rows_of

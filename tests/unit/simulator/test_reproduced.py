@@ -12,9 +12,7 @@ import pytest
 from pdserve.core.cost.latency import CostPrior
 from pdserve.core.types import Role, Slo
 from router.recording import replay
-from router.state.commands import Command
-from router.state.events import Event
-from router.state.settings import RouterSettings
+from router.state.interface import Command, Event, RouterSettings
 from simulator.cluster.world import World, simulate
 from simulator.model import SimConfig, SimResult, TraceRequest, WorkerFault, WorkerFaultKind, WorkerShape
 from simulator.traces.recorded import block_tokens, read_cluster, read_recording

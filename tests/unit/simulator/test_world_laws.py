@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pdserve.core.errors import ConfigError
-from router.state.events import RequestArrived
+from router.state.interface import RequestArrived
 from simulator.cluster.world import World, simulate
 from simulator.model import NetworkLink, RequestRow, SimConfig, TraceRequest, WorkerFault, WorkerFaultKind
 from tests.support.slow import slow_except
