@@ -29,7 +29,7 @@ from typing import Final
 from benchmarks.clients.programs import PROGRAMS, ClientLoad, ClientTimes, python_of
 from pdserve.core.json_text import to_json
 from pdserve.launch.running import Running
-from simulator.report.tables import table
+from simulator.report.comparison import table
 
 MODEL: Final = Path("pdserve/models/stdlib-5m")
 BAR: Final = 0.10

@@ -47,7 +47,7 @@ from simulator.model import RequestRow, SimResult
 from simulator.search.bound import upper_bound
 from simulator.search.goodput import HighestRate
 from simulator.search.plan import climb, demand, measure
-from simulator.traces.reshape import Reshaped, jittered, rate_scaled
+from simulator.traces.workloads import Reshaped, jittered, rate_scaled
 
 ABLATED: Final = (("mooncake-jittered", "chat-13b"), ("azure", "chat-13b"))
 OVERLOADED: Final = "chat-13b"

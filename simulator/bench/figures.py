@@ -26,7 +26,7 @@ from simulator.bench.text import (
     slo_text,
     time_text,
 )
-from simulator.report.tables import count
+from simulator.report.comparison import count
 from simulator.report.time_charts import TimedRequests, frontier_panel, prediction_panel
 
 # --- charts ---------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from simulator.bench.load import LoadLevel
 from simulator.bench.statistics import SHARES, BenchResult, BenchSummary, Distribution, LevelResult, Ratio
-from simulator.report.tables import count, seconds, table
+from simulator.report.comparison import count, seconds, table
 
 _HEAD = ("LOAD", "SERVER", "OK", "REJECTED", "FAILED", "REQ/S", "TOKENS/S")
 _TIME_HEADS = ("TTFT p50", "p99", "TPOT p50", "p99", "ITL p50", "p99")

@@ -31,8 +31,8 @@ from simulator.commands.flags import COMPARE_TOKEN_ENV
 from simulator.commands.simulation import check_writable
 from simulator.model import Trace
 from simulator.traces.files import FileTrace
-from simulator.traces.reshape import Reshaped, jittered
 from simulator.traces.trace_rows import MAX_TOKENS
+from simulator.traces.workloads import Reshaped, jittered
 
 # --- progress on stderr ---------------------------------------------------------------------------------------
 

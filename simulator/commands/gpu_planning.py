@@ -27,7 +27,7 @@ from simulator.commands.planning import (
     question_from,
     show_interrupted,
 )
-from simulator.report.plan_figure import PlannedLayout
+from simulator.report.time_charts import PlannedLayout
 from simulator.search.goodput import HighestRate, Shortage
 from simulator.search.layouts import MAX_DEGREES, MAX_GPUS, Layout, usable_layouts
 from simulator.search.plan import LayoutPlan, Question, compare, limiting_target, measure_layout, verdict

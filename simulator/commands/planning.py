@@ -28,12 +28,11 @@ from router.state.interface import RouterSettings
 from simulator.cluster.world import simulate
 from simulator.commands.flags import DEFAULT_REQUESTS, MAX_REQUESTS
 from simulator.model import SimResult, Trace
-from simulator.report.plan_figure import PlannedLayout, plan_figure
+from simulator.report.time_charts import PlannedLayout, plan_figure
 from simulator.search.goodput import ENOUGH, SPANS, HighestRate, Shortage, TraceWindow, cut
 from simulator.search.plan import MARGIN, Plan, Question, demand, measure, sweep, workers_for
 from simulator.traces.files import FileTrace
-from simulator.traces.reshape import Step, first, jittered
-from simulator.traces.workloads import DEFAULT_RATE_RPS, Poisson, log_normal, make_workload
+from simulator.traces.workloads import DEFAULT_RATE_RPS, Poisson, Step, first, jittered, log_normal, make_workload
 
 # --- requests -------------------------------------------------------------------------------------------------
 # The first ones of a trace, or of a built-in workload that is made as long as a verdict needs.

@@ -28,16 +28,13 @@ from simulator.commands import flags
 from simulator.commands.flags import faults
 from simulator.metrics import summarise
 from simulator.model import RequestRow, SimConfig, Trace, WorkerShape
-from simulator.report.comparison import PolicyRun, as_json, highest_sustained, rows_of
-from simulator.report.figures import figure
-from simulator.report.page import page
-from simulator.report.tables import render
+from simulator.report.comparison import PolicyRun, as_json, highest_sustained, render, rows_of
+from simulator.report.figures import figure, page
 from simulator.search.bound import Bound, upper_bound
 from simulator.search.layouts import make_workers
 from simulator.traces.files import FileTrace
 from simulator.traces.recorded import RecordedCluster
-from simulator.traces.reshape import Reshaped, Step, first, jittered, rate_scaled
-from simulator.traces.workloads import make_workload
+from simulator.traces.workloads import Reshaped, Step, first, jittered, make_workload, rate_scaled
 
 # --- input ----------------------------------------------------------------------------------------------------
 # The trace, the cluster and its settings. A recording contains its cluster, policy and targets. A flag about the

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from simulator.bench.sse import MAX_EVENT_BYTES, BrokenStream, EventReader, error_message, read_chunk
+from simulator.bench.http_server import MAX_EVENT_BYTES, BrokenStream, EventReader, error_message, read_chunk
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])

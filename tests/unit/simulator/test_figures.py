@@ -18,12 +18,19 @@ from simulator.metrics import summarise
 from simulator.model import RequestRow, SimConfig
 from simulator.report.comparison import PolicyRun
 from simulator.report.figures import MAX_REQUESTS, figure, panels, requests_gantt, window
-from simulator.report.plan_figure import MAX_LAYOUTS, PlannedLayout, plan_figure
-from simulator.report.time_charts import TimedRequests, frontier, frontier_panel, prediction_panel, staircase
+from simulator.report.time_charts import (
+    MAX_LAYOUTS,
+    PlannedLayout,
+    TimedRequests,
+    frontier,
+    frontier_panel,
+    plan_figure,
+    prediction_panel,
+    staircase,
+)
 from simulator.search.goodput import HighestRate, Probe
 from simulator.search.layouts import make_workers
-from simulator.traces.reshape import Reshaped, first, rate_scaled
-from simulator.traces.workloads import chat
+from simulator.traces.workloads import Reshaped, chat, first, rate_scaled
 from tests.unit.simulator.test_report import SLO, run
 
 SVG = "{http://www.w3.org/2000/svg}"

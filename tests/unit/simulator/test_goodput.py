@@ -11,7 +11,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role, Slo
 from simulator.model import RequestRow, SimConfig, SimResult, TraceRequest, WorkerShape
 from simulator.search.goodput import Probe, TraceWindow, cut, find_goodput, runner
-from simulator.traces.reshape import first
+from simulator.traces.workloads import first
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.1)
 CONFIG = SimConfig(workers=(WorkerShape(worker_id="d0", role=Role.DECODE, cost=CostPrior()),), slo=SLO)

@@ -16,10 +16,8 @@ from pdserve.core.types import Path, Role, Slo
 from router.state.interface import RouterSettings
 from simulator.metrics import summarise
 from simulator.model import RequestRow, Sample, SimConfig, SimResult, WorkerRow, WorkerShape
-from simulator.report.comparison import PolicyRun, as_json, highest_sustained, rows_of
-from simulator.report.figures import focused
-from simulator.report.page import page
-from simulator.report.tables import render, seconds
+from simulator.report.comparison import PolicyRun, as_json, highest_sustained, render, rows_of, seconds
+from simulator.report.figures import focused, page
 from simulator.search.bound import Bound
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.1)

@@ -10,8 +10,18 @@ import pytest
 
 from pdserve.core.errors import ConfigError
 from simulator.model import TraceRequest
-from simulator.traces.reshape import Joined, Reshaped, first, jittered, rate_scaled, window
-from simulator.traces.workloads import Poisson, chat, lengths_of, log_normal
+from simulator.traces.workloads import (
+    Joined,
+    Poisson,
+    Reshaped,
+    chat,
+    first,
+    jittered,
+    lengths_of,
+    log_normal,
+    rate_scaled,
+    window,
+)
 
 
 class Listed:
