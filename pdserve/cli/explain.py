@@ -16,8 +16,7 @@ from pdserve.client.target_flags import add_target_flags, connect
 from pdserve.core.errors import ConfigError, NotFound, PdserveError
 from pdserve.core.json_text import to_json
 from pdserve.plot.charts import Rule, Series, line_chart
-from pdserve.plot.drawing import Axis, swatch
-from pdserve.plot.figure import CONTENT, Figure, Panel
+from pdserve.plot.drawing import CONTENT, Axis, Figure, Panel, swatch
 from pdserve.plot_flag import add_plot_flag, check_plot, origin, write_plot
 
 HELP = "explain the placement of a request"
@@ -54,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     check_plot(args)
     found = ask(args)
     if args.plot:
-        from pdserve.plot.figure import figure_page, figure_svg
+        from pdserve.plot.drawing import figure_page, figure_svg
 
         figure = explain_figure(found, origin=origin())
         write_plot(args, svg=lambda: figure_svg(figure), page=lambda: figure_page(figure))

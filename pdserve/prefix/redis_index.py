@@ -1,4 +1,4 @@
-"""Looks up in Redis which workers have cached a prompt's leading blocks. The schema is in pdserve/prefix/keys.py.
+"""Looks up in Redis which workers have cached a prompt's leading blocks. The schema is in pdserve/prefix/schema.py.
 
 It fails open: a late or missing answer counts as empty. While Redis cannot be reached, a lookup costs
 nothing, because only a background task retries.
@@ -15,10 +15,10 @@ from typing import Final, final
 
 from pdserve.core.urls import hide_password
 from pdserve.outage_log import OutageLog, PeerLog
-from pdserve.prefix import scripts
+from pdserve.prefix import schema
 from pdserve.prefix.connection import TROUBLE, Backoff, connect, heed_cancellation
 from pdserve.prefix.index import leading_blocks
-from pdserve.prefix.keys import bitmap, fetched, fingerprint_of, index_tag, slots_bits, worker_of
+from pdserve.prefix.schema import bitmap, fetched, fingerprint_of, index_tag, slots_bits, worker_of
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class RedisIndex:
         masked. Without `hash_seed` nothing is found until bind()."""
         self._redis = connect(url, timeout_s=REDIS_TIMEOUT_S, max_connections=MAX_IN_FLIGHT + 2)
         self._where = hide_password(url)
-        self._fetch = self._redis.register_script(scripts.FETCH)
+        self._fetch = self._redis.register_script(schema.FETCH)
         self._cluster = cluster
         self._timeout_s, self._refresh_s = timeout_s, refresh_s
         self._tag = b""

@@ -19,7 +19,7 @@ from pdserve.core.types import Role
 from pdserve.core.urls import hide_password
 from pdserve.outage_log import OutageLog, PeerLog
 from pdserve.prefix.connection import TROUBLE, Backoff, connect, heed_cancellation
-from pdserve.prefix.keys import MAX_FACTS_BYTES, MAX_WORKERS, checked_name, registry_tag
+from pdserve.prefix.schema import MAX_FACTS_BYTES, MAX_WORKERS, checked_name, registry_tag
 
 log = logging.getLogger(__name__)
 

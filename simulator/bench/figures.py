@@ -8,10 +8,27 @@ from typing import Final
 
 from pdserve.core.types import Slo
 from pdserve.plot.charts import Bar, BarKind, GanttRow, Rule, Series, gantt, gantt_legend, line_chart, place_in_lanes
-from pdserve.plot.drawing import HALF, WIDE, Axis, Drawing, line_at, line_legend, safe, text_at, thinned
+from pdserve.plot.drawing import (
+    CONTENT,
+    HALF,
+    WIDE,
+    Axis,
+    Drawing,
+    Figure,
+    Panel,
+    document,
+    key,
+    line_at,
+    line_legend,
+    safe,
+    section,
+    table,
+    text_at,
+    thinned,
+    tiles,
+)
+from pdserve.plot.drawing import caption as caption_html
 from pdserve.plot.drawing import colour as shade_of
-from pdserve.plot.figure import CONTENT, Figure, Panel, document, key, section, table, tiles
-from pdserve.plot.figure import caption as caption_html
 from simulator.bench.load import LoadLevel
 from simulator.bench.server import BenchAnswer, BenchOutcome
 from simulator.bench.statistics import BenchResult, BenchSummary, LevelResult, Ratio

@@ -18,7 +18,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.json_text import to_json
 from pdserve.core.types import Slo
 from pdserve.listening import ignore_poller_races
-from pdserve.plot.figure import figure_svg
+from pdserve.plot.drawing import figure_svg
 from pdserve.plot_flag import check_plot, origin, write_plot
 from pdserve.progress import ProgressLine
 from simulator.bench.figures import bench_figure, bench_page

@@ -19,7 +19,7 @@ from pdserve.core.cost.profile import Profile
 from pdserve.core.errors import ConfigError
 from pdserve.core.json_text import to_json
 from pdserve.core.types import Slo
-from pdserve.plot.figure import figure_page, figure_svg
+from pdserve.plot.drawing import figure_page, figure_svg
 from pdserve.plot_flag import check_plot, origin, write_plot
 from pdserve.profiles import load_profile
 from pdserve.progress import ProgressLine

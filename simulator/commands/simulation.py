@@ -15,7 +15,7 @@ from typing import Final, final
 from pdserve.core.errors import ConfigError
 from pdserve.core.json_text import to_json
 from pdserve.core.types import Role, Slo
-from pdserve.plot.figure import figure_svg
+from pdserve.plot.drawing import figure_svg
 from pdserve.plot_flag import check_plot, origin, write_plot
 from pdserve.profiles import load_profile
 from pdserve.progress import ProgressLine

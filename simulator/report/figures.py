@@ -20,9 +20,26 @@ from pdserve.plot.charts import (
     share_legend,
     share_rows,
 )
-from pdserve.plot.drawing import HALF, Axis, Drawing, Legend, line_legend, means, safe, thinned
-from pdserve.plot.figure import CONTENT, Figure, Panel, document, key, legend, section, table, tiles
-from pdserve.plot.figure import caption as caption_html
+from pdserve.plot.drawing import (
+    CONTENT,
+    HALF,
+    Axis,
+    Drawing,
+    Figure,
+    Legend,
+    Panel,
+    document,
+    key,
+    legend,
+    line_legend,
+    means,
+    safe,
+    section,
+    table,
+    thinned,
+    tiles,
+)
+from pdserve.plot.drawing import caption as caption_html
 from simulator.model import RequestRow, Sample, WorkerRow
 from simulator.report.comparison import (
     LEGEND,

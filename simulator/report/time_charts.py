@@ -12,8 +12,7 @@ from typing import Final
 from pdserve.core.results import nearest_rank
 from pdserve.core.types import Slo
 from pdserve.plot.charts import NamedBar, Rule, Series, bar_chart, bar_legend, line_chart
-from pdserve.plot.drawing import HALF, Axis, Drawing, swatch, thinned
-from pdserve.plot.figure import CONTENT, Figure, Panel
+from pdserve.plot.drawing import CONTENT, HALF, Axis, Drawing, Figure, Panel, swatch, thinned
 from simulator.search.goodput import TARGET, HighestRate
 
 # --- attainment frontier --------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from pdserve.core.json_text import to_json
-from pdserve.plot.figure import figure_svg
+from pdserve.plot.drawing import figure_svg
 from simulator.bench.figures import bench_figure, bench_page, focus_level
 from simulator.bench.load import LoadLevel
 from simulator.bench.server import BenchAnswer, BenchOutcome

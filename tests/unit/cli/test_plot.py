@@ -15,7 +15,7 @@ from pdserve import plot_flag
 from pdserve.cli.explain import explain_figure
 from pdserve.cli.main import main
 from pdserve.core.errors import ConfigError
-from pdserve.plot.figure import figure_page, figure_svg
+from pdserve.plot.drawing import figure_page, figure_svg
 from pdserve.plot_flag import check_plot, write_plot
 from tests.unit.cli.test_explain import EXPLANATION, served
 from tests.unit.simulator.test_report import read

@@ -6,8 +6,7 @@ import re
 import xml.etree.ElementTree as ET
 
 from pdserve.plot.charts import Series, line_chart
-from pdserve.plot.drawing import HALF, Axis, Drawing, line_legend, safe
-from pdserve.plot.figure import CONTENT, Figure, Panel, figure_page, figure_svg
+from pdserve.plot.drawing import CONTENT, HALF, Axis, Drawing, Figure, Panel, figure_page, figure_svg, line_legend, safe
 from tests.unit.simulator.test_report import read
 
 SVG = "{http://www.w3.org/2000/svg}"

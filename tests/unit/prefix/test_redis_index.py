@@ -17,10 +17,10 @@ import redis
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv.hashing import block_hashes, chain_key
 from pdserve.prefix.embedded import EmbeddedRedis
-from pdserve.prefix.keys import bit_offset, fingerprint_of, index_tag, owner_of, slots_bits
-from pdserve.prefix.lease import GRACE_LEASES
+from pdserve.prefix.publisher import GRACE_LEASES
 from pdserve.prefix.redis_index import RedisIndex, _between, _probes
 from pdserve.prefix.registry import Registry
+from pdserve.prefix.schema import bit_offset, fingerprint_of, index_tag, owner_of, slots_bits
 from tests.support.tcp_redis import listen_on_tcp
 from tests.unit.prefix.given import SEED, chain, crash, following, publisher, publishing, until, until_found
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.core.types import Path, Slo
-from pdserve.plot.figure import figure_svg
+from pdserve.plot.drawing import figure_svg
 from pdserve.profiles import load_profile
 from simulator.cluster.tally import DECODE, FIRST_WIDTH_S, MIXED, MOST, PREFILL, StepShares
 from simulator.cluster.world import simulate
