@@ -29,7 +29,7 @@ from pdserve.core.types import Slo
 from pdserve.launch.running import Running
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router.recording import replay
-from router.state.events import WorkerConnected
+from router.state.interface import WorkerConnected
 from simulator.cluster.world import simulate
 from simulator.traces.files import FileTrace
 
