@@ -23,8 +23,8 @@ from pdserve.core.errors import PdserveError
 from pdserve.core.setting import TlsSettings, check_tls
 from pdserve.engine.model.collectives import LOOPBACK
 from pdserve.engine.ranks.follower import follow
-from pdserve.engine.ranks.joining import Membership, own_address
 from pdserve.engine.ranks.leader import MEET_S, OWN
+from pdserve.engine.ranks.rendezvous import Membership, own_address
 from pdserve.telemetry.logs import log_to_stderr
 from pdserve.tls.certificates import certificates_of
 

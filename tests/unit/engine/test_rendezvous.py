@@ -20,12 +20,11 @@ from pdserve.core.access.proof import ClusterSecret
 from pdserve.core.errors import ConfigError, Unauthenticated
 from pdserve.engine.model.collectives import Ranks, make_store
 from pdserve.engine.model.parameters import Shard
-from pdserve.engine.ranks import joining, rendezvous
 from pdserve.engine.ranks import leader as parallel
-from pdserve.engine.ranks.joining import Membership, own_address
+from pdserve.engine.ranks import rendezvous
 from pdserve.engine.ranks.leader import check_weights
 from pdserve.engine.ranks.rejected_joins import rejected_joins
-from pdserve.engine.ranks.rendezvous import Rendezvous
+from pdserve.engine.ranks.rendezvous import Membership, Rendezvous, own_address
 from pdserve.launch.local import with_ports
 from pdserve.launch.ports import HeldPorts
 from pdserve.launch.spec import ClusterSpec, processes
@@ -161,7 +160,7 @@ def test_a_failed_join_is_reported_in_time(lead: Callable[..., Leader], monkeypa
         Rendezvous(leader.address, SECRET, leader.store.port, [1], FLAGS)
     with pytest.raises(ConfigError, match="an address of this machine"):
         Rendezvous("192.0.2.1:7000", SECRET, leader.store.port, [1], FLAGS)
-    monkeypatch.setattr(joining, "FULL_VERSION", "0.0.1+a")
+    monkeypatch.setattr(rendezvous, "FULL_VERSION", "0.0.1+a")
     monkeypatch.setattr(rendezvous, "VERSION", "0.0.2")
     with pytest.raises(ConfigError, match=r"version: got .0\.0\.1\+a., expected .0\.0\.2."):
         Joined(leader.address)
