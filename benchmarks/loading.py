@@ -30,8 +30,8 @@ import torch
 
 from benchmarks.harness import JsonProcess
 from pdserve.core.json_text import to_json
+from pdserve.engine.load.checkpoint_files import open_checkpoint
 from pdserve.engine.load.device import choose_precision
-from pdserve.engine.load.safetensors_file import open_checkpoint
 from pdserve.engine.load.weights import load_weights
 from pdserve.engine.model.config import read_config
 

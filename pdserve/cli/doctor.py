@@ -214,8 +214,7 @@ def _encoded(text: str, tokenizer: Tokenizer, folder: Path) -> list[int]:
 
 
 def _model(asked: str | None) -> Iterator[CheckResult]:
-    from pdserve.engine.load.checkpoint_sizes import check_sizes
-    from pdserve.engine.load.safetensors_file import open_checkpoint
+    from pdserve.engine.load.checkpoint_files import check_sizes, open_checkpoint
     from pdserve.engine.model.config import read_config
     from pdserve.launch.settings import bundled_model
     from pdserve.text.tokenizer import load_tokenizer

@@ -17,8 +17,7 @@ from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.core.installation import advice
 from pdserve.core.urls import place
 from pdserve.engine.cpu.kernels.rounding import INT4_BYTES
-from pdserve.engine.load.checkpoint_sizes import check_sizes
-from pdserve.engine.load.safetensors_file import Checkpoint, open_checkpoint
+from pdserve.engine.load.checkpoint_files import Checkpoint, check_sizes, open_checkpoint
 from pdserve.engine.load_engine import OURS, toy_blocks
 from pdserve.engine.memory.host import free_bytes, usable_cores
 from pdserve.engine.memory.plan import PoolUnit, host_blocks

@@ -19,7 +19,7 @@ from pdserve.client.connect import Tls
 from pdserve.config import from_env
 from pdserve.core.cost.profile import parse_profile
 from pdserve.core.errors import ConfigError, ModelError
-from pdserve.engine.load.safetensors_file import open_checkpoint
+from pdserve.engine.load.checkpoint_files import open_checkpoint
 from pdserve.engine.model.config import parse_config, read_config
 from pdserve.key_file_access import read_bytes as read_key_file
 from pdserve.launch import settings

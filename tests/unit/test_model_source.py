@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.core.errors import ModelError
-from pdserve.engine.load.safetensors_file import open_checkpoint
+from pdserve.engine.load.checkpoint_files import open_checkpoint
 from pdserve.launch.settings import bundled_model
 from pdserve.model_source import find_model, is_on_hub, model_name
 from tests.support.hub import COMMIT, serve_hub

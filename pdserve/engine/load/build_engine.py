@@ -24,6 +24,7 @@ from pdserve.engine.cpu.kernels import jit
 from pdserve.engine.gpu.kernels.switches import gpu_switches
 from pdserve.engine.interface import Engine
 from pdserve.engine.load.checkpoint import OpenedModel, open_model
+from pdserve.engine.load.checkpoint_files import Checkpoint, checkpoint_hash
 from pdserve.engine.load.device import (
     CudaMeter,
     MeasureGraphs,
@@ -37,7 +38,6 @@ from pdserve.engine.load.device import (
     use_device,
 )
 from pdserve.engine.load.load_plan import Facts, LoadedRank, LoadPlan, block_shape, plan_rank, weight_bytes
-from pdserve.engine.load.safetensors_file import Checkpoint, checkpoint_hash
 from pdserve.engine.load.weights import LoadProgress, dummy_hash, dummy_weights, load_weights
 from pdserve.engine.memory.host import HostMemory
 from pdserve.engine.memory.plan import (

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from pdserve.bounded_file import opened
 from pdserve.core.errors import InternalError, ModelError
-from pdserve.engine.load.checkpoint_sizes import check_sizes
-from pdserve.engine.load.safetensors_file import ITEM_BYTES, Checkpoint, StoredTensor, open_checkpoint
+from pdserve.engine.load.checkpoint_files import ITEM_BYTES, Checkpoint, StoredTensor, check_sizes, open_checkpoint
 from pdserve.engine.model.attention import inverse_frequencies
 from pdserve.engine.model.config import ModelConfig, RopeConfig, read_config
 from pdserve.engine.model.linear import Linear, PlainLinear, has_panels

@@ -14,7 +14,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.types import Sampling
 from pdserve.engine.cpu.int4 import has_amx, has_kernel
 from pdserve.engine.interface import EngineSpec, Row
-from pdserve.engine.load.safetensors_file import Checkpoint
+from pdserve.engine.load.checkpoint_files import Checkpoint
 from pdserve.engine.memory.host import free_bytes
 from pdserve.engine.memory.plan import DeviceUse, PoolUnit, runtime_bytes
 from pdserve.engine.model.linear import Rounding, multiplies_bfloat16, reads_bfloat16

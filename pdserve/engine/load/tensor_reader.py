@@ -26,7 +26,7 @@ from torch import Tensor
 from pdserve.bounded_file import open_regular
 from pdserve.core.errors import InternalError, ModelError
 from pdserve.engine.cpu.kernels.rounding import WEIGHTS_AT_ONCE
-from pdserve.engine.load.safetensors_file import StoredTensor
+from pdserve.engine.load.checkpoint_files import StoredTensor
 from pdserve.engine.model.quantisation import PER_WORD, PackedScheme
 
 NUM_THREADS: Final = 8  # outstanding reads, not cores: the threads mostly wait for the disk

@@ -21,8 +21,7 @@ from pdserve.core.errors import ModelError
 from pdserve.engine.cpu.int4 import Int4Linear
 from pdserve.engine.cpu.kernels.rounding import LEVELS
 from pdserve.engine.load.checkpoint import TORCH_DTYPES, Needs, drop_unused, with_own_head
-from pdserve.engine.load.checkpoint_sizes import split_experts
-from pdserve.engine.load.safetensors_file import Checkpoint, StoredTensor
+from pdserve.engine.load.checkpoint_files import Checkpoint, StoredTensor, split_experts
 from pdserve.engine.load.tensor_reader import LoadScratch, TensorReader, dequantise_groups, load_threads, unpack
 from pdserve.engine.model.config import ModelConfig
 from pdserve.engine.model.linear import (

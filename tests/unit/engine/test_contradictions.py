@@ -20,7 +20,7 @@ from pdserve.core.types import Sampling
 from pdserve.engine.interface import Engine, Row
 from pdserve.engine.load.build_engine import open_torch_engine
 from pdserve.engine.load.checkpoint import open_model
-from pdserve.engine.load.safetensors_file import open_checkpoint
+from pdserve.engine.load.checkpoint_files import open_checkpoint
 from pdserve.engine.load.weights import load_weights
 from pdserve.engine.model.attention import inverse_frequencies
 from pdserve.engine.model.config import read_config

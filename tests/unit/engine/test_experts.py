@@ -16,8 +16,7 @@ from torch import Tensor
 from pdserve.core.errors import ModelError
 from pdserve.engine.cpu import ops
 from pdserve.engine.interface import Engine, Row
-from pdserve.engine.load.checkpoint_sizes import check_sizes, split_experts
-from pdserve.engine.load.safetensors_file import open_checkpoint
+from pdserve.engine.load.checkpoint_files import check_sizes, open_checkpoint, split_experts
 from pdserve.engine.load.weights import load_weights
 from pdserve.engine.model.config import ExpertsConfig, read_config
 from pdserve.engine.model.config_schema import ExpertNames

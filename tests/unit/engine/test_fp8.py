@@ -10,8 +10,8 @@ import torch
 
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError
+from pdserve.engine.load.checkpoint_files import open_checkpoint
 from pdserve.engine.load.device import choose_precision
-from pdserve.engine.load.safetensors_file import open_checkpoint
 from pdserve.engine.load.weights import dummy_weights, load_weights
 from pdserve.engine.model.config import read_config
 from pdserve.engine.model.fp8 import MOST, Fp8Linear, make_fp8_linear, round_rows

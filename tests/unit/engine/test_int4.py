@@ -23,9 +23,9 @@ from pdserve.engine.cpu.int4 import Int4Linear, make_int4_linear, round_groups
 from pdserve.engine.cpu.kernels.rounding import INT4_BYTES
 from pdserve.engine.cpu.ops import quantise
 from pdserve.engine.interface import Engine, Row
+from pdserve.engine.load.checkpoint_files import open_checkpoint
 from pdserve.engine.load.device import choose_precision
 from pdserve.engine.load.load_plan import weight_bytes
-from pdserve.engine.load.safetensors_file import open_checkpoint
 from pdserve.engine.load.weights import load_weights
 from pdserve.engine.model.config import read_config
 from pdserve.engine.model.linear import Int8Linear, make_invariant, make_linear

@@ -13,9 +13,9 @@ from pdserve.core.errors import ConfigError
 from pdserve.engine.interface import Engine
 from pdserve.engine.load import build_engine
 from pdserve.engine.load import device as memory
+from pdserve.engine.load.checkpoint_files import Checkpoint, StoredTensor
 from pdserve.engine.load.device import available_bytes, reads_bfloat16_of
 from pdserve.engine.load.load_plan import check_fits, weight_bytes
-from pdserve.engine.load.safetensors_file import Checkpoint, StoredTensor
 from pdserve.engine.memory.host import cgroup_bytes, free_bytes, host_bytes, usable_cores
 from pdserve.engine.model import linear
 from pdserve.engine.model.config import read_config

@@ -16,7 +16,7 @@ from torch import Tensor
 from pdserve.core.errors import ModelError
 from pdserve.core.types import Sampling
 from pdserve.engine.interface import Engine, Row
-from pdserve.engine.load.safetensors_file import open_checkpoint
+from pdserve.engine.load.checkpoint_files import open_checkpoint
 from pdserve.engine.load.weights import load_weights
 from pdserve.engine.model.config import read_config
 from pdserve.engine.model.linear import Int8Linear, weight_levels

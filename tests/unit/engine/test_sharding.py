@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pdserve.core.errors import ConfigError, ModelError
 from pdserve.engine.load.checkpoint import Needs, cut_scale, cut_tensor
-from pdserve.engine.load.safetensors_file import StoredTensor, open_checkpoint
+from pdserve.engine.load.checkpoint_files import StoredTensor, open_checkpoint
 from pdserve.engine.load.tensor_reader import TensorReader
 from pdserve.engine.model.config import read_config
 from pdserve.engine.model.parameters import Cut, Shard, build_weights, rank_config

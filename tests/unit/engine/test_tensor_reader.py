@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.core.errors import InternalError, ModelError
-from pdserve.engine.load.safetensors_file import StoredTensor
+from pdserve.engine.load.checkpoint_files import StoredTensor
 from pdserve.engine.load.tensor_reader import LoadScratch, TensorReader
 
 MIB = 2**20

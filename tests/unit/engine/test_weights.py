@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pdserve.core.errors import ConfigError, InternalError, ModelError
 from pdserve.engine.interface import Engine, Row
-from pdserve.engine.load.safetensors_file import checkpoint_hash, open_checkpoint
+from pdserve.engine.load.checkpoint_files import checkpoint_hash, open_checkpoint
 from pdserve.engine.load.weights import load_weights
 from pdserve.engine.model.config import read_config
 from pdserve.engine.model.linear import Linear

@@ -63,7 +63,7 @@ def test_weights_larger_than_memory() -> None:
     ],
 )
 def test_pools_of_the_bundled_model(settings: dict[str, Any], pool: int) -> None:
-    from pdserve.engine.load.safetensors_file import open_checkpoint
+    from pdserve.engine.load.checkpoint_files import open_checkpoint
     from pdserve.engine.model.config import read_config
 
     folder = bundled_model()

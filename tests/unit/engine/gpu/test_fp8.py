@@ -11,7 +11,7 @@ import torch
 from pdserve.engine.cpu import ops as cpu_ops
 from pdserve.engine.gpu.kernels import ops as gpu_ops
 from pdserve.engine.interface import Row
-from pdserve.engine.load.safetensors_file import open_checkpoint
+from pdserve.engine.load.checkpoint_files import open_checkpoint
 from pdserve.engine.load.weights import load_weights
 from pdserve.engine.memory.pool import BlockShape, TorchPool
 from pdserve.engine.model.attention import EagerAttention
