@@ -1,4 +1,4 @@
-"""A worker's memory plan: from measurements on a GPU, from free memory on a host."""
+"""A worker's memory plan: from measurements on a GPU, from free memory on a host; and defaults by device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError
+from pdserve.core.types import Role
 from pdserve.engine.memory.plan import (
     GIB,
     MAX_HOST_BLOCKS,
@@ -24,6 +26,7 @@ from pdserve.engine.memory.plan import (
     plain_plan,
     plan_from_json,
     runtime_bytes,
+    with_device_defaults,
 )
 
 LLAMA_8B = PoolUnit(block_bytes=2 * MIB, block_size=16)  # 32 layers, 8 kv heads of 128, bfloat16.
@@ -95,3 +98,34 @@ def test_a_plan_survives_json() -> None:
     assert "\n" not in plan.to_json()
     assert plan_from_json(plan.to_json()) == plan
     assert plan_from_json("{}") is plan_from_json("no plan") is plan_from_json("[1]") is None
+
+
+# --- defaults by device ---------------------------------------------------------------------------------------
+
+
+def chosen(role: Role, *, is_gpu: bool, **settings: Any) -> tuple[int, int, str]:
+    config = WorkerConfig(model="toy", worker_id="w", **settings)
+    found = with_device_defaults(config, role, is_gpu=is_gpu)
+    assert with_device_defaults(found, role, is_gpu=not is_gpu) == found, "what is chosen once stays"
+    return found.max_batch, found.max_batch_tokens, found.speculation
+
+
+@pytest.mark.parametrize(
+    ("role", "is_gpu", "expected"),
+    [
+        (Role.PREFILL, True, (256, 2048, "off")),
+        (Role.DECODE, True, (256, 512, "off")),
+        (Role.PREFILL, False, (64, 512, "ngram")),
+        (Role.DECODE, False, (64, 512, "ngram")),
+    ],
+)
+def test_the_device_decides(role: Role, is_gpu: bool, expected: tuple[int, int, str]) -> None:
+    assert chosen(role, is_gpu=is_gpu) == expected
+
+
+@pytest.mark.parametrize("is_gpu", [True, False])
+@pytest.mark.parametrize("role", list(Role))
+def test_explicit_settings_win_over_the_device(role: Role, is_gpu: bool) -> None:
+    given = {"max_batch": 7, "max_batch_tokens": 99, "speculation": "ngram"}
+    assert chosen(role, is_gpu=is_gpu, **given) == (7, 99, "ngram")
+    assert chosen(role, is_gpu=is_gpu, **{**given, "speculation": "off"}) == (7, 99, "off")
