@@ -14,7 +14,7 @@ from pdserve.core.installation import check_platform
 from pdserve.model_source import find_model
 
 HELP = "start ranks on this host that join a worker on another host"
-PROGRAM: Final = "kvtransfer.ranks.joining_follower"
+PROGRAM: Final = ("kvtransfer.ranks.follower", "join")
 MAX_COUNT: Final = 63
 TLS_FLAGS: Final = {
     "tls-cert": "certificate of this host's ranks (PEM), if the worker has TLS",
@@ -74,7 +74,7 @@ def _run_once(args: argparse.Namespace) -> list[int]:
 
     flags = [f"--count={args.count}", f"--wait-s={args.wait_s}"]
     flags += [f"--{name}={value}" for name in FLAGS if (value := getattr(args, name.replace("-", "_")))]
-    commands = [tied_command(PROGRAM, args.rendezvous, str(index), *flags) for index in range(args.count)]
+    commands = [tied_command(*PROGRAM, args.rendezvous, str(index), *flags) for index in range(args.count)]
     ranks = [subprocess.Popen(command, stdin=subprocess.DEVNULL) for command in commands]
     try:
         while all(rank.poll() is None for rank in ranks):

@@ -177,7 +177,7 @@ def is_rank(pid: int) -> bool:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return False
-    return b"kvtransfer.ranks.joining_follower" in words
+    return {b"kvtransfer.ranks.follower", b"join"} <= set(words)
 
 
 def answers(cluster: Cluster) -> str:
