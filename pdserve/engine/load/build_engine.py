@@ -29,7 +29,6 @@ from pdserve.engine.load.device import (
     CudaMeter,
     MeasureGraphs,
     Meter,
-    Precision,
     available_bytes,
     choose_device,
     choose_precision,
@@ -38,7 +37,7 @@ from pdserve.engine.load.device import (
     use_device,
 )
 from pdserve.engine.load.load_plan import Facts, LoadedRank, LoadPlan, block_shape, plan_rank, weight_bytes
-from pdserve.engine.load.weights import LoadProgress, dummy_hash, dummy_weights, load_weights
+from pdserve.engine.load.weights import dummy_hash, dummy_weights, load_weights
 from pdserve.engine.memory.host import HostMemory
 from pdserve.engine.memory.plan import (
     MemoryPlan,
@@ -51,7 +50,6 @@ from pdserve.engine.memory.plan import (
     with_device_defaults,
 )
 from pdserve.engine.model.attention import EagerAttention
-from pdserve.engine.model.config import ModelConfig
 from pdserve.engine.model.decoder import Decoder
 from pdserve.engine.model.linear import weight_levels
 from pdserve.engine.model.parameters import WHOLE, Shard, Weights
@@ -78,7 +76,7 @@ def open_engine(config: WorkerConfig, role: Role) -> Engine:
 
     if not takes_graphs(config, role):
         return warmed(open_torch_engine(config), config.worker_id)
-    eager = warmed(open_rank(config, None, WHOLE, None, graphs=graphs_meter(config)), config.worker_id)
+    eager = warmed(open_rank(config, graphs=graphs_meter(config)), config.worker_id)
     return open_graphs(eager, config)
 
 
@@ -100,14 +98,13 @@ def warmed(engine: AnyEngine, worker_id: str = "") -> AnyEngine:
 def open_torch_engine(config: WorkerConfig) -> TorchEngine:
     """Raises ModelError if the folder cannot be served, ConfigError if the settings do not suit the model."""
     is_gpu = choose_device(config.device).type == "cuda"
-    return open_rank(with_device_defaults(config, Role.PREFILL, is_gpu=is_gpu), None, WHOLE, None)
+    return open_rank(with_device_defaults(config, Role.PREFILL, is_gpu=is_gpu))
 
 
 def open_rank(
     config: WorkerConfig,
-    progress: LoadProgress | None,
-    shard: Shard,
-    ranks: Ranks | None,
+    shard: Shard = WHOLE,
+    ranks: Ranks | None = None,
     memory: HostMemory | None = None,
     *,
     graphs: MeasureGraphs | None = None,
@@ -117,7 +114,7 @@ def open_rank(
     """The part of the model that a tensor-parallel rank holds; all of it without ranks.
 
     `config` has a value for what depends on the device (with_device_defaults). `memory`: memory of the pool that all
-    ranks share (`shared_bytes`), in which each stores its heads of whole blocks. Without it the rank has its own
+    ranks share (`plan_shared_pool`), in which each stores its heads of whole blocks. Without it the rank has its own
     pool, whose blocks hold only its heads. `graphs` measures the decode graphs, if the pool takes the memory that they
     leave. `meter` measures the device's memory; None: a CUDA device's. `device` None: the GPU of this host with the
     rank's number, if any.
@@ -137,7 +134,7 @@ def open_rank(
     plan = plan_rank(config, opened.config, shard, facts, shares_pool=memory is not None)
 
     load_began_s = time.monotonic()
-    weights = load(plan, opened.checkpoint, progress)
+    weights = load(plan, opened.checkpoint)
     load_s = time.monotonic() - load_began_s
 
     rank = LoadedRank(
@@ -199,8 +196,8 @@ def stores_heads_first(device: torch.device) -> bool:
 # --- load -----------------------------------------------------------------------------------------------------
 
 
-def load(plan: LoadPlan, checkpoint: Checkpoint | None, progress: LoadProgress | None) -> Weights:
-    """Reads the checkpoint, or generates weights for `--load dummy`. `progress` None: a line of this worker."""
+def load(plan: LoadPlan, checkpoint: Checkpoint | None) -> Weights:
+    """Reads the checkpoint, or generates weights for `--load dummy`. The first rank reports its progress."""
     config, device, precision = plan.config, plan.facts.device, plan.facts.precision
     is_deterministic = config.deterministic == "on"
     if checkpoint is None:
@@ -217,7 +214,7 @@ def load(plan: LoadPlan, checkpoint: Checkpoint | None, progress: LoadProgress |
         checkpoint,
         device,
         precision.compute,
-        progress or PhaseReport(config.worker_id, "weights", "bytes"),
+        PhaseReport(config.worker_id, "weights", "bytes") if plan.shard.rank == 0 else None,
         rounding=precision.rounding,
         is_deterministic=is_deterministic,
         shard=plan.shard,
@@ -305,29 +302,19 @@ def _log_loaded(
     )
 
 
-# --- pools that ranks share -----------------------------------------------------------------------------------
+# --- a pool that ranks share ----------------------------------------------------------------------------------
 
 
-def with_host_blocks(config: WorkerConfig) -> WorkerConfig:
-    """`config` with the number of blocks of a host's pool, so that ranks do not measure it themselves."""
-    if config.kv_blocks:
-        return config
-    model, precision = _model_and_precision(config)
+def plan_shared_pool(config: WorkerConfig) -> tuple[WorkerConfig, int]:
+    """`config` with the number of blocks of a host's pool, so that ranks do not measure it themselves; and the bytes of
+    so many whole blocks. Raises ModelError and ConfigError."""
+    model = open_model(Path(config.model), has_weights=config.load == "auto").config
+    device = choose_device(config.device)
+    precision = choose_precision(config.dtype, device, model.stored)
     shape = block_shape(config, model, precision)
     unit = PoolUnit(block_bytes=shape.block_bytes, block_size=shape.block_size)
-    num_blocks = explicit_blocks(0, config.kv_memory_bytes, unit)
+    num_blocks = explicit_blocks(config.kv_blocks, config.kv_memory_bytes, unit)
     if num_blocks is None:
         num_bytes = weight_bytes(model, precision.compute, rounding=precision.rounding)
-        num_blocks = host_blocks(available_bytes(choose_device(config.device)), num_bytes, unit)
-    return replace(config, kv_blocks=num_blocks)
-
-
-def shared_bytes(config: WorkerConfig) -> int:
-    """The bytes of a pool of `kv_blocks` whole blocks that tensor-parallel ranks share. Raises ModelError and
-    ConfigError."""
-    return config.kv_blocks * block_shape(config, *_model_and_precision(config)).block_bytes
-
-
-def _model_and_precision(config: WorkerConfig) -> tuple[ModelConfig, Precision]:
-    model = open_model(Path(config.model), has_weights=config.load == "auto").config
-    return model, choose_precision(config.dtype, choose_device(config.device), model.stored)
+        num_blocks = host_blocks(available_bytes(device), num_bytes, unit)
+    return replace(config, kv_blocks=num_blocks), num_blocks * shape.block_bytes

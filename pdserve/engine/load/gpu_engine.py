@@ -83,7 +83,7 @@ def graphs_meter(config: WorkerConfig) -> MeasureGraphs:
 
 def open_graphs(eager: TorchEngine, config: WorkerConfig) -> GraphEngine:
     """Tensor-parallel ranks call it together, because their graphs contain all-reduces."""
-    return with_graphs(eager, eager.model, config.max_batch, config.worker_id, _most_drafts(config))
+    return with_graphs(eager, config.max_batch, config.worker_id, _most_drafts(config))
 
 
 def _most_drafts(config: WorkerConfig) -> int:
@@ -99,12 +99,10 @@ def why_no_graphs(config: ModelConfig, block_size: int) -> str:
     return ""
 
 
-def with_graphs(
-    eager: TorchEngine, model: Decoder, most_rows: int, worker_id: str, most_drafts: int = 0
-) -> GraphEngine:
+def with_graphs(eager: TorchEngine, most_rows: int, worker_id: str, most_drafts: int = 0) -> GraphEngine:
     """Captures the decode step for every bucket up to `most_rows`, with a progress line; and for every bucket of
     tokens, if rows may have up to `most_drafts` drafts."""
-    decode, most_tokens = _static(eager, model, most_rows, most_drafts)
+    decode, most_tokens = _static(eager, most_rows, most_drafts)
     replays = make_replays(decode, buckets_for(most_rows), PhaseReport(worker_id, "decode graphs", "graphs"))
     verify = None
     if decode.most_queries > 1:
@@ -120,7 +118,7 @@ def measure_graphs(eager: TorchEngine, meter: Meter, *, most_rows: int, most_dra
     """
     meter.settle()
     before = meter.reserved()
-    decode, most_tokens = _static(eager, eager.model, most_rows, most_drafts)
+    decode, most_tokens = _static(eager, most_rows, most_drafts)
     if gpu_switches().steps == "eager":
         return penalty_bytes(most_tokens, eager.spec.vocab_size)
     after: list[int] = []
@@ -142,14 +140,14 @@ def measure_graphs(eager: TorchEngine, meter: Meter, *, most_rows: int, most_dra
     return taken + penalty_bytes(most_tokens, eager.spec.vocab_size)
 
 
-def _static(eager: TorchEngine, model: Decoder, most_rows: int, most_drafts: int) -> tuple[StaticDecode, int]:
+def _static(eager: TorchEngine, most_rows: int, most_drafts: int) -> tuple[StaticDecode, int]:
     """The static buffers, and the most tokens of a step with drafts."""
     most_queries = 1 << most_drafts.bit_length()  # each number of queries needs its own kernel
     most_tokens = verified_tokens(most_rows, most_queries)
     device = eager.pool.tensor.device
     use_device(device)
     decode = StaticDecode(
-        model,
+        eager.model,
         eager.pool,
         most_rows=most_rows,
         max_context_tokens=eager.spec.max_context_tokens,

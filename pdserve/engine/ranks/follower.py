@@ -9,6 +9,7 @@ endpoint: it is started as kvtransfer.ranks.follower, which passes the endpoint 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
@@ -19,7 +20,7 @@ from pdserve.config import WorkerConfig, forget_secrets
 from pdserve.config_flags import parse_flags
 from pdserve.core.access.proof import ClusterSecret
 from pdserve.core.errors import PdserveError
-from pdserve.engine.load.build_engine import open_rank, shared_bytes
+from pdserve.engine.load.build_engine import open_rank
 from pdserve.engine.load.device import choose_device, use_device
 from pdserve.engine.memory.host import HostMemory
 from pdserve.engine.model.collectives import Ranks, make_store, private_store
@@ -72,7 +73,7 @@ def follow(
     else:
         store = private_store(place, shard.size, timeout_s=MEET_S)
     store.set(f"here/{rank}", "")
-    memory = None if pool == OWN else HostMemory(shared_bytes(config), int(pool))
+    memory = None if pool == OWN else HostMemory(os.fstat(int(pool)).st_size, int(pool))
     device = choose_device(config.device, rank if index is None else index)
     use_device(device)
     secret = ClusterSecret(config.cluster_secret) if config.rendezvous else None
@@ -84,7 +85,7 @@ def follow(
         from pdserve.engine.load import gpu_engine as gpu_opening  # Triton is not available for CPUs
 
         graphs = gpu_opening.graphs_meter(config)
-    engine = open_rank(config, lambda _read, _all: None, shard, ranks, memory, device=device, graphs=graphs)
+    engine = open_rank(config, shard, ranks, memory, device=device, graphs=graphs)
     served = None if serve is None else serve(engine, config, device)
     if served is not None:
         store.set(f"address/{rank}", served.address)

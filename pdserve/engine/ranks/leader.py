@@ -33,7 +33,7 @@ from pdserve.core.kv.stamps import BlockStamps
 from pdserve.core.types import Role
 from pdserve.engine.gpu.plain_rows import Words
 from pdserve.engine.interface import EngineSpec, Flight, OnLayer, Row, RowOut
-from pdserve.engine.load.build_engine import open_rank, shared_bytes, warmed, with_host_blocks
+from pdserve.engine.load.build_engine import open_rank, plan_shared_pool, warmed
 from pdserve.engine.load.device import choose_device
 from pdserve.engine.memory.host import HostMemory
 from pdserve.engine.memory.plan import MemoryPlan, with_device_defaults
@@ -334,13 +334,14 @@ def open_parallel_engine(config: WorkerConfig, role: Role) -> ParallelEngine | P
         place = int(store.port)
     device = choose_device(config.device)
     config = with_device_defaults(config, role, is_gpu=device.type == "cuda")
+    pool_bytes = 0
     if device.type == "cpu":
-        config = with_host_blocks(config)
+        config, pool_bytes = plan_shared_pool(config)
     has_graphs = device.type == "cuda" and _gpu_builder().takes_graphs(config, role)
     store.set(GRAPHS, "on" if has_graphs else "off")
     each = dataclasses.replace(config, threads=max(1, config.threads // config.ranks_here) if config.threads else 0)
     is_shared = device.type == "cpu" and config.rank_pools != "own" and not config.rendezvous
-    memory = _shared_memory(config) if is_shared else None
+    memory = _shared_memory(size, pool_bytes) if is_shared else None
     descriptor = None if memory is None else memory.descriptor
     # The rendezvous comes first: if its address cannot be used, nothing else has started.
     rendezvous = None
@@ -356,9 +357,8 @@ def open_parallel_engine(config: WorkerConfig, role: Role) -> ParallelEngine | P
         _meet(store, followers)
         shard = Shard(0, size)
         ranks = Ranks(shard, store, device, config.stall_s, gloo_host(config), secret)
-        engine = open_rank(
-            each, None, shard, ranks, memory, graphs=_gpu_builder().graphs_meter(each) if has_graphs else None
-        )
+        meter = _gpu_builder().graphs_meter(each) if has_graphs else None
+        engine = open_rank(each, shard, ranks, memory, graphs=meter)
         _meet(store, followers, "loaded", MEET_S + config.stall_s)
         check_weights(store, followers, engine.spec.weights_hash)
         graphs = _gpu_builder().open_graphs(engine, each) if has_graphs else None
@@ -402,10 +402,10 @@ def check_weights(store: Any, followers: Sequence[RankProcess], weights_hash: st
             raise ConfigError("model", seen, "the same files on every host")
 
 
-def _shared_memory(config: WorkerConfig) -> HostMemory:
-    memory = HostMemory(shared_bytes(config), is_sealed=False)
+def _shared_memory(size: int, num_bytes: int) -> HostMemory:
+    memory = HostMemory(num_bytes, is_sealed=False)
     if memory.descriptor is None:
-        raise ConfigError("tensor_parallel", config.tensor_parallel, "1 on a system without memory files (memfd)")
+        raise ConfigError("tensor_parallel", size, "1 on a system without memory files (memfd)")
     return memory
 
 

@@ -15,7 +15,6 @@ from pdserve.engine.interface import Row
 from pdserve.engine.load.build_engine import open_rank
 from pdserve.engine.load.device import largest_steps, measure_use
 from pdserve.engine.memory.plan import PoolUnit
-from pdserve.engine.model.parameters import WHOLE
 from pdserve.engine.toy import ToyEngine
 
 pytestmark = pytest.mark.gpu_checks
@@ -190,13 +189,13 @@ def test_the_pool_takes_the_memory_that_is_left(tiny: Callable[[str], Path]) -> 
         max_batch_tokens=512,
         gpu_memory_share=0.5,
     )
-    engine = open_rank(config, None, WHOLE, None, meter=meter)
+    engine = open_rank(config, meter=meter)
     assert engine.spec.num_blocks == 149  # Half of 400, without 50 and the thousand bytes of weights.
     assert engine.memory is not None
     assert (engine.memory.activations, engine.memory.kv_tokens) == (50 * block_bytes, 149 * 8)
     assert engine.spec.max_context_tokens == 1024
     with pytest.raises(ConfigError, match=r"gpu_memory_share: got 0\.1 of"):
-        open_rank(replace(config, gpu_memory_share=0.1), None, WHOLE, None, meter=meter)
+        open_rank(replace(config, gpu_memory_share=0.1), meter=meter)
 
 
 def test_a_host_engine_reports_its_memory(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def open_graph_rank(folder: Path, rank: int, store: Any) -> tuple[Ranks, Any, Gr
         max_batch_tokens=64,
         threads=1,
     )
-    eager = open_rank(config, None, Shard(rank, SIZE), ranks)
+    eager = open_rank(config, Shard(rank, SIZE), ranks)
     decode = StaticDecode(
         eager.model,
         eager.pool,

@@ -63,7 +63,7 @@ def config(folder: Path) -> WorkerConfig:
 def test_a_rank_launches_on_its_own_gpu(rank: int, tiny: Callable[[str], Path]) -> None:
     folder, shard = tiny("llama"), Shard(rank, 2)
     with fake_cuda(num_devices=2) as cuda:
-        engine = open_rank(config(folder), None, shard, cast(Ranks, Alone(shard)))
+        engine = open_rank(config(folder), shard, cast(Ranks, Alone(shard)))
         assert engine.pool.tensor.device == torch.device("cuda", rank)
         engine.follow([CHUNK, TOKEN])
         assert {"_norm", "_attend", "_place"} <= set(cuda.launches)

@@ -89,7 +89,7 @@ def test_a_capture_launches_only_counted_kernels(
     find_the_last_method_fastest(monkeypatch)
     with strict_capture() as captures:
         eager = open_fake(folder)
-        with_graphs(eager, eager.model, num_rows, "w")
+        with_graphs(eager, num_rows, "w")
     shape = dataclasses.replace(LLAMA_8B, num_layers=2)
     found, products = gpu_switches(), gpu_switches().products
     is_fused = products in ("split-k", "fastest")
@@ -108,7 +108,7 @@ def test_rounded_products_keep_their_method(tiny: Callable[[str], Path], monkeyp
     monkeypatch.setattr(Resampler, "warm", lambda self: None)
     with strict_capture() as captures:
         eager = open_fake(tiny("llama"), "fp8")
-        with_graphs(eager, eager.model, 1, "w")
+        with_graphs(eager, 1, "w")
     assert captures.launched.count("_product") == 1
     assert any("scaled_mm" in one for one in captures.launched)
 

@@ -73,7 +73,7 @@ def test_decode_graphs_are_captured(
         assert captures.num_graphs == 2 * len(sets)
         assert taken == num_graphs + 2 * sets[-1] * 384 * 4  # A byte for each capture, and the counts for penalties.
         captures.num_graphs = 0
-        with_graphs(eager, eager.model, MAX_ROWS, "w", most_drafts)
+        with_graphs(eager, MAX_ROWS, "w", most_drafts)
         assert captures.num_graphs == num_graphs
 
 
@@ -82,7 +82,7 @@ def test_a_step_launches_only_counted_kernels(tiny: Callable[[str], Path], monke
     folder = tiny("llama")
     with strict_capture() as captures:
         eager = open_torch_engine(config(folder, dtype="bfloat16"))
-        with_graphs(eager, eager.model, 1, "w")
+        with_graphs(eager, 1, "w")
         assert captures.num_graphs == 1
     shape = dataclasses.replace(LLAMA_8B, num_layers=2)
     assert len(captures.launched) == decode_floor(shape, 1, 64).num_kernels, Counter(captures.launched)
@@ -108,7 +108,7 @@ def test_no_launch_waits_for_the_device(tiny: Callable[[str], Path]) -> None:
     with strict_capture() as captures:
         eager = open_torch_engine(config(folder))
         eager.grammars = EveryThird(eager.spec.vocab_size)  # type: ignore[assignment]
-        graph = with_graphs(eager, eager.model, len(kinds), "w", most_drafts=MOST_QUERIES - 1)
+        graph = with_graphs(eager, len(kinds), "w", most_drafts=MOST_QUERIES - 1)
         captures.cuda.launches.clear()
         texts, flight = texts_of(), None
         for _ in range(3):
@@ -155,8 +155,8 @@ def test_ranks_capture_the_same_all_reduces(
             ranks.shard, group = Shard(rank, 2), Group(captures)
             ranks._tensors = group
             settings = config(folder, tensor_parallel=2)
-            eager = open_rank(with_device_defaults(settings, Role.DECODE, is_gpu=True), None, ranks.shard, ranks)
-            with_graphs(eager, eager.model, MAX_ROWS, "w")
+            eager = open_rank(with_device_defaults(settings, Role.DECODE, is_gpu=True), ranks.shard, ranks)
+            with_graphs(eager, MAX_ROWS, "w")
             assert captures.num_graphs == len(buckets_for(MAX_ROWS))
             asked.append(group.asked)
     assert asked[0] == asked[1]

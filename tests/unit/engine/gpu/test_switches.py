@@ -55,7 +55,7 @@ def test_eager_steps_capture_nothing(tiny: Callable[[str], Path], monkeypatch: p
         config = WorkerConfig(model=str(folder), worker_id="w", device="cuda", load="dummy", kv_blocks=64, threads=1)
         eager = open_torch_engine(config)
         assert measure_graphs(eager, meter, most_rows=2, most_drafts=3) > 0  # The counts for penalties.
-        engine = with_graphs(eager, eager.model, 2, "w", 3)
+        engine = with_graphs(eager, 2, "w", 3)
         assert isinstance(engine._replays, EagerReplays)
         assert isinstance(engine._verify, EagerReplays)
         assert captures.num_graphs == 0
