@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, final
 
 from decode_worker.planning import ChunkRule
-from decode_worker.scheduler import DecodeScheduler, TokenBatch, gathered
+from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequence_table import KvCheck
 from decode_worker.speculation import DraftRule
 from decode_worker.step import DecodeStep
@@ -24,7 +24,7 @@ from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
 from pdserve.core.attempt import AttemptKey, FailureKind
 from pdserve.core.cost.latency import CostModel
-from pdserve.core.effects import DecodeEffect, PlainSampled
+from pdserve.core.effects import DecodeEffect, PlainTokens
 from pdserve.core.errors import PdserveError
 from pdserve.core.kv.kv_shape import Grant, TransferKey
 from pdserve.core.kv.stamps import BlockStamps
@@ -61,13 +61,11 @@ def join_rows(rows: Iterable[TokenRow]) -> list[TokenRow]:
     return joined
 
 
-def responses_by_router(
-    rows: Iterable[TokenRow], plain: Iterable[PlainSampled]
-) -> dict[int, worker_pb2.AttachResponse]:
+def responses_by_router(rows: Iterable[TokenRow], plain: PlainTokens | None) -> dict[int, worker_pb2.AttachResponse]:
     """One message for each router, by the number of its stream."""
     by_router: dict[int, worker_pb2.AttachResponse] = {}
-    for columns in plain:
-        for router, tokens in messages.plain_tokens(columns):
+    if plain is not None:
+        for router, tokens in messages.plain_tokens(plain):
             by_router[router] = worker_pb2.AttachResponse(tokens=worker_pb2.Tokens(plain=tokens))
     for row in rows:
         response = by_router.setdefault(row.key.router, worker_pb2.AttachResponse())
@@ -213,9 +211,9 @@ class DecodeProgram(RoleProgram[DecodeStep, DecodeEffect, Receive]):
     # -- effects ------------------------------------------------------------------------------------------------
 
     def act(self, effects: Iterable[DecodeEffect]) -> None:
-        for effect in gathered(effects):
+        for effect in effects:
             match effect:
-                case TokenBatch():
+                case fx.TokensSampled():
                     self._send_tokens(effect)
                 case fx.BlocksReserved():
                     self._blocks_reserved(effect)
@@ -289,9 +287,9 @@ class DecodeProgram(RoleProgram[DecodeStep, DecodeEffect, Receive]):
         metrics.observe(metric_names.TRANSFER_TIME, effect.transfer_s)
         metrics.observe(metric_names.TRANSFER_BUSY_TIME, effect.busy_s)
 
-    def _send_tokens(self, batch: TokenBatch) -> None:
-        rows = join_rows(batch.rows)
-        for session, response in responses_by_router(rows, batch.plain).items():
+    def _send_tokens(self, effect: fx.TokensSampled) -> None:
+        rows = join_rows(effect.rows)
+        for session, response in responses_by_router(rows, effect.plain).items():
             self.outbox.send(session, response)
         metrics = self.context.metrics
         for row in rows:

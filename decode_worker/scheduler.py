@@ -10,9 +10,9 @@ transfer may still write to its blocks is ENDING until the receiver reports the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Final, final
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import final
 
 from decode_worker.decode_sequence import DecodeMove, DecodeSequence, DecodeStage
 from decode_worker.planning import ChunkRule, Drafter, Planner
@@ -22,13 +22,13 @@ from decode_worker.step import DecodeStep
 from pdserve.core.attempt import Attempt, AttemptKey, EndRule, FailureKind, RefusalReason, blocks_for
 from pdserve.core.effects import (
     BlocksReserved,
-    DecodeAction,
     DecodeEffect,
     KvCommitted,
     KvMistaken,
-    PlainSampled,
+    PlainTokens,
     PromptScored,
     ReceiveAborted,
+    TokensSampled,
     TransferCancelled,
     TransferLost,
 )
@@ -40,37 +40,27 @@ from pdserve.engine.interface import PlainOuts, RowOut, plain_out
 # --- results of a step ----------------------------------------------------------------------------------------
 # Sampled tokens, ends of texts, blocks with wrong content.
 
-# Prompt scores are sent first, then the tokens of all attempts, which share one message per router, then all other
-# effects. So an attempt's Released is never sent before its last tokens.
-_TOKENS: Final = 1
-_SENDING_ORDER: Final[dict[type, int]] = {PromptScored: 0, PlainSampled: _TOKENS, TokenRow: _TOKENS}
 
+@final
+class _Results:
+    """The effects of a step, in the order in which they are sent.
 
-@dataclass(slots=True)
-class TokenBatch:
-    """Tokens that share one message per router."""
+    Prompt scores come first, then the tokens of all attempts, then all other effects. So an attempt's Released is never
+    sent before its last tokens.
+    """
 
-    rows: list[TokenRow] = field(default_factory=list)
-    plain: list[PlainSampled] = field(default_factory=list)
+    __slots__ = ("after", "plain", "rows", "scores")
 
+    def __init__(self) -> None:
+        self.scores: list[PromptScored] = []
+        self.rows: list[TokenRow] = []
+        self.plain: PlainTokens | None = None
+        self.after: list[DecodeEffect] = []
 
-def gathered(effects: Iterable[DecodeEffect]) -> Iterator[TokenBatch | DecodeAction]:
-    """The effects in order, with consecutive tokens in one batch."""
-    batch: TokenBatch | None = None
-    for effect in effects:
-        if isinstance(effect, PlainSampled | TokenRow):
-            batch = batch or TokenBatch()
-            if isinstance(effect, TokenRow):
-                batch.rows.append(effect)
-            else:
-                batch.plain.append(effect)
-            continue
-        if batch is not None:
-            yield batch
-            batch = None
-        yield effect
-    if batch is not None:
-        yield batch
+    def effects(self) -> list[DecodeEffect]:
+        if not self.rows and self.plain is None:
+            return [*self.scores, *self.after]
+        return [*self.scores, TokensSampled(rows=self.rows, plain=self.plain), *self.after]
 
 
 @final
@@ -85,50 +75,45 @@ class StepResults:
 
     def apply(self, step: DecodeStep, outs: Sequence[RowOut], now_s: float) -> list[DecodeEffect]:
         self._ended_at(now_s)
-        effects: list[DecodeEffect] = []
+        results = _Results()
         shares: Iterable[tuple[DecodeSequence, int]] = step.shares()
         if isinstance(outs, PlainOuts) and not step.prefilling and self._check is None:
-            sampled, outs, shares = self._append_plain(step.decoding, outs.token_ids)
-            if sampled.keys:
-                effects.append(sampled)
-        return self._apply_rows(shares, outs, now_s, effects)
+            results.plain, outs, shares = self._append_plain(step.decoding, outs.token_ids)
+        self._apply_rows(shares, outs, now_s, results)
+        return results.effects()
 
     def _apply_rows(
         self,
         shares: Iterable[tuple[DecodeSequence, int]],
         outs: Sequence[RowOut],
         now_s: float,
-        effects: list[DecodeEffect],
-    ) -> list[DecodeEffect]:
-        """`effects`, those of the rows before, with the effects of these rows, in sending order."""
+        results: _Results,
+    ) -> None:
         for (sequence, count), out in zip(shares, outs, strict=True):
             key = sequence.key
             if self._sequences.by_key.get(key) is not sequence or sequence.stage is not DecodeStage.RUNNING:
                 continue
             if self._check is not None and (wrong := self._check.find(sequence, self._block_size)) is not None:
-                effects.append(self._discard_wrong(sequence, wrong, now_s))
+                results.after.append(self._discard_wrong(sequence, wrong, now_s))
                 continue
             start = sequence.computed
             self._sequences.advance(sequence, count)
             if out.scored:
-                effects.append(PromptScored(key=key, first_position=start + 1, tokens=out.scored))
+                results.scores.append(PromptScored(key=key, first_position=start + 1, tokens=out.scored))
             if len(out.sampled) == 1:  # true for nearly every row
-                self._append(sequence, out.sampled[0], now_s, effects)
+                self._append(sequence, out.sampled[0], now_s, results)
                 continue
             for index, token in enumerate(out.sampled):
                 if index > 0:  # the previous token was an accepted draft, so its KV is computed
                     self._sequences.advance(sequence, 1)
-                self._append(sequence, token, now_s, effects)
+                self._append(sequence, token, now_s, results)
                 if key not in self._sequences.by_key:
                     break
-        if len(set(map(type, effects))) > 1:
-            effects.sort(key=lambda effect: _SENDING_ORDER.get(type(effect), _TOKENS + 1))
-        return effects
 
     def apply_run(
         self, step: DecodeStep, count: int, token: TokenOut, outs: Sequence[RowOut], now_s: float
     ) -> list[DecodeEffect]:
-        effects: list[DecodeEffect] = []
+        results = _Results()
         self._ended_at(now_s)
         size = self._block_size
         sampled = [token.token_id] * count
@@ -141,8 +126,9 @@ class StepResults:
                 continue
             tokens += sampled[1:]
             self._sequences.advance(sequence, count)
-            self._append(sequence, token, now_s, effects)
-        return self._apply_rows(step.prefilling, outs, now_s, effects)
+            self._append(sequence, token, now_s, results)
+        self._apply_rows(step.prefilling, outs, now_s, results)
+        return results.effects()
 
     def _discard_wrong(self, sequence: DecodeSequence, wrong: WrongBlock, now_s: float) -> DecodeEffect:
         """Discards the step's result for the sequence, which is prefilled again into other blocks."""
@@ -152,7 +138,7 @@ class StepResults:
 
     def _append_plain(
         self, decoding: Sequence[DecodeSequence], token_ids: Sequence[int]
-    ) -> tuple[PlainSampled, list[RowOut], list[tuple[DecodeSequence, int]]]:
+    ) -> tuple[PlainTokens | None, list[RowOut], list[tuple[DecodeSequence, int]]]:
         """Adds the tokens of rows that continue without further effects, which are most rows. Returns the outputs and
         sequences of the other rows, for `apply`."""
         continuing: list[DecodeSequence] = []
@@ -170,15 +156,16 @@ class StepResults:
             sequence.computed = num_tokens
             continuing.append(sequence)
             plain_ids.append(token_id)
-        sampled = PlainSampled(
+        if not continuing:
+            return None, outs, shares
+        plain = PlainTokens(
             keys=[each.key for each in continuing],
             output_indexes=[each.computed - each.prompt_len for each in continuing],
             token_ids=plain_ids,
         )
-        return sampled, outs, shares
+        return plain, outs, shares
 
-    def _append(self, sequence: DecodeSequence, token: TokenOut, now_s: float, effects: list[DecodeEffect]) -> None:
-        """Adds the token and returns its effects."""
+    def _append(self, sequence: DecodeSequence, token: TokenOut, now_s: float, results: _Results) -> None:
         attempt, tokens = sequence.attempt, sequence.tokens
         tokens.append(token.token_id)
         num_tokens = len(tokens)
@@ -197,13 +184,13 @@ class StepResults:
         if finish is None:
             size = self._block_size
             sequence.plain_until = min(num_tokens + -num_tokens % size, sequence.ends_at - 1)
-            effects.append(sampled)
+            results.rows.append(sampled)
             return
         assert sequence.decoding_since_s is not None
         decode_s = sampled.decode_s + now_s - sequence.decoding_since_s
-        effects.append(replace(sampled, decode_s=decode_s))
+        results.rows.append(replace(sampled, decode_s=decode_s))
         self._sequences.remove(sequence)
-        effects.append(Released(key=sequence.key))
+        results.after.append(Released(key=sequence.key))
 
     def _ended_at(self, now_s: float) -> None:
         """A step has ended. Steps that end at the same time count as one."""

@@ -120,7 +120,7 @@ class KvMistaken:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlainSampled:
+class PlainTokens:
     """One token for each sequence that continues and reports nothing else. The lists have equal lengths."""
 
     keys: list[AttemptKey]
@@ -128,12 +128,27 @@ class PlainSampled:
     token_ids: list[int]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokensSampled:
+    """The tokens of a step, which share one message per router."""
+
+    rows: list[TokenRow]
+    plain: PlainTokens | None = None
+
+
 #: Of both roles.
 CommonEffect = Refused | AttemptFailed | TransferLost | Released | PromptScored
 PrefillEffect = CommonEffect | SendStarted | BlocksDone | SendAborted | FirstToken
-#: All decode effects but sampled tokens.
-DecodeAction = CommonEffect | TransferCancelled | BlocksReserved | Granted | ReceiveAborted | KvCommitted | KvMistaken
-DecodeEffect = DecodeAction | TokenRow | PlainSampled
+DecodeEffect = (
+    CommonEffect
+    | TransferCancelled
+    | BlocksReserved
+    | Granted
+    | ReceiveAborted
+    | KvCommitted
+    | KvMistaken
+    | TokensSampled
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

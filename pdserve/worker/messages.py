@@ -108,7 +108,7 @@ def prompt_scored(effect: fx.PromptScored) -> Iterator[worker_pb2.PromptScored]:
         yield worker_pb2.PromptScored(request_id=effect.key.request_id, attempt=effect.key.attempt, scores=scores)
 
 
-def plain_tokens(effect: fx.PlainSampled) -> Iterator[tuple[int, worker_pb2.PlainTokens]]:
+def plain_tokens(effect: fx.PlainTokens) -> Iterator[tuple[int, worker_pb2.PlainTokens]]:
     """One message for each router, by the number of its stream."""
     routers, request_ids, attempts = zip(*effect.keys, strict=True)
     columns: list[Sequence[Any]] = [request_ids, attempts, effect.output_indexes, effect.token_ids]

@@ -13,7 +13,7 @@ from typing import final
 
 from decode_worker.decode_sequence import DecodeStage
 from decode_worker.planning import ChunkRule
-from decode_worker.scheduler import DecodeScheduler, TokenBatch, gathered
+from decode_worker.scheduler import DecodeScheduler
 from decode_worker.step import DecodeStep
 from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
@@ -330,10 +330,9 @@ class DecodeMachine(Machine[DecodeStep, fx.DecodeEffect]):
     # -- effects -------------------------------------------------------------------------------------------------
 
     def act(self, effects: Iterable[fx.DecodeEffect]) -> None:
-        for effect in gathered(effects):
+        for effect in effects:
             match effect:
-                case TokenBatch():
-                    assert not effect.plain, "a run reports no plain tokens"
+                case fx.TokensSampled():
                     self._sampled(effect.rows)
                 case pr.Released() | pr.Refused():
                     self._unreported.discard(effect.key)

@@ -16,7 +16,7 @@ from decode_worker.step import DecodeStep
 from decode_worker.steps_in_flight import AsyncStepper
 from pdserve.core.attempt import Attempt, AttemptKey, EndRule
 from pdserve.core.cost.latency import CostModel, CostPrior
-from pdserve.core.effects import BlocksReserved, DecodeEffect, PlainSampled, StepAccount
+from pdserve.core.effects import BlocksReserved, DecodeEffect, PlainTokens, StepAccount, TokensSampled
 from pdserve.core.kv.blocks import BlockAllocator
 from pdserve.core.kv.cache import KvCache
 from pdserve.core.protocol import TokenRow
@@ -51,6 +51,18 @@ class KnownHistories:
 
     def close(self) -> None:
         self._toy.close()
+
+
+def spread(effects: list[DecodeEffect]) -> list[Any]:
+    """The effects, with a step's token rows in place of the one effect that has them."""
+    found: list[Any] = []
+    for effect in effects:
+        if isinstance(effect, TokensSampled):
+            found += [effect.plain] if effect.plain is not None else []
+            found += effect.rows
+        else:
+            found.append(effect)
+    return found
 
 
 class Bench:
@@ -155,11 +167,11 @@ class Bench:
             self.sampled[name] = [first_token]
         return effects
 
-    def step(self) -> list[DecodeEffect]:
+    def step(self) -> list[Any]:
         """The effects before and after one step."""
         return self._async_step() if self.is_async else self._step()
 
-    def _async_step(self) -> list[DecodeEffect]:
+    def _async_step(self) -> list[Any]:
         """Reads one step. The next one may have been launched before."""
         engine, before = AsyncStepper(KnownHistories(self.engine)), list[DecodeEffect]()
         if self.flight is None:
@@ -182,7 +194,7 @@ class Bench:
         self.accounts.append(plan.account)
         return [*before, *self._read(self.scheduler.apply(plan, flight.wait(), self.now_s))]
 
-    def _step(self) -> list[DecodeEffect]:
+    def _step(self) -> list[Any]:
         plan, before = self.scheduler.plan(self.now_s)
         self.scheduler.check()
         self.now_s += 1.0
@@ -191,15 +203,16 @@ class Bench:
         self.accounts.append(plan.account)
         return [*before, *self._read(self.scheduler.apply(plan, self.engine.step(plan.rows), self.now_s))]
 
-    def _read(self, after: list[DecodeEffect]) -> list[DecodeEffect]:
+    def _read(self, after: list[DecodeEffect]) -> list[Any]:
         self.scheduler.check()
-        for one in after:
+        one_by_one = spread(after)
+        for one in one_by_one:
             if isinstance(one, TokenRow):
                 self.sampled.setdefault(one.key.request_id, []).append(one.tokens[0].token_id)
-            if isinstance(one, PlainSampled):
+            if isinstance(one, PlainTokens):
                 for key, token_id in zip(one.keys, one.token_ids, strict=True):
                     self.sampled[key.request_id].append(token_id)
-        return after
+        return one_by_one
 
     def end(self) -> None:
         """Ends every request. Raises AssertionError unless all blocks are free or in the prefix cache then."""
@@ -214,8 +227,8 @@ class Bench:
         assert scheduler.live() == []
         assert blocks.num_free + blocks.num_evictable == blocks.num_blocks, "a block is used after the last request"
 
-    def run(self, limit: int = 1000) -> list[DecodeEffect]:
-        effects: list[DecodeEffect] = []
+    def run(self, limit: int = 1000) -> list[Any]:
+        effects: list[Any] = []
         while self.scheduler.has_work or self.flight is not None:
             assert limit, "the scheduler makes no progress"
             limit -= 1

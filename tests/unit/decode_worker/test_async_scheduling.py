@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from decode_worker.decode_sequence import DecodeStage
-from pdserve.core.effects import PlainSampled
+from pdserve.core.effects import PlainTokens
 from pdserve.core.errors import InternalError
 from pdserve.core.protocol import Released, TokenRow
 from pdserve.core.types import FinishReason
@@ -30,7 +30,7 @@ def test_asynchronous_steps_sample_the_same_tokens(make_bench: Any) -> None:
         outcome[is_async] = dict(bench.sampled), finished(effects)
         assert bench.scheduler.blocks.num_referenced == 0
         assert (bench.num_async > 10) == is_async
-        assert any(isinstance(one, PlainSampled) for one in effects) == is_async
+        assert any(isinstance(one, PlainTokens) for one in effects) == is_async
     assert outcome[True] == outcome[False]
 
 

@@ -12,13 +12,14 @@ from decode_worker.planning import ChunkRule
 from decode_worker.scheduler import DecodeScheduler
 from pdserve.core.attempt import Attempt, AttemptKey, EndRule
 from pdserve.core.cost.latency import CostModel
-from pdserve.core.effects import BlocksReserved, DecodeEffect
+from pdserve.core.effects import BlocksReserved
 from pdserve.core.kv.blocks import BlockAllocator
 from pdserve.core.kv.cache import KvCache
 from pdserve.core.protocol import TokenRow
 from pdserve.core.types import Sampling, TokenOut
 from pdserve.engine.interface import RowOut
 from tests.support.slow import slow_except
+from tests.unit.decode_worker.conftest import spread
 
 TOKEN = TokenOut(token_id=7)
 BLOCK_SIZE = 4
@@ -50,23 +51,24 @@ def state(scheduler: DecodeScheduler) -> Any:
     )
 
 
-def step_by_step(scheduler: DecodeScheduler, count: int, now_s: float) -> list[DecodeEffect]:
-    effects: list[DecodeEffect] = []
+def step_by_step(scheduler: DecodeScheduler, count: int, now_s: float) -> list[Any]:
+    effects: list[Any] = []
     for _ in range(count):
         step, before = scheduler.plan(now_s)
         outs = [RowOut(sampled=(TOKEN,)) if each.remaining == share else RowOut() for each, share in step.shares()]
-        effects += [*before, *scheduler.apply(step, outs, now_s)]
+        effects += [*before, *spread(scheduler.apply(step, outs, now_s))]
     return effects
 
 
-def at_once(scheduler: DecodeScheduler, now_s: float, rng: random.Random) -> tuple[list[DecodeEffect], int]:
+def at_once(scheduler: DecodeScheduler, now_s: float, rng: random.Random) -> tuple[list[Any], int]:
     """One run of a random allowed length, or one step if prompts are prefilled."""
-    step, effects = scheduler.plan(now_s)
+    step, before = scheduler.plan(now_s)
+    effects: list[Any] = [*before]
     longest = scheduler.run_length(step)
     count = rng.choice((longest, longest, rng.randint(1, longest))) if longest else 1
     first = {each.key: each.num_output for each in step.decoding}
     outs = [RowOut(sampled=(TOKEN,)) if each.remaining == share else RowOut() for each, share in step.prefilling]
-    applied = scheduler.apply_run(step, count, TOKEN, now_s, outs)
+    applied = spread(scheduler.apply_run(step, count, TOKEN, now_s, outs))
     reported = {(one.key, one.output_index) for one in applied if isinstance(one, TokenRow)}
     for key, index in first.items():
         sampled = [TokenRow(key=key, output_index=index + at, tokens=(TOKEN,)) for at in range(count)]

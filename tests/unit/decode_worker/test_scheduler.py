@@ -21,6 +21,7 @@ from pdserve.core.effects import (
 from pdserve.core.protocol import AttemptFailed, Granted, Released, TokenRow
 from pdserve.core.types import FinishReason
 from pdserve.engine.toy import answer
+from tests.unit.decode_worker.conftest import spread
 
 PROMPT = list(range(40, 50))  # two full blocks of four, and two tokens of a third
 
@@ -171,7 +172,7 @@ def test_running_sequences_decode_during_a_prefill(bench: Any) -> None:
     while len(bench.sampled.get("b", ())) == 0:
         plan, _ = bench.scheduler.plan(bench.now_s)
         chunks.append([len(row.tokens) for row in plan.rows])
-        for one in bench.scheduler.apply(plan, bench.engine.step(plan.rows), bench.now_s):
+        for one in spread(bench.scheduler.apply(plan, bench.engine.step(plan.rows), bench.now_s)):
             if isinstance(one, TokenRow):
                 bench.sampled.setdefault(one.key.request_id, []).append(one.tokens[0].token_id)
     assert chunks == [[1, 4], [1, 4], [1, 4]]  # A share of the largest chunk of 8, but at least a block.
@@ -261,7 +262,7 @@ def test_a_step_has_no_more_rows_than_the_batch(make_bench: Any) -> None:
     while bench.scheduler.has_work:
         plan, _ = bench.scheduler.plan(bench.now_s)
         sizes.append(len(plan.rows))
-        for one in bench.scheduler.apply(plan, bench.engine.step(plan.rows), bench.now_s):
+        for one in spread(bench.scheduler.apply(plan, bench.engine.step(plan.rows), bench.now_s)):
             if isinstance(one, TokenRow):
                 bench.sampled.setdefault(one.key.request_id, []).append(one.tokens[0].token_id)
     assert max(sizes) == 2
@@ -363,7 +364,7 @@ def test_a_cancel_between_plan_and_apply_skips_the_row(bench: Any) -> None:
     plan, _ = bench.scheduler.plan(0.0)
     sampled = bench.engine.step(plan.rows)
     bench.scheduler.cancel(bench.key("a"))
-    [row] = bench.scheduler.apply(plan, sampled, 1.0)
+    [row] = spread(bench.scheduler.apply(plan, sampled, 1.0))
     assert row.key == bench.key("b")
 
 

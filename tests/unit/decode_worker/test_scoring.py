@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from decode_worker.scheduler import TokenBatch, gathered
 from pdserve.core.effects import DecodeEffect, PromptScored
 from pdserve.core.protocol import Released, TokenRow
 from pdserve.engine.toy import answer
@@ -64,11 +63,9 @@ def test_scores_and_tokens_are_sent_before_other_effects(bench: Any) -> None:
     bench.offer("a", [7, 8, 9], max_tokens=2)
     bench.step()
     bench.offer("b", [3, 4, 5], prompt_logprobs=2)
-    effects = bench.step()
-    assert [(type(one), one.key.request_id) for one in effects] == [
+    assert [(type(one), one.key.request_id) for one in bench.step()] == [
         (PromptScored, "b"),
         (TokenRow, "a"),
         (TokenRow, "b"),
         (Released, "a"),
     ]
-    assert [type(one) for one in gathered(effects)] == [PromptScored, TokenBatch, Released]

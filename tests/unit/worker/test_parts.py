@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pdserve.core.attempt import AttemptKey, AttemptLedger
-from pdserve.core.effects import PlainSampled, PromptScored
+from pdserve.core.effects import PlainTokens, PromptScored
 from pdserve.core.errors import InternalError
 from pdserve.core.types import Role, Sampling, TokenOut
 from pdserve.engine.interface import Row, RowOut
@@ -145,7 +145,7 @@ async def test_waiting_steps_are_merged_in_order() -> None:
 
 def test_each_router_gets_the_plain_tokens_of_its_requests() -> None:
     keys = [AttemptKey(2, "a", 1), AttemptKey(1, "b", 3), AttemptKey(2, "c", 1)]
-    effect = PlainSampled(keys=keys, output_indexes=[4, 5, 6], token_ids=[7, 8, 9])
+    effect = PlainTokens(keys=keys, output_indexes=[4, 5, 6], token_ids=[7, 8, 9])
     assert dict(messages.plain_tokens(effect)) == {
         1: worker_pb2.PlainTokens(request_ids=["b"], attempts=[3], output_indexes=[5], token_ids=[8]),
         2: worker_pb2.PlainTokens(request_ids=["a", "c"], attempts=[1, 1], output_indexes=[4, 6], token_ids=[7, 9]),
