@@ -45,9 +45,7 @@ class Outlet(Protocol):
 
 @final
 class EngineThread:
-    def __init__(
-        self, outlet: Outlet, heartbeat_s: float, on_death: Callable[[BaseException], None], name: str = "engine"
-    ) -> None:
+    def __init__(self, outlet: Outlet, heartbeat_s: float, on_death: Callable[[BaseException], None]) -> None:
         self._outlet = outlet
         self._heartbeat_s = heartbeat_s
         self._on_death = on_death
@@ -57,7 +55,7 @@ class EngineThread:
         self._has_started = threading.Event()
         self._start_error: BaseException | None = None
         self._build: Callable[[], AnyProgram] | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.is_busy = False  # for the watchdog, as the next
         self.beats = 0
         self.is_idle = threading.Event()  # draining, and nothing is held for any request

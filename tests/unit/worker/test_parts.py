@@ -1,4 +1,5 @@
-"""The small parts of a worker: the stall rule, the outbox, the cost prior, the isolation of bad rows."""
+"""The small parts of a worker: the stall rule, the outbox, the cost prior, the isolation of bad rows, the step times
+that it reports."""
 
 from __future__ import annotations
 
@@ -7,12 +8,13 @@ import itertools
 import math
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pdserve.core.attempt import AttemptKey, AttemptLedger
-from pdserve.core.effects import PlainTokens, PromptScored
+from pdserve.core.effects import PlainTokens, PromptScored, StepAccount
 from pdserve.core.errors import InternalError
 from pdserve.core.types import Role, Sampling, TokenOut
 from pdserve.engine.interface import Row, RowOut
@@ -21,6 +23,7 @@ from pdserve.profiles import load_profile
 from pdserve.v1 import inference_pb2, worker_pb2
 from pdserve.worker import calibrate, messages
 from pdserve.worker.engine_thread import StallRule, Watchdog
+from pdserve.worker.reports import LONGEST_SPANS, STEPS, TimedSteps
 from pdserve.worker.session import SessionOutbox
 from pdserve.worker.steps import MAX_BARREN_STEPS, EngineBroken, Isolation, RowFailed
 
@@ -205,6 +208,25 @@ def test_calibration_keeps_to_its_budget() -> None:
     assert time.monotonic() - started_s < 2.0
 
 
+SLOW_S = 0.05
+
+
+@pytest.mark.parametrize("is_on_host", [True, False])
+def test_a_first_step_that_compiles_is_no_measure_on_a_gpu(is_on_host: bool) -> None:
+    seen: list[Any] = []
+
+    def step(rows: Any) -> None:
+        if rows not in seen:
+            time.sleep(SLOW_S)
+        seen.append(rows)
+
+    engine: Any = SimpleNamespace(step=step, pool=SimpleNamespace(is_on_host=is_on_host))
+    sizes: Any = iter([("first size", (1.0, 1.0, 1.0)), ("second size", (1.0, 2.0, 2.0))])
+    [sample] = calibrate._time(engine, sizes, SLOW_S / 2)
+    assert len(seen) == (1 if is_on_host else 2)
+    assert (sample.seconds >= SLOW_S) == is_on_host
+
+
 @pytest.mark.parametrize(
     ("per_token_s", "num_blocks", "expected"), [(1e-3, 512, 512), (4e-3, 512, 128), (9.0, 512, 1), (1e-3, 4, 64)]
 )
@@ -315,3 +337,66 @@ def test_the_ledger_is_bounded() -> None:
         ledger.begin(AttemptKey(1, f"r{n}", 1))
     assert ledger.newest(AttemptKey(1, "r0", 1)) is None
     assert ledger.newest(AttemptKey(1, "r9", 1)) is not None
+
+
+# -- step times that are reported ------------------------------------------------------------------------------
+
+READS = StepAccount(prefill_tokens=64, prefill_token_context=2048.0)
+
+
+def decodes(rows: int, context_tokens: int) -> StepAccount:
+    return StepAccount(decode_rows=rows, context_tokens=context_tokens)
+
+
+def test_equal_decode_steps_are_reported_as_a_mean() -> None:
+    steps = TimedSteps(0.025)
+    for number in range(STEPS - 1):
+        assert steps.observe(decodes(2, 100 + 2 * number), 0.004, 0.004 * number) is None
+    assert steps.observe(decodes(2, 100 + 2 * (STEPS - 1)), 0.012, 0.1) == (
+        decodes(2, 100 + STEPS - 1),
+        pytest.approx((0.004 * (STEPS - 1) + 0.012) / STEPS),
+    )
+    assert steps.observe(decodes(2, 120), 0.004, 0.2) is None, "the next mean begins anew"
+
+
+def test_steps_with_other_rows_are_averaged_separately() -> None:
+    steps = TimedSteps(0.025)
+    told = []
+    for number in range(2 * STEPS):
+        rows = 2 + number % 2
+        told.append(steps.observe(decodes(rows, 100 * rows), 0.002 * rows, 0.005 * number))
+    assert told[:-2] == [None] * (2 * STEPS - 2)
+    assert told[-2] == (decodes(2, 200), pytest.approx(0.004))
+    assert told[-1] is None, "so soon after the other"
+    assert steps.observe(decodes(3, 300), 0.006, 1.0) == (decodes(3, 300), pytest.approx(0.006))
+
+
+def test_slow_periods_count_by_steps() -> None:
+    steps, told, now_s = TimedSteps(0.025), [], 0.0
+    for number in range(100 * STEPS):
+        step_s = 0.004 if number // STEPS % 2 else 0.012
+        now_s += step_s
+        found = steps.observe(decodes(1, 50), step_s, now_s)
+        if found is not None:
+            told.append(found[1])
+    assert sum(told) / len(told) == pytest.approx(0.008, rel=0.02)
+
+
+def test_long_steps_are_not_waited_for() -> None:
+    steps = TimedSteps(0.025)
+    assert steps.observe(decodes(1, 50), LONGEST_SPANS * 0.025, 1.0) == (decodes(1, 50), LONGEST_SPANS * 0.025)
+
+
+def test_a_prefill_step_is_reported_individually() -> None:
+    steps = TimedSteps(1.0)
+    mixed = StepAccount(decode_rows=2, context_tokens=100, prefill_tokens=64, prefill_token_context=2048.0)
+    assert steps.observe(decodes(2, 100), 0.010, 0.0) is None
+    assert steps.observe(mixed, 0.2, 0.5) == (mixed, 0.2)
+    assert steps.observe(READS, 0.1, 1.1) is None
+    assert steps.observe(READS, 0.1, 1.6) == (READS, 0.1)
+
+
+def test_short_steps_are_not_reported_more_often() -> None:
+    steps = TimedSteps(1.0)
+    told = [number for number in range(3000) if steps.observe(decodes(1, 50), 0.001, 0.001 * number) is not None]
+    assert told == [STEPS - 1, 1000 + STEPS - 1, 2000 + STEPS - 1]
