@@ -37,7 +37,6 @@ import torch
 
 from decode_worker.program import DecodeProgram
 from pdserve.config import WorkerConfig
-from pdserve.core.access.proof import ClusterSecret
 from pdserve.core.grammar import Grammar, GrammarKind
 from pdserve.core.types import Role, Sampling, TokenOut
 from pdserve.engine.gpu import resample
@@ -220,7 +219,6 @@ def opened(folder: Path, most_rows: int, num_blocks: int) -> Iterator[tuple[Deco
             role=Role.DECODE,
             incarnation="i",
             endpoint="here",
-            secret=ClusterSecret(SECRET),
             post=lambda call: None,
         )
         receiver: Any = SimpleNamespace(is_healthy=True, close=lambda: None)

@@ -225,7 +225,6 @@ class WorkerHost:
             role=self._role,
             incarnation=self._incarnation,
             endpoint=self.address,
-            secret=self._secret,
             tls=self._tls,
             post=self._engine.post,
             metrics=self._metrics,

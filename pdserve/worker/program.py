@@ -19,7 +19,6 @@ from pdserve.build import FULL_VERSION
 from pdserve.config import WorkerConfig
 from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
-from pdserve.core.access.proof import ClusterSecret
 from pdserve.core.attempt import Attempt, AttemptKey, AttemptLedger, EndRule, FailureKind
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.kv.blocks import BlockAllocator, CacheChange
@@ -56,7 +55,6 @@ class ProgramContext:
     role: Role
     incarnation: str  # new for each start of the process
     endpoint: str  # HOST:PORT at which other processes reach this worker's gRPC server
-    secret: ClusterSecret
     post: Callable[[Callable[[], None]], None]  # runs the call on the engine thread; from any thread, never blocks
     tls: ReloadingCertificates | None = None  # None: plain text
     now: Callable[[], float] = time.monotonic

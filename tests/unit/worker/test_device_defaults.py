@@ -8,7 +8,6 @@ import pytest
 
 from decode_worker.program import DecodeProgram
 from pdserve.config import WorkerConfig
-from pdserve.core.access.proof import ClusterSecret
 from pdserve.core.types import Role
 from pdserve.engine.toy import ToyEngine
 from pdserve.worker.program import ProgramContext
@@ -32,11 +31,8 @@ class DeviceEngine:
 
 
 def program(role: Role, **settings: Any) -> Any:
-    secret = "0" * 64
-    config = WorkerConfig(model="toy", worker_id="w", cluster_secret=secret, **settings)
-    context = ProgramContext(
-        config=config, role=role, incarnation="i", endpoint="here", secret=ClusterSecret(secret), post=lambda call: None
-    )
+    config = WorkerConfig(model="toy", worker_id="w", cluster_secret="0" * 64, **settings)
+    context = ProgramContext(config=config, role=role, incarnation="i", endpoint="here", post=lambda call: None)
     engine: Any = DeviceEngine()
     if role is Role.PREFILL:
         return PrefillProgram(context, engine, None)  # type: ignore[arg-type]
