@@ -37,7 +37,6 @@ USE_ONE = frozenset(
         "pdserve.gateway.tools.grammars",
         "pdserve.top.text",
         "pdserve.wire.convert",
-        "pdserve.worker.interface",
     }
 )
 
