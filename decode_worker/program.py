@@ -79,12 +79,12 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Receive(AttemptTransfer):
+class IncomingTransfer(AttemptTransfer):
     reserved_s: float  # arrival of Reserve
 
 
 @final
-class DecodeProgram(RoleProgram[DecodeStep, DecodeEffect, Receive]):
+class DecodeProgram(RoleProgram[DecodeStep, DecodeEffect, IncomingTransfer]):
     scheduler: DecodeScheduler
 
     def __init__(
@@ -173,7 +173,7 @@ class DecodeProgram(RoleProgram[DecodeStep, DecodeEffect, Receive]):
             # The transfer's name appears in another worker's logs, so it does not contain the request id.
             name = f"{self.context.config.worker_id}.{self.context.incarnation}.{self._num_grants}"
             transfer = TransferKey(transfer_id=name, attempt=attempt.key.attempt, generation=self._num_grants)
-            self.transfers[attempt.key] = Receive(transfer, attempt.deadline_at_s, self.received_s)
+            self.transfers[attempt.key] = IncomingTransfer(transfer, attempt.deadline_at_s, self.received_s)
         self.act(self.scheduler.offer(attempt, is_local=reserve.is_local, now_s=self.context.now()))
 
     def _admit(self, session: int, admit: worker_pb2.Admit) -> None:
@@ -234,9 +234,9 @@ class DecodeProgram(RoleProgram[DecodeStep, DecodeEffect, Receive]):
 
     def _blocks_reserved(self, effect: fx.BlocksReserved) -> None:
         key, context = effect.key, self.context
-        receive = self.transfers[key]
+        incoming = self.transfers[key]
         grant = Grant(
-            key=receive.key,
+            key=incoming.key,
             endpoint=context.endpoint,
             worker_id=context.config.worker_id,
             incarnation=context.incarnation,
@@ -252,7 +252,7 @@ class DecodeProgram(RoleProgram[DecodeStep, DecodeEffect, Receive]):
             is_open = self._receiver.expect(
                 grant,
                 lambda received: post(partial(self._received, key, received, now())),
-                receive.remaining_s(now()),
+                incoming.remaining_s(now()),
                 self.scheduler.content_hashes(key),
                 lambda: post(partial(self._opened, key, grant)),
             )
@@ -264,9 +264,9 @@ class DecodeProgram(RoleProgram[DecodeStep, DecodeEffect, Receive]):
 
     def _opened(self, key: AttemptKey, grant: Grant) -> None:
         """Sends the grant to the router, unless the attempt was abandoned in the meantime."""
-        receive = self.transfers.get(key)
-        if receive is not None and receive.key == grant.key:
-            grant_s = self.context.now() - receive.reserved_s
+        incoming = self.transfers.get(key)
+        if incoming is not None and incoming.key == grant.key:
+            grant_s = self.context.now() - incoming.reserved_s
             self.outbox.report(pr.Granted(key=key, grant=encode_grant(grant), grant_s=grant_s))
 
     def _kv_committed(self, effect: fx.KvCommitted) -> None:

@@ -44,13 +44,13 @@ NO_DIVISOR: Final = f"the layers cannot be divided into 2 to {MAX_GROUPS} equal 
 
 
 @dataclass(slots=True)
-class Send(AttemptTransfer):
+class OutgoingTransfer(AttemptTransfer):
     grant: Grant
     text: Text | None  # the data that a receiver of another shape requires
 
 
 @final
-class PrefillProgram(RoleProgram[PrefillStep, PrefillEffect, Send]):
+class PrefillProgram(RoleProgram[PrefillStep, PrefillEffect, OutgoingTransfer]):
     scheduler: PrefillScheduler
 
     def __init__(
@@ -109,7 +109,7 @@ class PrefillProgram(RoleProgram[PrefillStep, PrefillEffect, Send]):
         if not is_alike or self.context.config.kv_wire != "exact":
             their_key = chain_key(message.prefill.sequence.cache_salt, grant.hash_seed or self.limits.hash_seed)
             text = text_of(attempt, own.block_size, grant, their_key)
-        self.transfers[key] = Send(grant.key, attempt.deadline_at_s, grant, text)
+        self.transfers[key] = OutgoingTransfer(grant.key, attempt.deadline_at_s, grant, text)
         self.act(
             self.scheduler.offer(
                 attempt,
@@ -168,27 +168,27 @@ class PrefillProgram(RoleProgram[PrefillStep, PrefillEffect, Send]):
 
     def _start_sending(self, effect: fx.SendStarted) -> None:
         key = effect.key
-        send = self.transfers[key]
+        outgoing = self.transfers[key]
         self.context.metrics.add(metric_names.PUSHES, plan=effect.plan)
         post = self.context.post
         try:
             self._sender.start(
-                send.grant,
+                outgoing.grant,
                 lambda sent: post(partial(self._sent, key, sent)),
-                send.remaining_s(self.context.now()),
-                send.text,
+                outgoing.remaining_s(self.context.now()),
+                outgoing.text,
                 groups=effect.groups,
             )
         except PdserveError as error:
             self.act(self.scheduler.sent(key, is_whole=False, error=error.message))
 
     def _sent(self, key: AttemptKey, sent: Sent) -> None:
-        send = self.transfer_of(key, sent.key)
-        if send is None:
+        outgoing = self.transfer_of(key, sent.key)
+        if outgoing is None:
             return
         is_whole = sent.outcome is SendOutcome.SENT
         if is_whole:
-            self._measure_sent(key, send.grant, sent)
+            self._measure_sent(key, outgoing.grant, sent)
         self.act(self.scheduler.sent(key, is_whole=is_whole, error=sent.error, is_cancelled=sent.is_cancelled))
 
     def _measure_sent(self, key: AttemptKey, grant: Grant, sent: Sent) -> None:
