@@ -133,7 +133,6 @@ class DecodeMachine(Machine[DecodeStep, fx.DecodeEffect]):
             inbox_depth=shape.inbox_depth,
             end_rule=self.end_rule,
         )
-        self._transfers: dict[AttemptKey, TransferKey] = {}
         self._num_grants = 0
         self._noted_preemptions = 0
         self._run: StepRun | None = None
@@ -182,14 +181,14 @@ class DecodeMachine(Machine[DecodeStep, fx.DecodeEffect]):
     def _received(
         self, key: AttemptKey, transfer: TransferKey, transfer_s: float, busy_s: float, num_bytes: int
     ) -> None:
-        if self._transfers.get(key) != transfer:
+        if not self.has_granted(key, transfer):
             return
         now_s = self.agenda.now_s
         self.act(self.scheduler.received(key, transfer_s=transfer_s, busy_s=busy_s, num_bytes=num_bytes, now_s=now_s))
         self._joined(key)
 
     def _not_received(self, key: AttemptKey, transfer: TransferKey, error: str) -> None:
-        if self._transfers.get(key) == transfer:
+        if self.has_granted(key, transfer):
             self.act(self.scheduler.lost(key, error))
 
     def _joined(self, key: AttemptKey) -> None:
@@ -336,7 +335,6 @@ class DecodeMachine(Machine[DecodeStep, fx.DecodeEffect]):
                     self._sampled(effect.rows)
                 case pr.Released() | pr.Refused():
                     self._unreported.discard(effect.key)
-                    self._transfers.pop(effect.key, None)
                     self.act_on_common(effect)
                 case fx.BlocksReserved():
                     self._blocks_reserved(effect)
@@ -354,7 +352,7 @@ class DecodeMachine(Machine[DecodeStep, fx.DecodeEffect]):
                     self.forward(ended)
                 case fx.ReceiveAborted():
                     self.strand(effect.key, self.scheduler.num_held(effect.key))
-                    self.env.network.abort_receiving(self._transfers[effect.key])
+                    self.env.network.abort_receiving(self.grants[effect.key].key)
                 case fx.TransferCancelled():
                     pass  # for the statistics of a real worker
                 case fx.KvMistaken():
@@ -379,7 +377,7 @@ class DecodeMachine(Machine[DecodeStep, fx.DecodeEffect]):
             num_cached_blocks=effect.num_cached_blocks,
             num_blocks=len(effect.blocks),
         )
-        self._transfers[key] = grant.key
+        self.grants[key] = grant
         self.strand(key, self.scheduler.num_held(key))
         self.env.network.expect(self, key, grant, self._block_bytes)
         self.forward(pr.Granted(key=key, grant=grant.encode()))

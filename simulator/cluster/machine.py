@@ -21,7 +21,7 @@ from pdserve.core.kv.kv_shape import TransferKey
 from pdserve.worker.interface import Effect, Scheduler, Step
 from router.state import interface
 from simulator.cluster.agenda import Agenda
-from simulator.cluster.network import Network, Transfer
+from simulator.cluster.network import Network, SimulatedGrant, Transfer
 from simulator.cluster.prompts import BlockNames, SyntheticAttempt, blank, sampling_of
 from simulator.cluster.speed import Speed
 from simulator.cluster.tally import Tally
@@ -71,6 +71,7 @@ class Machine(ABC, Generic[Step, Effect]):
             eos_token_ids=frozenset(),
             max_context_tokens=min(shape.max_context_tokens, num_blocks * self.block_size),
         )
+        self.grants: dict[AttemptKey, SimulatedGrant] = {}  # of the attempts whose KV is transferred
         self.is_dead = False
         self.stalled_until_s = 0.0
         self.num_steps = 0
@@ -204,6 +205,11 @@ class Machine(ABC, Generic[Step, Effect]):
     def not_received(self, key: AttemptKey, transfer: TransferKey, error: str) -> None:
         raise AssertionError("only decode workers receive")
 
+    def has_granted(self, key: AttemptKey, transfer: TransferKey) -> bool:
+        """Whether the attempt's transfer is this one; False for a late call."""
+        grant = self.grants.get(key)
+        return grant is not None and grant.key == transfer
+
     def begin(self, order: Order) -> SyntheticAttempt | None:
         """None: a late or repeated message."""
         before = self._ledger.newest(order.key)
@@ -237,10 +243,11 @@ class Machine(ABC, Generic[Step, Effect]):
 
     def act_on_common(self, effect: fx.CommonEffect) -> None:
         match effect:
-            case pr.Released():
+            case pr.Released() | pr.Refused():
+                self.grants.pop(effect.key, None)
                 self.unstrand(effect.key)
                 self.forward(effect)
-            case pr.Refused() | pr.AttemptFailed():
+            case pr.AttemptFailed():
                 self.forward(effect)
             case fx.TransferLost():
                 self.forward(pr.TransferEnded(key=effect.key, is_committed=False, error=effect.error))

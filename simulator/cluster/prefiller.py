@@ -32,7 +32,6 @@ class PrefillMachine(Machine[PrefillStep, fx.PrefillEffect]):
 
     def __init__(self, env: Environment, shape: WorkerShape, speed: Speed, tally: Tally, incarnation: str) -> None:
         super().__init__(env, shape, speed, tally, incarnation)
-        self._grants: dict[AttemptKey, SimulatedGrant] = {}
         self._step: PrefillStep | None = None
         self._started_s = 0.0
         self.scheduler = PrefillScheduler(
@@ -59,7 +58,7 @@ class PrefillMachine(Machine[PrefillStep, fx.PrefillEffect]):
         attempt = self.begin(order)
         if attempt is None:
             return
-        self._grants[order.key] = grant
+        self.grants[order.key] = grant
         self.act(
             self.scheduler.offer(
                 attempt,
@@ -76,8 +75,7 @@ class PrefillMachine(Machine[PrefillStep, fx.PrefillEffect]):
         self.post(self._sent, key, transfer, is_whole, error, exposed_s)
 
     def _sent(self, key: AttemptKey, transfer: TransferKey, is_whole: bool, error: str, exposed_s: float) -> None:
-        grant = self._grants.get(key)
-        if grant is not None and grant.key == transfer:
+        if self.has_granted(key, transfer):
             if is_whole:
                 self._exposed(key, exposed_s)
             self.act(self.scheduler.sent(key, is_whole=is_whole, error=error))
@@ -126,16 +124,13 @@ class PrefillMachine(Machine[PrefillStep, fx.PrefillEffect]):
             match effect:
                 case fx.BlocksDone():
                     if effect.blocks:
-                        network.push(self._grants[effect.key].key, effect.blocks[0][0], len(effect.blocks))
+                        network.push(self.grants[effect.key].key, effect.blocks[0][0], len(effect.blocks))
                 case fx.SendStarted():
-                    network.start(self, effect.key, self._grants[effect.key])
+                    network.start(self, effect.key, self.grants[effect.key])
                 case pr.FirstToken():
                     self.forward(effect)
                 case fx.SendAborted():
-                    network.abort_sending(self._grants[effect.key].key)
-                case pr.Released() | pr.Refused():
-                    self._grants.pop(effect.key, None)
-                    self.act_on_common(effect)
+                    network.abort_sending(self.grants[effect.key].key)
                 case _:
                     self.act_on_common(effect)
 
