@@ -138,25 +138,7 @@ class PushRule:
     ) -> dict[PushPlan, float]:
         """Seconds until the receiver has all KV, in addition to the compute time: for sending at the end, and for each
         early plan."""
-        return self._priced(
-            receiver, cached, num_tokens, receiver_cached_blocks, self.slowdown_s_per_byte, self._message_s
-        )
-
-    def exposed(
-        self, receiver: str, *, cached: int, num_tokens: int, receiver_cached_blocks: int
-    ) -> dict[PushPlan, float]:
-        """The part of a plan's time between the first token and the arrival of the KV."""
-        return self._priced(receiver, cached, num_tokens, receiver_cached_blocks, 0.0, 0.0)
-
-    def _priced(
-        self,
-        receiver: str,
-        cached: int,
-        num_tokens: int,
-        receiver_cached_blocks: int,
-        slowdown_s_per_byte: float,
-        message_s: float,
-    ) -> dict[PushPlan, float]:
+        slowdown_s_per_byte, message_s = self.slowdown_s_per_byte, self._message_s
         link = self.link(receiver)
         latency_s, bandwidth = link.latency_s, link.bandwidth_bytes_s
         parts = self._parts(cached, num_tokens, receiver_cached_blocks)

@@ -21,10 +21,20 @@ SIZE = 16
 
 
 def rule(
-    choice: str = "auto", num_layers: int = 12, bandwidth: float | None = None, latency_s: float = 1e-3
+    choice: str = "auto",
+    num_layers: int = 12,
+    bandwidth: float | None = None,
+    latency_s: float = 1e-3,
+    message_s: float = MESSAGE_S,
 ) -> PushRule:
     made = PushRule(
-        COST, block_size=SIZE, block_bytes=BLOCK_BYTES, num_layers=num_layers, max_batch_tokens=CHUNK, choice=choice
+        COST,
+        block_size=SIZE,
+        block_bytes=BLOCK_BYTES,
+        num_layers=num_layers,
+        max_batch_tokens=CHUNK,
+        choice=choice,
+        message_s=message_s,
     )
     for num_bytes in (10**5, 10**6, 10**7, 10**8) * 8 if bandwidth else ():
         made.sent("d", num_bytes, latency_s + num_bytes / bandwidth)
@@ -210,12 +220,14 @@ def parts_of(cached: int, num_tokens: int, receiver_cached_blocks: int) -> list[
 @pytest.mark.parametrize("seed", range(30))
 def test_prices_match_a_simulated_link(seed: int) -> None:
     rng = random.Random(seed)
-    made = rule(bandwidth=rng.choice([5e7, 4e8, 1e10]), latency_s=rng.choice([1e-4, 5e-3]))
+    bandwidth, latency_s = rng.choice([5e7, 4e8, 1e10]), rng.choice([1e-4, 5e-3])
+    made = rule(bandwidth=bandwidth, latency_s=latency_s)
+    free = rule(bandwidth=bandwidth, latency_s=latency_s, message_s=0.0)
     num_tokens = rng.randint(1, 3000)
     cached = rng.randint(0, (num_tokens - 1) // SIZE) * SIZE * rng.randint(0, 1)
     receiver_cached_blocks = rng.randint(0, (num_tokens - 1) // SIZE) * rng.randint(0, 1)
     parts, link = parts_of(cached, num_tokens, receiver_cached_blocks), made.link("d")
-    exposed = made.exposed("d", cached=cached, num_tokens=num_tokens, receiver_cached_blocks=receiver_cached_blocks)
+    exposed = free.prices("d", cached=cached, num_tokens=num_tokens, receiver_cached_blocks=receiver_cached_blocks)
     prices = made.prices("d", cached=cached, num_tokens=num_tokens, receiver_cached_blocks=receiver_cached_blocks)
     total = sum(num_bytes for _, num_bytes in parts)
     *before, (last_s, last_bytes) = parts
@@ -239,7 +251,8 @@ def test_hidden_bytes_cost_their_slowdown() -> None:
         step_s = 0.01 + CHUNK * 1e-3 + 1e-7 * context + 2e-9 * moved
         made.stepped(StepAccount(prefill_tokens=CHUNK, prefill_token_context=context), step_s, moved)
     link = made.link("d")
-    exposed = made.exposed("d", cached=0, num_tokens=4096, receiver_cached_blocks=0)
+    free = rule(bandwidth=4e8, message_s=0.0)  # has measured no slowdown
+    exposed = free.prices("d", cached=0, num_tokens=4096, receiver_cached_blocks=0)
     prices = made.prices("d", cached=0, num_tokens=4096, receiver_cached_blocks=0)
     hidden = 4096 // SIZE * BLOCK_BYTES - (exposed[BY_CHUNK] - link.latency_s) * link.bandwidth_bytes_s
     assert hidden > 0.0
