@@ -160,10 +160,6 @@ class WorkerHost:
         log.info("worker is ready", extra=extra)
         return self.address
 
-    @property
-    def incarnation(self) -> str:
-        return self._incarnation
-
     def is_healthy(self) -> bool:
         """Whether its threads are alive and the engine makes progress."""
         return self._is_ready and not self._is_fatal and self._engine.is_alive and self._loop_thread.is_alive()
