@@ -17,7 +17,7 @@ from typing import Any, Final
 from benchmarks.fault_storm.cases import Case, fault_of
 from benchmarks.fault_storm.ranks import RANKS_PATIENCE, RankedStorage, StormRanks, fingerprint_of_ranks
 from benchmarks.fault_storm.storage import SHAPES, Memory, Storage
-from kvtransfer.devices.copy_streams import CopyLimits
+from kvtransfer.devices.copy_limits import CopyLimits
 from kvtransfer.faults.injector import FaultInjector
 from kvtransfer.link.channel import Waker
 from kvtransfer.protocol.transport import Received, Sent

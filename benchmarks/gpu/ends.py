@@ -19,7 +19,7 @@ from typing import Any, Literal, final
 
 import torch
 
-from kvtransfer.devices.copy_streams import CopyLimits
+from kvtransfer.devices.copy_limits import CopyLimits
 from kvtransfer.link.endpoint import make_receiver, make_sender
 from kvtransfer.protocol.transport import Received, Sent
 from kvtransfer.transports.common.registry import TRANSPORTS

@@ -33,7 +33,7 @@ from benchmarks.gpu.failures import Cases
 from benchmarks.gpu.parts import LLAMA
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.setting import MIB, Setting
-from kvtransfer.devices.copy_streams import CopyLimits
+from kvtransfer.devices.copy_limits import CopyLimits
 from kvtransfer.protocol.grants import fingerprint_of
 from tests.support.fake_ends import DEVICE_TRANSPORTS, stand_ins
 from tests.support.transfer_ends import fingerprint

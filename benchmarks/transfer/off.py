@@ -18,18 +18,18 @@ from numba.extending import intrinsic
 
 from kvtransfer.devices import fused, fused_kernel
 from kvtransfer.link import inbound, outbound
-from kvtransfer.protocol import checksum
-from kvtransfer.protocol.checksum import Checksum
+from kvtransfer.protocol import frames
+from kvtransfer.protocol.frames import Checksum
 from kvtransfer.transports import shm
 
 OFF: Final = (Checksum.BLAKE2B_64,)
-_NOTHING: Final = bytes(checksum.DIGEST_BYTES)
+_NOTHING: Final = bytes(frames.DIGEST_BYTES)
 _LINE: Final = ir.VectorType(ir.IntType(64), 8)
 
 
 def allow() -> Callable[[], None]:
     """Returns a function that undoes it."""
-    real, land = checksum.hasher, shm.ShmReceive._copy
+    real, land = frames.hasher, shm.ShmReceive._copy
 
     def hasher(kind: Checksum) -> Callable[[Iterable[memoryview]], bytes]:
         return real(kind) if kind not in OFF else lambda views: _NOTHING

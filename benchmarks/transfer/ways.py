@@ -19,7 +19,7 @@ from benchmarks.harness import JsonProcess
 from benchmarks.transfer.off import OFF, allow
 from kvtransfer.link.receiver import PlainReceiver
 from kvtransfer.link.sender import PlainSender
-from kvtransfer.protocol.checksum import Checksum
+from kvtransfer.protocol.frames import Checksum
 from kvtransfer.protocol.transport import SendOutcome, Sent
 from pdserve.core.kv.kv_shape import Grant, TransferKey
 from pdserve.tls.certificates import ReloadingCertificates

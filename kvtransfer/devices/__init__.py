@@ -1,5 +1,5 @@
-"""The memory that blocks lie in, on hosts and GPUs, and the libraries that copy it: CUDA, NCCL, NIXL.
+"""The memory that blocks lie in on GPUs, what copies it (CUDA, NCCL), and copies on a CPU that also hash.
 
 Transports use it through the interface in protocol/device.py. Of kvtransfer it imports protocol/ only. Read
-`host_device.py` first, the implementation without a GPU.
+`cuda.py` first; `HostDevice` in transports/tcp_staged.py is the implementation without a GPU.
 """

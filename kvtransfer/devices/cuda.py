@@ -25,9 +25,8 @@ from typing import Any, Final, final
 
 import torch
 
-from kvtransfer.devices.copy_streams import CopyLimits, StreamLoads
+from kvtransfer.devices.copy_limits import CopyLimits, StagingBudget, StreamLoads
 from kvtransfer.devices.cuda_driver import driver, tensor_at
-from kvtransfer.devices.staging_budget import StagingBudget
 from kvtransfer.protocol.device import COPY_S, Blocks, Copying, Pinned, Wake
 from pdserve.core.errors import TransferFailed
 from pdserve.engine.gpu.kernels.extent import StridedExtent

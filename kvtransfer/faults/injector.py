@@ -27,7 +27,7 @@ from typing import Final, final
 from kvtransfer.faults.plan import Fault, FaultKind, Where, parse
 from kvtransfer.protocol.frames import HEADER_BYTES, Frame, Kind, Tag, decode
 from kvtransfer.protocol.plan import MAX_CHUNK_BYTES
-from kvtransfer.protocol.receive_transfer import Claim
+from kvtransfer.protocol.transfers import Claim
 from kvtransfer.transports.common.interface import ReceiveHalf, ReceiveLink, SendHalf, Transport
 from pdserve.engine.interface import KvPool
 

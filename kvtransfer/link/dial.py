@@ -17,15 +17,22 @@ from typing import Final
 
 import grpc
 
-from kvtransfer.devices.shared import host_id
 from kvtransfer.link.endpoint_config import EndpointConfig
 from kvtransfer.link.gate import CHECKSUM_OF, CHECKSUMS
 from kvtransfer.link.tls_socket import secured
-from kvtransfer.protocol.checksum import Checksum
-from kvtransfer.protocol.credentials import Parties, receiver_answer, sender_greeting
-from kvtransfer.protocol.frames import ANSWER_BYTES, MAX_TEXT_BYTES, TICKET_BYTES, decode_text
+from kvtransfer.protocol.frames import (
+    ANSWER_BYTES,
+    MAX_TEXT_BYTES,
+    TICKET_BYTES,
+    Checksum,
+    Parties,
+    decode_text,
+    receiver_answer,
+    sender_greeting,
+)
 from kvtransfer.protocol.plan import MAX_CHUNK_BYTES
 from kvtransfer.transports.common.interface import SendHalf, Transport
+from kvtransfer.transports.common.slots import host_id
 from pdserve.build import FULL_VERSION
 from pdserve.core.access.proof import NONCE_BYTES, ClusterSecret
 from pdserve.core.errors import TransferFailed, Unauthenticated

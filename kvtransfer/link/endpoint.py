@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvtransfer.devices import fused
-from kvtransfer.devices.copy_streams import CopyLimits
+from kvtransfer.devices.copy_limits import CopyLimits
 from kvtransfer.faults.injector import FaultInjector, make_fault_injector, with_faults
 from kvtransfer.link.endpoint_config import EndpointConfig
 from kvtransfer.link.receiver import PlainReceiver

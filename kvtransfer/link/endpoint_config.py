@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvtransfer.devices.copy_streams import CopyLimits
-from kvtransfer.protocol import checksum
+from kvtransfer.devices.copy_limits import CopyLimits
+from kvtransfer.protocol import frames
 from kvtransfer.protocol.lease import DEFAULT_LEASE, Lease
 from kvtransfer.transports.common.interface import Transport
 from pdserve.core.access.proof import ClusterSecret, Identity
@@ -35,7 +35,7 @@ class EndpointConfig:
     tls: ReloadingCertificates | None = None  # of connections between hosts, which are plain without it
     limits: CopyLimits | None = None  # of copies on a device; the first sender or receiver of a pool sets them
     lease: Lease = DEFAULT_LEASE
-    checksums: tuple[checksum.Checksum, ...] = field(default_factory=lambda: checksum.available())
+    checksums: tuple[frames.Checksum, ...] = field(default_factory=lambda: frames.available_checksums())
     wire_dtype: str = ""  # dtype of the blocks that a sender sends; empty: as they are stored
     clock: Callable[[], float] = time.monotonic
 

@@ -17,12 +17,9 @@ from typing import Any, Final, cast, final
 import grpc
 
 from kvtransfer.link.endpoint_config import EndpointConfig
-from kvtransfer.protocol.checksum import Checksum
-from kvtransfer.protocol.credentials import Parties, is_proven, receiver_answer
-from kvtransfer.protocol.frames import TICKET_BYTES, Greeting
+from kvtransfer.protocol.frames import TICKET_BYTES, Checksum, Greeting, Parties, is_proven, receiver_answer
 from kvtransfer.protocol.grants import compare
-from kvtransfer.protocol.mapping import arrival_of
-from kvtransfer.protocol.plan import PartLayout
+from kvtransfer.protocol.plan import PartLayout, arrival_of
 from kvtransfer.protocol.transport import TransferStats
 from kvtransfer.transports.common.registry import name_of, names_of
 from pdserve.build import FULL_VERSION

@@ -15,7 +15,6 @@ from typing import Final, Protocol, final
 
 from kvtransfer.link.channel import Channel, Gone, Silent
 from kvtransfer.link.gate import Peer
-from kvtransfer.protocol.checksum import hasher
 from kvtransfer.protocol.frames import (
     GREETING_BYTES,
     HEADER_BYTES,
@@ -29,12 +28,12 @@ from kvtransfer.protocol.frames import (
     decode,
     decode_greeting,
     decode_text,
+    hasher,
 )
 from kvtransfer.protocol.lease import Heartbeat, Lease
-from kvtransfer.protocol.mapping import arrival_of
-from kvtransfer.protocol.plan import Part, PartLayout
-from kvtransfer.protocol.receive_transfer import Claim
-from kvtransfer.reshape.unpacker import Unpacker
+from kvtransfer.protocol.plan import Part, PartLayout, arrival_of
+from kvtransfer.protocol.transfers import Claim
+from kvtransfer.reshape.convert import Unpacker
 from kvtransfer.transports.common.interface import ReceiveHalf, ReceiveLink, Transport
 from pdserve.core.access.hosts import network_of
 from pdserve.core.errors import ConfigError, TransferFailed

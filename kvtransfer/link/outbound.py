@@ -15,13 +15,11 @@ from collections.abc import Iterable, Sequence
 from kvtransfer.link.channel import Channel, Gone, Silent, Waker, WriteProgress, Writer
 from kvtransfer.link.dial import DataConnection, Dialled, try_dial
 from kvtransfer.link.endpoint_config import EndpointConfig
-from kvtransfer.protocol.checksum import hasher
-from kvtransfer.protocol.commands import Abort, OnRead, OnSent, Push, Start
-from kvtransfer.protocol.frames import BadFrame, Frame, FrameDecoder, Kind, beat, encode_text
+from kvtransfer.protocol.frames import BadFrame, Frame, FrameDecoder, Kind, beat, encode_text, hasher
 from kvtransfer.protocol.lease import Heartbeat
 from kvtransfer.protocol.plan import WHOLE, Part, PartLayout, blocks_per_chunk
-from kvtransfer.protocol.send_transfer import Job
 from kvtransfer.protocol.send_transfers import Action, Announce, ReportSent, SendTransfers, StaleSource
+from kvtransfer.protocol.transfers import Abort, Job, OnRead, OnSent, Push, Start
 from kvtransfer.protocol.transport import Link, TransferStats
 from kvtransfer.transports.common.interface import SendHalf
 from pdserve.core.durations import clamped_s

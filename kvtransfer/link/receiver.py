@@ -17,18 +17,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, Generic, TypeVar, final
 
-from kvtransfer.devices.shared import host_id
 from kvtransfer.link.channel import Waker
 from kvtransfer.link.endpoint_config import EndpointConfig
 from kvtransfer.link.gate import Gate, Peer, TransferServicer
 from kvtransfer.link.inbound import Accepted, Inbound
 from kvtransfer.protocol.frames import Frame, Greeting, Kind, Tag, encode_text
 from kvtransfer.protocol.plan import DEFAULT_CHUNK_BYTES, Part, host_view
-from kvtransfer.protocol.receive_transfer import Claim
 from kvtransfer.protocol.receive_transfers import Action, ReceiveTransfers, ReplyToSender, Sever
+from kvtransfer.protocol.transfers import Claim
 from kvtransfer.protocol.transport import OnOpen, Received, ReceiveOutcome, Sent, TransferStats
 from kvtransfer.transports.common.interface import Transport
 from kvtransfer.transports.common.registry import fence_of
+from kvtransfer.transports.common.slots import host_id
 from pdserve.core.access.waiting import to_close
 from pdserve.core.durations import clamped_s
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable

@@ -9,9 +9,9 @@ from typing import Final
 
 from kvtransfer.link.endpoint_config import EndpointConfig
 from kvtransfer.link.outbound import Outbound
-from kvtransfer.protocol.commands import Abort, OnRead, OnSent, Push, Start
 from kvtransfer.protocol.grants import compare
 from kvtransfer.protocol.plan import Part, PartLayout, host_view
+from kvtransfer.protocol.transfers import Abort, OnRead, OnSent, Push, Start
 from kvtransfer.protocol.transport import Link, Sent, Text, TransferStats, total
 from kvtransfer.transports.common.registry import fence_of
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable

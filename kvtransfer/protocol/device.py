@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from pdserve.engine.gpu.kernels.extent import StridedExtent
 
 if TYPE_CHECKING:  # staging_budget has locks, and pure modules import this one
-    from kvtransfer.devices.staging_budget import StagingBudget
+    from kvtransfer.devices.copy_limits import StagingBudget
 
 COPY_S: Final = 10.0  # a copy that takes longer is assumed to be stuck
 MESSAGE_S: Final = 3.0  # the same for a message, which is queued only when the peer is ready for it

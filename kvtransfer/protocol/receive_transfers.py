@@ -16,8 +16,8 @@ from kvtransfer.protocol import frames
 from kvtransfer.protocol.device import Fence
 from kvtransfer.protocol.frames import Tag, tag_of
 from kvtransfer.protocol.plan import WHOLE, Part
-from kvtransfer.protocol.receive_transfer import OUTCOMES, Claim, ReceiveTransfer, ShardWriter
 from kvtransfer.protocol.session import RECEIVER_MOVES, Event, Session, State
+from kvtransfer.protocol.transfers import OUTCOMES, Claim, ReceiveTransfer, ShardWriter
 from kvtransfer.protocol.transport import Received, TransferStats, count_end
 from pdserve.core.alarms import Alarms
 from pdserve.core.errors import InvalidRequest

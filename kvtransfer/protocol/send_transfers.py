@@ -13,8 +13,8 @@ from kvtransfer.protocol import frames
 from kvtransfer.protocol.device import Fence
 from kvtransfer.protocol.frames import Tag, tag_of
 from kvtransfer.protocol.plan import Part, chunks_of
-from kvtransfer.protocol.send_transfer import Job, SendTransfer
 from kvtransfer.protocol.session import SENDER_MOVES, Event, Session, State
+from kvtransfer.protocol.transfers import Job, SendTransfer
 from kvtransfer.protocol.transport import Sent, TransferStats, count_end
 from pdserve.core.kv.kv_shape import Grant, TransferKey
 from pdserve.core.kv.stamps import BlockStamps

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Generic, TypeVar, final
 
-from kvtransfer.protocol.mapping import shards_of
+from kvtransfer.protocol.plan import shards_of
 from kvtransfer.protocol.transport import Received, ReceiveOutcome, SendOutcome, Sent
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.kv.kv_shape import Grant, KvShape, TransferKey

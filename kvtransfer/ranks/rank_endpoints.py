@@ -10,8 +10,8 @@ from typing import Any, Final, Generic, TypeVar, final
 
 from kvtransfer.link.endpoint_config import EndpointConfig
 from kvtransfer.link.receiver import Reports
-from kvtransfer.protocol.commands import OnSent
 from kvtransfer.protocol.grants import check_movable
+from kvtransfer.protocol.transfers import OnSent
 from kvtransfer.protocol.transport import (
     Link,
     OnOpen,

@@ -14,7 +14,7 @@ from typing import Any, Final, final
 
 import grpc
 
-from kvtransfer.protocol.commands import OnSent
+from kvtransfer.protocol.transfers import OnSent
 from kvtransfer.protocol.transport import Link, OnOpen, Received, ReceiveOutcome, Text, TransferStats
 from kvtransfer.ranks.rank_messages import (
     KEY,

@@ -21,12 +21,10 @@ from typing import Final, final
 
 from kvtransfer.link.endpoint_config import EndpointConfig
 from kvtransfer.link.sender import PlainSender
-from kvtransfer.protocol.commands import OnSent
-from kvtransfer.protocol.mapping import arrival_of, pieces_of, ready_blocks
-from kvtransfer.protocol.plan import flat
+from kvtransfer.protocol.plan import arrival_of, flat, pieces_of, ready_blocks
+from kvtransfer.protocol.transfers import OnSent
 from kvtransfer.protocol.transport import Link, SendOutcome, Sent, Text, TransferStats, total
-from kvtransfer.reshape.convert import BlockArrays, pack
-from kvtransfer.reshape.unpacker import StagingPool
+from kvtransfer.reshape.convert import BlockArrays, StagingPool, pack
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
 from pdserve.core.kv.kv_shape import Grant, KvShape, TransferKey
 from pdserve.core.kv.stamps import BlockStamps

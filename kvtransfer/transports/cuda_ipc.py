@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, final
 
-from kvtransfer.devices.copy_streams import CopyLimits
+from kvtransfer.devices.copy_limits import CopyLimits
 from kvtransfer.protocol.device import Blocks, Copying, Device
 from kvtransfer.protocol.frames import BadFrame, Frame
 from kvtransfer.protocol.plan import DEVICE_CHUNK_BYTES
-from kvtransfer.protocol.receive_transfer import Claim
-from kvtransfer.protocol.send_transfer import Job
 from kvtransfer.protocol.send_transfers import StaleSource
+from kvtransfer.protocol.transfers import Claim, Job
 from kvtransfer.transports.common.interface import ReceiveHalf, ReceiveLink, SendHalf, SendLink
 from kvtransfer.transports.common.on_device import OnDevice, extents_of_part
 from kvtransfer.transports.common.slots import (

@@ -29,12 +29,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, final
 
-from kvtransfer.devices.copy_streams import CopyLimits
-from kvtransfer.devices.staging_budget import StagingShare
+from kvtransfer.devices.copy_limits import CopyLimits, StagingShare
 from kvtransfer.protocol.device import Copying, Device, DeviceConnection, DeviceConnector
 from kvtransfer.protocol.frames import BadFrame, Frame, Kind, Tag
-from kvtransfer.protocol.receive_transfer import Claim
-from kvtransfer.protocol.send_transfer import Job
+from kvtransfer.protocol.transfers import Claim, Job
 from kvtransfer.transports.common.interface import ReceiveHalf, ReceiveLink, SendHalf, SendLink
 from kvtransfer.transports.common.on_device import (
     DeviceOf,

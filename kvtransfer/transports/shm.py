@@ -12,20 +12,21 @@ from array import array
 from typing import Final, final
 
 from kvtransfer.devices import fused
-from kvtransfer.devices.shared import HELLO_BYTES, SharedPool, can_share_memory, offer
-from kvtransfer.protocol.checksum import Checksum
-from kvtransfer.protocol.frames import BadFrame, Frame
+from kvtransfer.protocol.frames import BadFrame, Checksum, Frame
 from kvtransfer.protocol.plan import copy, views_of
-from kvtransfer.protocol.receive_transfer import Claim
-from kvtransfer.protocol.send_transfer import Job
+from kvtransfer.protocol.transfers import Claim, Job
 from kvtransfer.transports.common.interface import OnHost, ReceiveHalf, ReceiveLink, SendHalf, SendLink
 from kvtransfer.transports.common.slots import (
+    HELLO_BYTES,
     TAKEN,
+    SharedPool,
     Slots,
     UnixListener,
     await_taken,
+    can_share_memory,
     check_numbers,
     give_back,
+    offer,
     read_numbers,
 )
 from pdserve.engine.interface import KvPool

@@ -8,8 +8,7 @@ from typing import Final, final
 from kvtransfer.link.channel import Channel
 from kvtransfer.protocol.frames import BadFrame, Frame
 from kvtransfer.protocol.plan import advance
-from kvtransfer.protocol.receive_transfer import Claim
-from kvtransfer.protocol.send_transfer import Job
+from kvtransfer.protocol.transfers import Claim, Job
 from kvtransfer.transports.common.interface import OnHost, ReceiveHalf, ReceiveLink, SendHalf, SendLink
 from pdserve.engine.interface import KvPool
 from pdserve.v1 import transfer_pb2

@@ -83,11 +83,12 @@ OWN = {
         "decode_worker/test_known_failures.py",
     ),
     "prefill_worker.prefill_sequence": ("prefill_worker/test_scheduler.py",),
-    "kvtransfer.protocol.commands": ("kvtransfer/test_schedules.py",),
-    "kvtransfer.protocol.send_transfer": (
+    "kvtransfer.protocol.transfers": (
         "kvtransfer/test_send_transfers.py",
+        "kvtransfer/test_receive_transfers.py",
         "kvtransfer/test_schedules.py",
         "kvtransfer/test_plan.py",
+        "kvtransfer/test_overlap.py",
     ),
     "kvtransfer.protocol.send_transfers": (
         "kvtransfer/test_send_transfers.py",
@@ -95,11 +96,6 @@ OWN = {
         "kvtransfer/test_plan.py",
     ),
     "kvtransfer.faults.plan": ("kvtransfer/test_fault_plan.py",),
-    "kvtransfer.protocol.receive_transfer": (
-        "kvtransfer/test_receive_transfers.py",
-        "kvtransfer/test_schedules.py",
-        "kvtransfer/test_overlap.py",
-    ),
     "kvtransfer.protocol.receive_transfers": (
         "kvtransfer/test_receive_transfers.py",
         "kvtransfer/test_schedules.py",

@@ -21,10 +21,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvtransfer.devices.copy_streams import CopyLimits, StreamLoads
-from kvtransfer.devices.host_device import HostBlocks, PlainBytes, digest_of, move_bytes, word_sum, zeroed
-from kvtransfer.devices.staging_budget import StagingBudget
+from kvtransfer.devices.copy_limits import CopyLimits, StagingBudget, StreamLoads
 from kvtransfer.protocol.device import COPY_S, Blocks, Copying, Wake
+from kvtransfer.transports.tcp_staged import HostBlocks, PlainBytes, digest_of, move_bytes, word_sum, zeroed
 from pdserve.core.errors import InternalError, TransferFailed
 from tests.support.transfer_ends import HostPool
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from kvtransfer.devices.copy_streams import CopyLimits
+from kvtransfer.devices.copy_limits import CopyLimits
 from kvtransfer.transports.common.on_device import DeviceOf
 from kvtransfer.transports.common.registry import TRANSPORTS
 from kvtransfer.transports.cuda_ipc import CUDA_IPC, CudaIpc

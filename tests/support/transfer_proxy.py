@@ -14,8 +14,8 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
-from kvtransfer.devices.shared import HELLO_BYTES, SharedPool, offer
 from kvtransfer.protocol.frames import ANSWER_BYTES, GREETING_BYTES, HEADER_BYTES, Frame, Kind, decode
+from kvtransfer.transports.common.slots import HELLO_BYTES, SharedPool, offer
 from kvtransfer.transports.shm import CHUNK_BYTES, SHM, WINDOW
 from tests.support.transfer_ends import HostPool
 

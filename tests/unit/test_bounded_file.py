@@ -283,7 +283,7 @@ def test_a_command_ends_with_one_line(tmp_path: Path) -> None:
 OWN = {
     "pdserve/bounded_file.py",
     *("pdserve/plot_flag.py", "pdserve/engine/memory/host.py", "pdserve/launch/ports.py"),  # /proc, /sys
-    *("pdserve/launch/ports.py", "kvtransfer/devices/shared.py", "kvtransfer/checks.py"),
+    *("pdserve/launch/ports.py", "kvtransfer/transports/common/slots.py", "kvtransfer/checks.py"),
     *("pdserve/structured/checker.py", "pdserve/cli/main.py", "pdserve/image_check.py"),
     *("pdserve/gateway/ui/page.py", "scripts/phases_page.py", "scripts/states_page.py"),  # in the package
     *("pdserve/engine/cpu/kernels/jit.py", "pdserve/owned_folder.py"),

@@ -20,14 +20,12 @@ import socket
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from kvtransfer.devices.copy_streams import CopyLimits
+from kvtransfer.devices.copy_limits import CopyLimits
 from kvtransfer.link.channel import Channel, Writer
-from kvtransfer.protocol.checksum import Checksum
 from kvtransfer.protocol.device import Fence
-from kvtransfer.protocol.frames import Frame
+from kvtransfer.protocol.frames import Checksum, Frame
 from kvtransfer.protocol.plan import PartLayout
-from kvtransfer.protocol.receive_transfer import Claim
-from kvtransfer.protocol.send_transfer import Job
+from kvtransfer.protocol.transfers import Claim, Job
 from pdserve.engine.gpu.kernels.extent import StridedExtent
 from pdserve.engine.interface import KvPool
 

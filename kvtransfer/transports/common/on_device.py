@@ -7,13 +7,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import final
 
-from kvtransfer.devices.copy_streams import CopyLimits
-from kvtransfer.devices.staging_budget import StagingShare
+from kvtransfer.devices.copy_limits import CopyLimits, StagingShare
 from kvtransfer.protocol.device import Blocks, Copying, Device, Fence, Pinned
 from kvtransfer.protocol.frames import BadFrame
 from kvtransfer.protocol.plan import Part, blocks_per_chunk
-from kvtransfer.protocol.send_transfer import Job
 from kvtransfer.protocol.send_transfers import StaleSource
+from kvtransfer.protocol.transfers import Job
 from kvtransfer.transports.common.interface import ReceiveLink, SendLink
 from pdserve.engine.gpu.kernels.extent import StridedExtent
 from pdserve.engine.interface import KvPool

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from kvtransfer.devices.copy_streams import CopyLimits
+from kvtransfer.devices.copy_limits import CopyLimits
 from kvtransfer.protocol.device import Fence
 from kvtransfer.transports.common.interface import Transport
 from pdserve.config import STAGED, TRANSPORT_FILES

@@ -10,9 +10,18 @@ from dataclasses import replace
 from typing import Any
 
 from kvtransfer.link.dial import DataConnection, dial
-from kvtransfer.protocol.checksum import hasher
-from kvtransfer.protocol.credentials import Parties, sender_greeting
-from kvtransfer.protocol.frames import HEADER_BYTES, Frame, Kind, Tag, decode, pack, tag_of
+from kvtransfer.protocol.frames import (
+    HEADER_BYTES,
+    Frame,
+    Kind,
+    Parties,
+    Tag,
+    decode,
+    hasher,
+    pack,
+    sender_greeting,
+    tag_of,
+)
 from kvtransfer.protocol.transport import ReceiveOutcome
 from kvtransfer.transports.shm import SHM, ShmSend
 from pdserve.core.access.proof import NONCE_BYTES, ClusterSecret

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvtransfer.link.endpoint import make_receiver, make_sender
 from kvtransfer.link.receiver import PlainReceiver
-from kvtransfer.protocol.mapping import arrival_of, pieces_of
+from kvtransfer.protocol.plan import arrival_of, pieces_of
 from kvtransfer.protocol.transport import Text
 from kvtransfer.reshape.convert import BlockArrays, pack, unpack
 from kvtransfer.reshape.sender import ShapedSender

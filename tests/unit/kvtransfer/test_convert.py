@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.protocol.mapping import TokenRun, Window, pieces_of, shard_of
+from kvtransfer.protocol.plan import TokenRun, Window, pieces_of, shard_of
 from kvtransfer.reshape.convert import (
     FP8_VALUES,
     BlockArrays,

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.devices.copy_streams import CopyLimits, StreamLoads, least_loaded
-from kvtransfer.devices.staging_budget import StagingBudget, num_slots
+from kvtransfer.devices.copy_limits import CopyLimits, StagingBudget, StreamLoads, least_loaded, num_slots
 from kvtransfer.protocol import plan
 from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
 from kvtransfer.transports import nccl, tcp_staged
@@ -316,7 +315,7 @@ def test_the_last_chunk_taken_may_be_sent_first(
 ) -> None:
     """A mutant: the last chunk is the last one pushed. The receiver then reports missing blocks."""
     monkeypatch.setattr(
-        "kvtransfer.protocol.send_transfer.SendTransfer.is_stamped",
+        "kvtransfer.protocol.transfers.SendTransfer.is_stamped",
         property(lambda transfer: not transfer.pending),
         raising=True,
     )

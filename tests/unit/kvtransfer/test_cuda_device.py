@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from kvtransfer.devices import cuda, cuda_driver
 from kvtransfer.devices.cuda import CudaBlocks, CudaCopying, CudaDevice, Watcher, moved, poll_s
 from kvtransfer.devices.cuda_driver import HANDLE_BYTES, Driver
-from kvtransfer.devices.host_device import HostBlocks, copy_and_sum, digest_of, word_sum
 from kvtransfer.transports.cuda_ipc import CudaIpc
 from kvtransfer.transports.nccl import Nccl
+from kvtransfer.transports.tcp_staged import HostBlocks, copy_and_sum, digest_of, word_sum
 from pdserve.core.errors import TransferFailed
 from pdserve.engine.gpu.kernels.extent import StridedExtent
 from tests.support.fake_device import FakeBlocks

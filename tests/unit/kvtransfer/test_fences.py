@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvtransfer.devices import cuda
-from kvtransfer.devices.copy_streams import CopyLimits
+from kvtransfer.devices.copy_limits import CopyLimits
 from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
 from tests.support.fake_device import FakeDevice
 from tests.support.fake_ends import DEVICE_TRANSPORTS

@@ -15,15 +15,14 @@ from typing import Any
 import grpc
 import pytest
 
-from kvtransfer.devices.shared import host_id
 from kvtransfer.link.dial import DataConnection, dial, open_request
 from kvtransfer.link.gate import MAX_TICKETS, TICKET_TTL_S
 from kvtransfer.link.inbound import AUTHENTICATION_S
 from kvtransfer.link.receiver import MAX_PENDING
-from kvtransfer.protocol.checksum import Checksum
-from kvtransfer.protocol.frames import ANSWER_BYTES, GREETING_BYTES
+from kvtransfer.protocol.frames import ANSWER_BYTES, GREETING_BYTES, Checksum
 from kvtransfer.protocol.transport import ReceiveOutcome
 from kvtransfer.transports.common.registry import TRANSPORTS, choose, name_of
+from kvtransfer.transports.common.slots import host_id
 from kvtransfer.transports.nccl import NCCL
 from kvtransfer.transports.tcp import TcpSend, host_and_port
 from pdserve.build import FULL_VERSION
@@ -250,7 +249,7 @@ def test_a_sender_does_not_take_the_tickets_of_others(
 def test_two_ends_without_xxhash_agree_on_blake2b(
     make_pair: Callable[..., Pair], transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtransfer.protocol.checksum.available", lambda: (Checksum.BLAKE2B_64,))
+    monkeypatch.setattr("kvtransfer.protocol.frames.available_checksums", lambda: (Checksum.BLAKE2B_64,))
     pair = make_pair(transport)
     assert pair.host.open(pair.sender).checksum == transfer_pb2.CHECKSUM_KIND_BLAKE2B_64
     received, _ = pair.move(pair.grant((1, 2)), (3, 4))

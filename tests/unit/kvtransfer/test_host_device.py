@@ -1,11 +1,11 @@
-"""Host memory as a device (kvtransfer/devices/host_device.py). The tests of its transports are in
+"""Host memory as a device (kvtransfer/transports/tcp_staged.py). The tests of its transports are in
 test_tcp_staged.py."""
 
 from __future__ import annotations
 
 import resource
 
-from kvtransfer.devices.host_device import zeroed
+from kvtransfer.transports.tcp_staged import zeroed
 
 
 def resident_bytes() -> int:

@@ -13,8 +13,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvtransfer.protocol.commands import Push
 from kvtransfer.protocol.frames import Frame, Kind, pack, tag_of
+from kvtransfer.protocol.transfers import Push
 from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
 from pdserve.core.errors import InvalidRequest
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Heard, Pair, wait_for

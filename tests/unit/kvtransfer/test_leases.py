@@ -8,9 +8,9 @@ from kvtransfer.protocol import receive_transfers
 from kvtransfer.protocol.frames import pack, tag_of
 from kvtransfer.protocol.lease import Heartbeat, Lease
 from kvtransfer.protocol.plan import WHOLE
-from kvtransfer.protocol.receive_transfer import Claim
 from kvtransfer.protocol.receive_transfers import ReceiveTransfers, Sever
 from kvtransfer.protocol.send_transfers import ReportSent, Retract, SendTransfers
+from kvtransfer.protocol.transfers import Claim
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv.kv_shape import Grant
 from pdserve.core.kv.stamps import BlockStamps

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtransfer.devices import nixl_agent
 from kvtransfer.protocol.frames import Frame, Kind, tag_of
 from kvtransfer.protocol.transport import ReceiveOutcome
 from kvtransfer.transports import nixl
@@ -37,7 +36,7 @@ def pair(make_pair: MakePair, nixl_world: World) -> Pair:
 
 def test_a_pool_is_registered_once_and_stays_mapped() -> None:
     world = World()
-    agent = nixl_agent.Agent(world.make)
+    agent = nixl.Agent(world.make)
     pool = HostPool(4, seed=1)
     export, first = agent.export(pool), pool.block(0)
     assert agent.export(pool) == export
@@ -50,7 +49,7 @@ def test_a_pool_is_registered_once_and_stays_mapped() -> None:
 
 def test_staging_is_reused_and_stays_registered() -> None:
     world = World()
-    exporter, importer = nixl_agent.Agent(world.make), nixl_agent.Agent(world.make)
+    exporter, importer = nixl.Agent(world.make), nixl.Agent(world.make)
     pool = HostPool(4)
     _, metadata = exporter.export(pool)
     first, second = importer.reader(metadata, 8192), importer.reader(metadata, 8192)
@@ -66,9 +65,9 @@ def test_staging_is_reused_and_stays_registered() -> None:
 
 
 def test_the_number_of_readers_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_agent, "MAX_READERS", 1)
+    monkeypatch.setattr(nixl, "MAX_READERS", 1)
     world = World()
-    exporter, importer = nixl_agent.Agent(world.make), nixl_agent.Agent(world.make)
+    exporter, importer = nixl.Agent(world.make), nixl.Agent(world.make)
     pool = HostPool(4)
     _, metadata = exporter.export(pool)
     importer.reader(metadata, 4096)
@@ -81,18 +80,18 @@ def test_a_library_that_cannot_start_fails_its_caller() -> None:
         raise RuntimeError("no plugins")
 
     with pytest.raises(TransferFailed, match="NIXL failed: no plugins"):
-        nixl_agent.Agent(broken)
+        nixl.Agent(broken)
 
 
 def test_a_silent_library_fails_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_agent, "CALL_S", 0.05)
+    monkeypatch.setattr(nixl, "CALL_S", 0.05)
     answers = threading.Event()
 
     def stuck(name: str) -> None:
         assert answers.wait(WAIT_S)
 
     with pytest.raises(TransferFailed, match=r"NIXL has not answered in 0\.05 s"):
-        nixl_agent.Agent(stuck)
+        nixl.Agent(stuck)
     answers.set()
 
 
@@ -100,7 +99,7 @@ def test_a_failed_cleanup_does_not_stop_the_agent(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     world = World()
-    exporter, importer = nixl_agent.Agent(world.make), nixl_agent.Agent(world.make)
+    exporter, importer = nixl.Agent(world.make), nixl.Agent(world.make)
     pool = HostPool(4)
     _, metadata = exporter.export(pool)
 
@@ -129,10 +128,10 @@ def test_the_library_uses_ucx_and_prints_nothing(monkeypatch: pytest.MonkeyPatch
     log = logging.getLogger("nixl")
     log.addHandler(logging.StreamHandler(sys.stdout))
     if backends == ["UCX"]:
-        nixl_agent.make_library("a")
+        nixl.make_library("a")
     else:
         with pytest.raises(TransferFailed, match="this build of NIXL has no UCX"):
-            nixl_agent.make_library("a")
+            nixl.make_library("a")
     assert asked == [("a", {"backends": ["UCX"], "enable_prog_thread": False})]
     assert log.handlers == []
 
@@ -153,7 +152,7 @@ def test_without_an_agent_another_transport_is_used(
 ) -> None:
     pair = make_pair("nixl")
     with monkeypatch.context() as patch:
-        patch.setattr(nixl_agent.Agent, "export", failing)
+        patch.setattr(nixl.Agent, "export", failing)
         sent = Heard()
         pair.sender.start(pair.grant((1,)), sent)
         assert sent.wait().error.endswith("NIXL failed: no memory to register")

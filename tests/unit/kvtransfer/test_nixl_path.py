@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import pytest
 
-from kvtransfer.devices import nixl_agent
 from kvtransfer.link.endpoint import make_receiver, make_sender
 from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
 from kvtransfer.transports import nixl
@@ -148,7 +147,7 @@ def staging_of(handle: FakeHandle) -> int:
 def test_a_read_that_does_not_end_ends_its_connection_alone(
     pair: Pair, make_pair: MakePair, nixl_world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nixl_agent, "READ_S", 0.1)
+    monkeypatch.setattr(nixl, "READ_S", 0.1)
     received, _, handle = begin_slow(pair, nixl_world)
     monkeypatch.undo()
     nixl_world.gate.clear()
@@ -207,8 +206,8 @@ def test_an_invalid_nixl_handshake_is_rejected(pair: Pair, monkeypatch: pytest.M
 
 
 def test_unregistered_blocks_are_rejected(pair: Pair, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
-    export = nixl_agent.Agent.export
-    monkeypatch.setattr(nixl_agent.Agent, "export", lambda *given: export(*given)._replace(address=2**40))
+    export = nixl.Agent.export
+    monkeypatch.setattr(nixl.Agent, "export", lambda *given: export(*given)._replace(address=2**40))
     lying = make_pair("nixl")
     received, sent = lying.move(lying.grant((5,)), (9,))
     assert received.outcome is ReceiveOutcome.FAILED

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.protocol.frames import tag_of
-from kvtransfer.protocol.receive_transfer import LinkBusyTime
+from kvtransfer.protocol.transfers import LinkBusyTime
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, Clock, Pair, wait_for
 
 

@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.devices import fused, shared
+from kvtransfer.devices import fused
 from kvtransfer.link import outbound
 from kvtransfer.link.channel import MAX_OUTBOX, Channel, Gone, Writer
 from kvtransfer.link.dial import DataConnection, dial
 from kvtransfer.link.inbound import Inbound
 from kvtransfer.link.outbound import Outbound
 from kvtransfer.link.sender import PlainSender
-from kvtransfer.protocol.checksum import Checksum, available
-from kvtransfer.protocol.frames import tag_of
+from kvtransfer.protocol.frames import Checksum, available_checksums, tag_of
 from kvtransfer.protocol.send_transfers import SendTransfers
 from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
+from kvtransfer.transports.common import slots
 from kvtransfer.transports.shm import Shm, ShmReceive
 from kvtransfer.transports.tcp import TcpReceive
 from pdserve.core.errors import TransferFailed, Unavailable
@@ -227,9 +227,9 @@ def test_detached_frames_allow_memory_to_change() -> None:
 
 
 def test_without_xxhash_blake2b_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert available()[0] is Checksum.XXH3_64
+    assert available_checksums()[0] is Checksum.XXH3_64
     monkeypatch.setitem(sys.modules, "xxhash", None)
-    assert available() == (Checksum.BLAKE2B_64,)
+    assert available_checksums() == (Checksum.BLAKE2B_64,)
 
 
 def test_without_numba_blocks_are_still_copied(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +254,7 @@ def test_a_host_without_an_id_shares_no_memory(make_pair: MakePair, monkeypatch:
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "readlink", unreadable)
-        assert shared.host_id() == ""
+        assert slots.host_id() == ""
         pair = make_pair("auto")
         assert pair.move(pair.grant((1,)), (1,))[0].outcome is ReceiveOutcome.VERIFIED
         assert [link.transport for link in pair.sender.links] == ["tcp"]
@@ -264,12 +264,12 @@ def test_without_memory_files_no_host_is_shared(monkeypatch: pytest.MonkeyPatch)
     assert Shm().why_not() == ""
     monkeypatch.delattr(os, "memfd_create")
     assert Shm().why_not() == "shm needs Linux"
-    assert shared.host_id() == ""
+    assert slots.host_id() == ""
 
 
 def test_another_users_process_is_rejected(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = make_pair("shm")
-    me, here = os.geteuid(), shared.host_id()
+    me, here = os.geteuid(), slots.host_id()
     with monkeypatch.context() as patch:
         patch.setattr("kvtransfer.link.dial.host_id", lambda: here)
         patch.setattr(os, "geteuid", lambda: me + 1)

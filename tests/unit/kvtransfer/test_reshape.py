@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.protocol.mapping import (
+from kvtransfer.protocol.plan import (
     HeadShard,
     TokenRun,
     Window,
     arrival_of,
+    byte_ranges,
     pieces_of,
     ready_blocks,
     runs_of,
     shard_of,
     shards_of,
 )
-from kvtransfer.protocol.plan import byte_ranges
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv.kv_shape import KvShape
 from tests.unit.kvtransfer.test_shape import PLAIN, SMALL

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from kvtransfer.link.endpoint import make_sender
-from kvtransfer.protocol.mapping import arrival_of, shards_of
+from kvtransfer.protocol.plan import arrival_of, shards_of
 from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
-from kvtransfer.reshape import reshaper, wire_rule
+from kvtransfer.reshape import reshaper, sender
 from kvtransfer.reshape.convert import BlockArrays
 from pdserve.core.kv.kv_shape import KvShape, wire_dtype
 from pdserve.core.kv.stamps import BlockStamps
@@ -80,8 +80,8 @@ def test_floats_may_be_sent_as_int8(make_shapes: MakeShapes, source: KvShape, ta
 
 
 def test_transfers_over_a_slow_link_use_int8(make_shapes: MakeShapes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire_rule, "LEAST_BYTES", 1)
-    monkeypatch.setattr(wire_rule, "CONVERTED_BYTES_S", 1e15)  # Every link is slower.
+    monkeypatch.setattr(sender, "LEAST_BYTES", 1)
+    monkeypatch.setattr(sender, "CONVERTED_BYTES_S", 1e15)  # Every link is slower.
     shapes = make_shapes(FLOAT_16, FLOAT_16, "auto")
     seen = []
     for _ in range(3):

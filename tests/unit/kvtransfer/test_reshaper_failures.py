@@ -255,7 +255,7 @@ def test_an_abort_before_conversion_writes_nothing(make_shapes: MakeShapes, monk
         return one == other
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvtransfer.reshape.unpacker.hmac", SimpleNamespace(compare_digest=matches))
+        patch.setattr("kvtransfer.reshape.convert.hmac", SimpleNamespace(compare_digest=matches))
         shapes.sender.push(grant.key, list(enumerate(sources)), True)
         assert received.wait().outcome is ReceiveOutcome.DRAINED
         assert sent.wait().outcome is SendOutcome.FAILED

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
-from kvtransfer.devices.shared import HELLO_BYTES, SharedPool, offer
 from kvtransfer.protocol.frames import ANSWER_BYTES, BadFrame
 from kvtransfer.protocol.transport import ReceiveOutcome
 from kvtransfer.transports.common.registry import TRANSPORTS
+from kvtransfer.transports.common.slots import HELLO_BYTES, SharedPool, offer
 from kvtransfer.transports.shm import SHM
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, HostPool, Pair, wait_for
 from tests.unit.kvtransfer.raw import greet

@@ -26,7 +26,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from kvtransfer.devices import cuda, nccl_connection
-from kvtransfer.devices.copy_streams import CopyLimits
+from kvtransfer.devices.copy_limits import CopyLimits
 from kvtransfer.devices.cuda import CudaBlocks, CudaDevice
 from kvtransfer.devices.cuda_driver import Driver
 from kvtransfer.devices.nccl_connection import NcclConnection

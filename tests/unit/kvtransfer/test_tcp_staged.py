@@ -9,12 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtransfer.devices.host_device import HostDevice, digest_of, word_sum
-from kvtransfer.devices.staging_budget import StagingBudget
+from kvtransfer.devices.copy_limits import StagingBudget
 from kvtransfer.link.endpoint import make_receiver, make_sender
 from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
 from kvtransfer.transports.common.registry import TRANSPORTS, name_of
-from kvtransfer.transports.tcp_staged import MAX_SLOTS, SLOT_BYTES, TCP_STAGED, TcpStaged
+from kvtransfer.transports.tcp_staged import (
+    MAX_SLOTS,
+    SLOT_BYTES,
+    TCP_STAGED,
+    HostDevice,
+    TcpStaged,
+    digest_of,
+    word_sum,
+)
 from pdserve.core.errors import ConfigError, InternalError, TransferFailed
 from pdserve.core.kv.stamps import BlockStamps
 from pdserve.engine.gpu.kernels.extent import StridedExtent, checksum

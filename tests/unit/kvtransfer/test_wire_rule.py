@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtransfer.reshape.wire_rule import CONVERTED_BYTES_S, LEAST_BYTES, MAX_PAIRS, REVISIT, WireRule
+from kvtransfer.reshape.sender import CONVERTED_BYTES_S, LEAST_BYTES, MAX_PAIRS, REVISIT, WireRule
 
 MIB = 1 << 20
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvtransfer.protocol.receive_transfer import Claim
 from kvtransfer.protocol.receive_transfers import Action, ReceiveTransfers, ReplyToSender, ReportReceived
 from kvtransfer.protocol.send_transfers import Announce, Retract
+from kvtransfer.protocol.transfers import Claim
 from kvtransfer.protocol.transport import Received, ReceiveOutcome
 from pdserve.core.kv.blocks import BlockAllocator
 from pdserve.core.kv.kv_shape import TransferKey

@@ -6,7 +6,7 @@ advance, and owners release committed blocks.
 
 from __future__ import annotations
 
-from kvtransfer.protocol.send_transfer import Job
+from kvtransfer.protocol.transfers import Job
 from tests.unit.kvtransfer.model.checker import Event, Machine, Violated
 from tests.unit.kvtransfer.model.decode_side import At, DecodeSide
 from tests.unit.kvtransfer.model.prefill_side import PrefillSide

@@ -14,10 +14,10 @@ import pytest
 from kvtransfer.protocol import frames, receive_transfers, send_transfers, session
 from kvtransfer.protocol.frames import Tag
 from kvtransfer.protocol.plan import Coverage
-from kvtransfer.protocol.receive_transfer import Claim
 from kvtransfer.protocol.receive_transfers import ReceiveTransfers
 from kvtransfer.protocol.send_transfers import SendTransfers
 from kvtransfer.protocol.session import RECEIVER_MOVES, SENDER_MOVES, Event, Session, State
+from kvtransfer.protocol.transfers import Claim
 from tests.unit.kvtransfer.model.scenarios import scenario
 from tests.unit.kvtransfer.model.wire import Scenario
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvtransfer.protocol.receive_transfers import ReplyToSender
-from kvtransfer.protocol.send_transfer import Job
 from kvtransfer.protocol.send_transfers import Action, Announce, ReportSent, SendTransfers, StaleSource
+from kvtransfer.protocol.transfers import Job
 from kvtransfer.protocol.transport import Sent
 from pdserve.core.kv.blocks import BlockAllocator
 from pdserve.core.kv.kv_shape import TransferKey

@@ -1,17 +1,94 @@
-"""The state of one transfer on its receiver. Pure."""
+"""The state of one transfer on its sender and on its receiver, and the commands to a sender's connection. Pure.
+
+The tables of both sides, `send_transfers.py` and `receive_transfers.py`, decide; here is what they decide about.
+"""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, final
 
 from kvtransfer.protocol import frames
 from kvtransfer.protocol.device import Fence
 from kvtransfer.protocol.frames import Tag
-from kvtransfer.protocol.plan import Part
+from kvtransfer.protocol.plan import Chunk, Part, PartLayout
 from kvtransfer.protocol.session import Session, State
-from kvtransfer.protocol.transport import Received, ReceiveOutcome
-from pdserve.core.kv.kv_shape import Grant
+from kvtransfer.protocol.transport import Received, ReceiveOutcome, SendOutcome, Sent
+from pdserve.core.kv.kv_shape import Grant, TransferKey
+
+
+@dataclass(slots=True, eq=False)
+class SendTransfer:
+    grant: Grant
+    tag: Tag
+    session: Session
+    deadline_at_s: float | None
+    shard: int
+    num_shards: int  # number of shards that fill the grant's blocks, this one included
+    groups: int
+    epochs: list[int]  # epochs of the source blocks when they were first pushed, by grant index
+    began_at_s: float | None = None
+    # chunk, layer group, device work to wait for
+    pending: deque[tuple[Chunk, int, Fence | None]] = field(default_factory=deque)
+    num_stamped: int = 0  # pieces whose frames were made
+    num_bytes: int = 0
+    early_bytes: int = 0
+    last_pushed_at_s: float | None = None
+    busy_s: float = 0.0
+    is_announced: bool = False
+    lease_at_s: float | None = None  # when it ends for lack of progress, or of the confirmation
+    given_up_at_s: float | None = None  # when it was abandoned with source blocks still being read
+
+    @property
+    def is_stamped(self) -> bool:
+        """Whether the frames of all pieces were made. Copies end in any order, so the chunk that was taken last may not
+        be the last one sent."""
+        return self.num_stamped == self.session.size
+
+    @property
+    def pieces(self) -> str:
+        """Their number, for error messages."""
+        return f"{self.session.size} {'blocks' if self.groups == 1 else 'parts of blocks'}"
+
+    def sent(self, now_s: float) -> Sent:
+        """The report of its end."""
+        began_s = now_s if self.began_at_s is None else self.began_at_s
+        pushed_s = now_s if self.last_pushed_at_s is None else self.last_pushed_at_s
+        return Sent(
+            key=self.grant.key,
+            outcome=SendOutcome.SENT if self.session.state is State.VERIFIED else SendOutcome.FAILED,
+            num_bytes=self.num_bytes,
+            send_s=now_s - began_s,
+            busy_s=self.busy_s,
+            exposed_s=now_s - pushed_s,
+            early_bytes=self.early_bytes,
+            error=self.session.error,
+            fault="" if self.session.fault is None else self.session.fault.value,
+        )
+
+    def at(self, index: int, group: int) -> int:
+        """The index of a block's part in the session."""
+        return group * len(self.grant.blocks) + index
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """A chunk whose source blocks are being read, until `SendTransfers.written`."""
+
+    transfer: SendTransfer
+    chunk: Chunk
+    part: Part
+    after: Fence | None  # device work that may still write the source blocks
+
+    def share(self, block_bytes: int) -> int:
+        """The part's share of a block, for metrics: the shares of all groups add up to one block."""
+        group, groups = self.part.group, self.part.groups
+        return block_bytes * (group + 1) // groups - block_bytes * group // groups
+
+
+# --- on the receiver ------------------------------------------------------------------------------------------
 
 OUTCOMES: Final = {
     State.VERIFIED: ReceiveOutcome.VERIFIED,
@@ -144,3 +221,37 @@ class Claim:
     @property
     def shard(self) -> ShardWriter:
         return self.transfer.shards[self.part.shard]
+
+
+# --- commands -------------------------------------------------------------------------------------------------
+# From other threads to a sender's connection.
+
+OnSent = Callable[[Sent], None]
+# Called with the source blocks of a transfer that are no longer read.
+OnRead = Callable[[TransferKey, Sequence[int]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    grant: Grant
+    on_end: OnSent
+    deadline_at_s: float | None
+    groups: int = 1
+    layout: PartLayout | None = None  # None: blocks cannot be converted to the receiver's shape
+    error: str = ""  # if not empty, it has failed already
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    key: TransferKey
+    blocks: tuple[tuple[int, int], ...]
+    epochs: tuple[int, ...]  # epochs of the source blocks when they were pushed
+    is_last: bool
+    groups: range | None  # groups of layers; None: all
+    after: Fence | None = None  # device work that may still write the blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    key: TransferKey
+    error: str = ""  # empty: the owner no longer needs the transfer
