@@ -7,19 +7,37 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pkgutil import iter_modules
 from typing import Final
 
 from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_text
 from pdserve.core.access.hosts import PORTS, check_endpoint, check_token, is_loopback_host
 from pdserve.core.durations import DAY_S
 from pdserve.core.errors import ConfigError
-from pdserve.core.policies import POLICIES, file_names
 from pdserve.core.setting import AUTO, LARGEST_COUNT, CallerTlsSettings, TlsSettings, check_fields, check_tls, setting
 
-#: The transports' files, which are listed and not imported, because settings are read without numba and CUDA.
+# --- choices that are one file each ---------------------------------------------------------------------------
+# Placement policies and KV transports. The files are listed, not imported, because settings are read without numba and
+# CUDA.
+
+
+def file_names(package: str, folder: str) -> tuple[str, ...]:
+    """The modules in a folder of an installed top-level package, sorted; without packages."""
+    found = find_spec(package)
+    assert found is not None
+    folders = [f"{one}/{folder}" for one in found.submodule_search_locations or ()]
+    return tuple(sorted(one.name for one in iter_modules(folders) if not one.ispkg))
+
+
+POLICIES: Final = tuple(name.replace("_", "-") for name in file_names("router", "policy/policies"))
 TRANSPORT_FILES: Final = file_names("kvtransfer", "transports")
 STAGED: Final = "_staged"  # tcp_staged is tcp for pools on GPUs, and has no setting of its own
 TRANSPORTS: Final = ("auto", *(name for name in TRANSPORT_FILES if not name.endswith(STAGED)))
+
+
+# --- other choices --------------------------------------------------------------------------------------------
+
 DTYPES: Final = ("auto", "float32", "bfloat16", "int8", "int4", "fp8")
 LOADS: Final = ("auto", "dummy")
 KV_DTYPES: Final = ("auto", "int8", "fp8")

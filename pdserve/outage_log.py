@@ -1,7 +1,7 @@
 """Log lines about peers that fail: at most one a minute for each message and peer, with a count of all.
 
 A peer may fail as often as it likes: a worker that registers and disappears ten times a second, a Redis that is full.
-Peers can also have new names each time, so there is a limit on all of them together (pdserve/core/log_limit.py).
+Peers can also have new names each time, so there is a limit on all of them together.
 """
 
 from __future__ import annotations
@@ -13,7 +13,59 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Final, final
 
-from pdserve.core.log_limit import MAX_PEERS, LogLimits
+# --- limit of lines -------------------------------------------------------------------------------------------
+# Of lines about events that foreign processes can cause. It has no clock.
+
+LOG_EVERY_S: Final = 10.0
+MAX_PEERS: Final = 1024
+
+
+@final
+class LogLimit:
+    def __init__(self, every_s: float = LOG_EVERY_S) -> None:
+        self._every_s = every_s
+        self._count = 0
+        self._next_s = -float("inf")
+
+    def due(self, now_s: float) -> int:
+        """Counts one event. Returns the number of events since the last line if a line is due now; otherwise 0."""
+        self._count += 1
+        if not self.is_over(now_s):
+            return 0
+        count, self._count = self._count, 0
+        self._next_s = now_s + self._every_s
+        return count
+
+    def is_over(self, now_s: float) -> bool:
+        """Whether the next event gets a line."""
+        return now_s >= self._next_s
+
+
+@final
+class LogLimits:
+    """A LogLimit for each peer. If MAX_PEERS had a line within its time, all further ones share one limit, because a
+    foreign process can have a new name each time."""
+
+    def __init__(self, every_s: float = LOG_EVERY_S) -> None:
+        self._every_s = every_s
+        self._of: OrderedDict[str, LogLimit] = OrderedDict()  # by peer, in the order of their last lines
+        self._others = LogLimit(every_s)
+
+    def due(self, peer: str, now_s: float) -> int:
+        """As LogLimit.due, for one peer."""
+        if peer not in self._of:
+            if len(self._of) >= MAX_PEERS:
+                if not next(iter(self._of.values())).is_over(now_s):
+                    return self._others.due(now_s)
+                self._of.popitem(last=False)
+            self._of[peer] = LogLimit(self._every_s)
+        count = self._of[peer].due(now_s)
+        if count:
+            self._of.move_to_end(peer)
+        return count
+
+
+# --- lines about peers ----------------------------------------------------------------------------------------
 
 EVERY_S: Final = 60.0
 

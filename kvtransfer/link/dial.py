@@ -40,8 +40,8 @@ from pdserve.core.installation import is_compatible, mismatch
 from pdserve.tls.reasons import connection_failure, tls_failure
 from pdserve.v1 import transfer_pb2, transfer_pb2_grpc
 from pdserve.wire import peers
+from pdserve.wire.peer_server import peer_channel
 from pdserve.wire.protocol import FINGERPRINT
-from pdserve.wire.tls_credentials import peer_channel
 
 log = logging.getLogger(__name__)
 

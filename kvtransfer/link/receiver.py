@@ -29,12 +29,11 @@ from kvtransfer.protocol.transport import OnOpen, Received, ReceiveOutcome, Sent
 from kvtransfer.transports.common.interface import Transport
 from kvtransfer.transports.common.registry import fence_of
 from kvtransfer.transports.common.slots import host_id
-from pdserve.core.access.waiting import to_close
+from pdserve.core.access.shares import to_close
 from pdserve.core.durations import clamped_s
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
 from pdserve.core.kv.kv_shape import Grant, TransferKey
-from pdserve.core.log_limit import LogLimit
-from pdserve.outage_log import OutageLog, PeerLog
+from pdserve.outage_log import LogLimit, OutageLog, PeerLog
 
 # --- reports of results ---------------------------------------------------------------------------------------
 # They go to the owners of transfers, in the order of the table's decisions, without holding its lock.

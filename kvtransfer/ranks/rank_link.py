@@ -33,8 +33,7 @@ from pdserve.core.kv.stamps import BlockStamps
 from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.v1 import rank_pb2, rank_pb2_grpc
 from pdserve.wire import peers
-from pdserve.wire.peer_server import channel_options
-from pdserve.wire.tls_credentials import peer_channel
+from pdserve.wire.peer_server import channel_options, peer_channel
 
 log = logging.getLogger(__name__)
 

@@ -41,8 +41,8 @@ from pdserve.core.access.proof import NONCE_BYTES, CallChecker, ClusterSecret, c
 from pdserve.core.errors import PdserveError
 from pdserve.core.kv.kv_shape import TransferKey
 from pdserve.core.kv.stamps import BlockStamps
-from pdserve.core.log_limit import LogLimit
 from pdserve.engine.interface import EngineSpec, KvPool
+from pdserve.outage_log import LogLimit
 from pdserve.tls.certificates import ReloadingCertificates, certificates_of
 from pdserve.v1 import rank_pb2, rank_pb2_grpc
 from pdserve.v1.transfer_pb2_grpc import add_TransferServiceServicer_to_server

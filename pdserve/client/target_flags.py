@@ -14,7 +14,7 @@ from pdserve.client.sync import Client
 from pdserve.config import TOKEN_ENV, from_env
 from pdserve.core.access.hosts import is_loopback_host
 from pdserve.core.errors import ConfigError
-from pdserve.tls.local_ca import local_ca
+from pdserve.tls.certificates import local_ca
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 CA_ENV: Final = "PDSERVE_TLS_CA"

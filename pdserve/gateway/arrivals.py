@@ -18,9 +18,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, final
 
-from pdserve.core.log_limit import LogLimit
 from pdserve.gateway.connection import LINGER_BYTES, LINGER_S, Connections
 from pdserve.listening import MAX_ACCEPTED
+from pdserve.outage_log import LogLimit
 from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.tls.reasons import tls_failure
 

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any, Final, final
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from pdserve.core.access.waiting import closes_silent
-from pdserve.core.log_limit import LogLimit
+from pdserve.core.access.shares import closes_silent
 from pdserve.gateway.api import errors, sse
 from pdserve.listening import MAX_LINGERING
+from pdserve.outage_log import LogLimit
 
 if TYPE_CHECKING:
     from pdserve.gateway.arrivals import Arrival, Handshake

@@ -30,7 +30,7 @@ from pdserve.core.setting import CA, CERT, KEY
 from pdserve.core.urls import hide_password, place
 from pdserve.launch.spec import CALLERS, ClusterSpec, ClusterTls
 from pdserve.owned_folder import SHORT, OwnedFolder, sweep
-from pdserve.tls.local_ca import PURPOSE, announce
+from pdserve.tls.certificates import PURPOSE, announce
 
 TOKEN_PATH_ENV: Final = "RAY_AUTH_TOKEN_PATH"
 MODE_ENV: Final = "RAY_AUTH_MODE"

@@ -16,8 +16,7 @@ from typing import Any, Final
 from llguidance import LLMatcher
 
 from pdserve.core.errors import InvalidRequest, ModelError
-from pdserve.core.grammar import Grammar, GrammarKind
-from pdserve.core.json_schema import path_of, resolve
+from pdserve.core.grammar import Grammar, GrammarKind, path_of, resolve
 from pdserve.isolated import child
 from pdserve.structured.compile import NO_DOCUMENT, Compiler, refused, schema_of, why_stuck
 

@@ -18,7 +18,7 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any, Final, NoReturn, TypeGuard, final
 
 from pdserve.core.errors import shortened
-from pdserve.core.json_schema import DEFINITIONS, Path, localized, path_of, pointer, resolve, subschemas
+from pdserve.core.grammar import DEFINITIONS, Path, localized, path_of, pointer, resolve, subschemas
 
 # --- string formats -------------------------------------------------------------------------------------------
 # The patterns of the formats that are enforced. A value of a format matches all patterns of it.

@@ -1,4 +1,5 @@
-"""The certificate files of a process, read again when they change. Standard library only.
+"""The certificate files of a process, read again when they change, and the CA of a cluster on this host. Standard
+library only.
 
 Every new connection calls `current()`, which compares the files' metadata with those of the last reading. Files that
 cannot be used are reported once, and the certificates that were read before stay in use: a file may be half written, or
@@ -12,16 +13,19 @@ import contextlib
 import logging
 import os
 import ssl
+import stat
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Final, final
 
 from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_bytes
 from pdserve.core.errors import ConfigError
-from pdserve.core.setting import CallerTlsSettings, TlsSettings
+from pdserve.core.setting import CA, CallerTlsSettings, TlsSettings
+from pdserve.owned_folder import PREFIX, temporary_folders
 
 log = logging.getLogger(__name__)
 
@@ -229,3 +233,39 @@ def _greet_itself(found: Certificates) -> None:
     for side in (client, server, client, server):
         with contextlib.suppress(ssl.SSLWantReadError):
             side.do_handshake()
+
+
+# --- CA of a cluster on this host -----------------------------------------------------------------------------
+# How commands find the CA of a cluster that `pdserve up --tls auto` has started.
+#
+# The folder with the cluster's certificates is an OwnedFolder: only its user can read it, and it ends with its
+# launcher. It holds a file for each port of the cluster.
+
+PURPOSE: Final = "tls"
+_PORT: Final = "port-{port}"
+
+
+def announce(folder: Path, ports: tuple[int, ...]) -> None:
+    """Clients of these ports on this host then find the CA in `folder`."""
+    for port in ports:
+        (folder / _PORT.format(port=port)).touch(mode=0o600)
+
+
+def local_ca(port: str) -> str:
+    """The path of the CA of this user's cluster that serves `port`; empty if there is none."""
+    if not port.isdecimal() or len(port) > 5:
+        return ""
+    for parent in temporary_folders():
+        for folder in parent.glob(f"{PREFIX}{PURPOSE}-*"):
+            if _is_ours(folder) and (folder / _PORT.format(port=int(port))).exists():
+                return str(folder / CA)
+    return ""
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether only this user can write there: another user could offer a CA of its own."""
+    try:
+        facts = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid() and not stat.S_IMODE(facts.st_mode) & 0o077

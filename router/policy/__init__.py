@@ -9,8 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import cast
 
+from pdserve.config import POLICIES
 from pdserve.core.errors import ConfigError
-from pdserve.core.policies import POLICIES
 from router.policy.interface import Links, Policy, PolicyEntry, check_rules
 from router.state.interface import RouterSettings
 

@@ -37,9 +37,8 @@ from pdserve.text.tokenizer import load_tokenizer
 from pdserve.tls.certificates import certificates_of
 from pdserve.v1 import cluster_pb2_grpc, inference_pb2_grpc, worker_pb2
 from pdserve.wire import status
-from pdserve.wire.peer_server import age_options, make_health_servicer, port_options
+from pdserve.wire.peer_server import age_options, caller_port, make_health_servicer, port_options
 from pdserve.wire.requests import RequestCheck
-from pdserve.wire.tls_credentials import caller_port
 from router.recording.recording import RecordFile
 from router.service.admission import Admission, Limits
 from router.service.auth import AuthInterceptor, Tenants

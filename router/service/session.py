@@ -22,8 +22,7 @@ from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.tls.reasons import tls_failure
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.wire import peers
-from pdserve.wire.peer_server import channel_options
-from pdserve.wire.tls_credentials import peer_channel_aio
+from pdserve.wire.peer_server import channel_options, peer_channel_aio
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
+from pdserve.config import POLICIES
 from pdserve.config_flags import read_as
-from pdserve.core.policies import POLICIES
 from pdserve.plot_flag import add_plot_flag
 from simulator.commands import flags
 from simulator.commands.flags import add_fault_flags

@@ -25,7 +25,7 @@ from pdserve.engine.memory.host import HostMemory
 from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.v1 import transfer_pb2_grpc
 from pdserve.wire import peers
-from pdserve.wire.tls_credentials import peer_channel, peer_port
+from pdserve.wire.peer_server import peer_channel, peer_port
 from tests.support.cluster_secret import SECRET, proofs, protect
 
 WAIT_S = 20.0

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from pdserve import outage_log
-from pdserve.core.log_limit import MAX_PEERS, LogLimits
-from pdserve.outage_log import OutageLog, PeerLog
+from pdserve.outage_log import MAX_PEERS, LogLimits, OutageLog, PeerLog
 from pdserve.prefix.redis_index import RedisIndex
 from pdserve.prefix.registry import read_registration
 from pdserve.telemetry.metrics import Metrics

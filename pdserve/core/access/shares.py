@@ -1,4 +1,5 @@
-"""Shares of a pool that all callers use before their quotas are known, so that none takes all of it. Pure.
+"""Shares of what all callers use before their quotas are known, so that none takes all of it: pools, and places for
+connections that wait. Pure.
 
 Dynamic thresholds (Choudhury and Hahne, 1998): a caller may hold at most `weight` times what is free. So one caller
 gets at most weight / (weight + 1) of the pool, and the next one the same share of the rest.
@@ -11,9 +12,9 @@ of tenants takes it. Another part may be kept for what operators look at and con
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Final, final
+from typing import Final, TypeVar, final
 
 from pdserve.core.errors import Overloaded
 
@@ -126,3 +127,31 @@ def _group_of(caller: str) -> str | None:
     if caller.startswith(_TENANT):
         return None
     return CONTROL if caller == CONTROL else OPERATOR
+
+
+# --- places of connections that wait --------------------------------------------------------------------------
+# Which connection is closed when too many wait: those without a request, or without a proof of the secret.
+#
+# A connection that sends nothing costs its caller the least. So a flood of these can take only a quarter of the places
+# from those that have sent something.
+
+SILENT_SHARE: Final = 4  # the silent ones keep one of so many places
+Silent = TypeVar("Silent")
+Active = TypeVar("Active")
+
+
+def closes_silent(num_silent: int, num_active: int) -> bool:
+    """Whether one that has sent nothing makes room, rather than one that has."""
+    return (SILENT_SHARE - 1) * num_silent > num_active
+
+
+def to_close(silent: Mapping[Silent, str], active: Mapping[Active, str]) -> Silent | Active | None:
+    """Each connection with its caller's host; those that were heard least recently come first. The host with the most
+    connections loses its first one, so no host takes the places of others."""
+    return _first(silent) if closes_silent(len(silent), len(active)) else _first(active)
+
+
+def _first(waiting: Mapping[Silent, str]) -> Silent | None:
+    num_of = Counter(waiting.values())
+    most = max(num_of.values(), default=0)
+    return next((one for one, host in waiting.items() if num_of[host] == most), None)

@@ -32,11 +32,10 @@ from pdserve.core.access.hosts import check_endpoint
 from pdserve.core.access.proof import NONCE_BYTES, CallChecker, ClusterSecret, Identity, canonical_address
 from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.core.installation import VERSION, release
-from pdserve.core.log_limit import LogLimit
 from pdserve.engine.model.collectives import LOOPBACK
 from pdserve.engine.ranks.rejected_joins import count_rejected_join
 from pdserve.listening import is_held
-from pdserve.outage_log import PeerLog
+from pdserve.outage_log import LogLimit, PeerLog
 from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.tls.reasons import connection_failure
 from pdserve.v1 import rank_pb2, rank_pb2_grpc

@@ -15,8 +15,7 @@ from functools import cache
 from typing import Any, Final
 
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
-from pdserve.core.json_schema import PointerChars, localized
+from pdserve.core.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, PointerChars, localized
 from pdserve.gateway.api.request_models import Tool
 from pdserve.gateway.api.sse import to_json
 from pdserve.gateway.tools.xml_reader import parameter_types

@@ -18,7 +18,7 @@ from pydantic_core import to_json
 
 from pdserve.client.results import Model
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.json_schema import PointerChars, localized
+from pdserve.core.grammar import PointerChars, localized
 from pdserve.core.types import MAX_TOOLS_BYTES, require_at_most
 from pdserve.gateway.api.request_models import NamedChoice, Tool
 from pdserve.gateway.tools.grammars import MAX_CALLS, calls_or_answer, calls_schema, parameters_of

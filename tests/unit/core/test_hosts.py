@@ -6,7 +6,7 @@ import pytest
 
 from pdserve.client.connect import target
 from pdserve.config import RouterConfig, WorkerConfig
-from pdserve.core.access.hosts import check_endpoint, endpoint_of
+from pdserve.core.access.hosts import check_endpoint, endpoint_of, network_of
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role
 from pdserve.prefix.registry import Registration
@@ -88,3 +88,17 @@ def test_a_password_is_not_shown() -> None:
     with pytest.raises(ConfigError) as caught:
         RouterConfig(model="m", otlp="http://user:secret@h:1")
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("host", "network"),
+    [
+        ("10.0.0.1", "10.0.0.1"),
+        ("::1", "::1"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("::ffff:10.0.0.1", "10.0.0.1"),
+    ],
+)
+def test_the_addresses_of_one_ipv6_network_are_one_caller(host: str, network: str) -> None:
+    assert network_of(host) == network

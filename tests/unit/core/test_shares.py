@@ -15,6 +15,7 @@ from pdserve.core.access.shares import (
     Shares,
     caller_of,
     kept_of,
+    to_close,
 )
 from pdserve.core.errors import Overloaded
 
@@ -119,3 +120,28 @@ def test_large_requests_leave_room_for_small_ones() -> None:
             pass
         with shares.body("tenant d", SMALL_BYTES):
             assert shares.total == 10 * SMALL_BYTES
+
+
+# -- connections that wait --------------------------------------------------------------------------------------
+
+
+def hosts(names: str) -> dict[str, str]:
+    """`a1 a2 b1`: connections of hosts a and b."""
+    return {one: one[0] for one in names.split()}
+
+
+@pytest.mark.parametrize(
+    ("silent", "active", "closed"),
+    [
+        ("", "", None),
+        ("a1", "", "a1"),
+        ("", "a1 a2", "a1"),
+        ("a1", "a2 a3", "a1"),
+        ("a1", "a2 a3 a4", "a2"),  # a quarter is silent
+        ("a1 b1 b2", "", "b1"),
+        ("", "a1 b1 b2", "b1"),
+        ("", "a1 b1 b2 a2", "a1"),
+    ],
+)
+def test_the_host_with_the_most_loses_one(silent: str, active: str, closed: str | None) -> None:
+    assert to_close(hosts(silent), hosts(active)) == closed

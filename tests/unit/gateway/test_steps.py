@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from pdserve.client.results import Model
-from pdserve.core import json_schema
+from pdserve.core import grammar
 from pdserve.core.errors import PdserveError
 from pdserve.gateway.api import http_input
 from pdserve.gateway.api.openapi import OPERATIONS
@@ -233,7 +233,7 @@ def test_the_references_of_all_tools_together_have_a_limit(choice: str, monkeypa
     written: list[int] = []
 
     def counting(schema: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        found = json_schema.localized(schema, *args, **kwargs)
+        found = grammar.localized(schema, *args, **kwargs)
         written.append(num_pointer_chars(found))
         return found
 
@@ -247,7 +247,7 @@ def test_the_references_of_all_tools_together_have_a_limit(choice: str, monkeypa
         READ["/v1/chat/completions"], {**body, "tools": tools_of([{"properties": properties}] * num_tools)}
     )
     assert ("references have over" in message) == (choice == "required")
-    assert 0 < sum(written) <= json_schema.MAX_POINTER_CHARS
+    assert 0 < sum(written) <= grammar.MAX_POINTER_CHARS
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvtransfer.protocol.frames import HEADER_BYTES, Frame, Kind, Tag, encode_text, pack
 from kvtransfer.protocol.plan import Part
 from kvtransfer.protocol.transport import ReceiveOutcome
-from pdserve.core.log_limit import LogLimit
+from pdserve.outage_log import LogLimit
 from tests.support.examples import examples
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, Pair, wait_for
 from tests.unit.kvtransfer.raw import GARBAGE, RawSender, assert_still_serves, connect, expected, numbers

@@ -19,8 +19,7 @@ from pdserve.launch.spec import ClusterSpec, ClusterTls, gateway, processes
 from pdserve.launch.with_ray import spec_from_json, spec_to_json
 from pdserve.owned_folder import OwnedFolder
 from pdserve.tls.authority import hosts_of
-from pdserve.tls.certificates import certificates_of
-from pdserve.tls.local_ca import PURPOSE, announce, local_ca
+from pdserve.tls.certificates import PURPOSE, announce, certificates_of, local_ca
 from tests.support.tls_files import TestAuthority
 
 SECRET = "a secret of this test"

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pdserve.config import POLICIES
 from pdserve.core.cost.latency import CostPrior
-from pdserve.core.policies import POLICIES
 from pdserve.core.types import Slo
 from simulator.cluster.world import simulate
 from simulator.model import SimConfig, TraceRequest, WorkerFault, WorkerFaultKind
