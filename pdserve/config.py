@@ -175,11 +175,6 @@ class WorkerConfig(TlsSettings):
         "exact",
         choices=KV_WIRES,
     )
-    kv_copy_streams: int = setting(
-        "number of CUDA streams that copy KV between GPUs; 4 is as many chunks as one connection has in flight",
-        4,
-        within=(1, 16),
-    )
     kv_staging_bytes: int = setting(
         "GPU memory for KV on its way over nccl, or over tcp from a GPU, beside one slot of 8 to 16 MiB for each "
         "connection",

@@ -41,7 +41,7 @@ def config_of(
         transports=with_faults(choose(worker.transport, is_on_host=pool.is_on_host), faults),
         stamps=stamps,
         tls=tls,
-        limits=CopyLimits(num_streams=worker.kv_copy_streams, staging_bytes=worker.kv_staging_bytes),
+        limits=CopyLimits(staging_bytes=worker.kv_staging_bytes),
     )
 
 

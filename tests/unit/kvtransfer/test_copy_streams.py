@@ -64,8 +64,7 @@ def test_work_stays_behind_other_work() -> None:
 
 def test_settings_have_the_same_defaults() -> None:
     config = WorkerConfig(model="toy", worker_id="w")
-    limits = CopyLimits(num_streams=config.kv_copy_streams, staging_bytes=config.kv_staging_bytes)
-    assert limits == CopyLimits()
+    assert CopyLimits(staging_bytes=config.kv_staging_bytes) == CopyLimits()
 
 
 # Size of the staging.
