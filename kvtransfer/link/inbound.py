@@ -10,8 +10,8 @@ import hmac
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterable
-from typing import Final, Protocol, final
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final, final
 
 from kvtransfer.link.channel import Channel, Gone, Silent
 from kvtransfer.link.gate import Peer
@@ -21,55 +21,30 @@ from kvtransfer.protocol.frames import (
     STAMP_BYTES,
     BadFrame,
     Frame,
-    Greeting,
     Kind,
-    Tag,
     beat,
     decode,
     decode_greeting,
     decode_text,
     hasher,
 )
-from kvtransfer.protocol.lease import Heartbeat, Lease
-from kvtransfer.protocol.plan import Part, PartLayout, arrival_of
+from kvtransfer.protocol.lease import Heartbeat
+from kvtransfer.protocol.plan import PartLayout, arrival_of
 from kvtransfer.protocol.transfers import Claim
 from kvtransfer.reshape.convert import Unpacker
 from kvtransfer.transports.common.interface import ReceiveHalf, ReceiveLink, Transport
 from pdserve.core.access.hosts import network_of
 from pdserve.core.errors import ConfigError, TransferFailed
 from pdserve.core.kv.kv_shape import KvShape, is_same_bytes
-from pdserve.engine.interface import KvPool
-from pdserve.tls.certificates import ReloadingCertificates
+
+if TYPE_CHECKING:
+    from kvtransfer.link.receiver import PlainReceiver
 
 log = logging.getLogger(__name__)
 
 AUTHENTICATION_S: Final = (
     3.0  # from the accepted connection to the proof; a sender sends its greeting as soon as it is connected
 )
-
-
-class Hub(Protocol):
-    """The interface of a receiver that its connections use. Every method may be called from any thread."""
-
-    pool: KvPool
-    memory: memoryview
-    block_bytes: int
-    chunk_bytes: int
-    shape: KvShape
-    lease: Lease
-    clock: Callable[[], float]
-    tls: ReloadingCertificates | None  # of connections between hosts
-
-    def admit(self, greeting: Greeting, transport: int) -> tuple[Peer, bytes] | None: ...
-
-    def connected(self, peer: Peer, transport: str) -> None: ...
-    def announce(self, tag: Tag, writer: int, part: Part, num_shards: int) -> None: ...
-    def claim(self, frame: Frame, writer: int, stamps: bytes) -> Claim | None: ...
-    def enter(self, claim: Claim) -> bool: ...
-    def leave(self, claim: Claim) -> None: ...
-    def settle(self, claim: Claim, num_bytes: int, matches: bool, is_last: bool) -> None: ...
-    def retract(self, tag: Tag, writer: int, error: str, *, is_cancelled: bool) -> None: ...
-    def ended(self, inbound: Inbound, error: str, *, is_peers_fault: bool, is_silent: bool) -> None: ...
 
 
 @final
@@ -97,15 +72,15 @@ class Accepted:
 class Inbound(threading.Thread):
     """The thread of one connection, and the ReceiveLink of its transport."""
 
-    def __init__(self, hub: Hub, accepted: Accepted, number: int) -> None:
+    def __init__(self, receiver: PlainReceiver, accepted: Accepted, number: int) -> None:
         super().__init__(name=f"kv-inbound-{number}", daemon=True)
         self.number, self.host = number, accepted.host
         self.peer: Peer | None = None
-        self.pool, self.memory = hub.pool, hub.memory
-        self.block_bytes, self.chunk_bytes = hub.block_bytes, hub.chunk_bytes
-        self.channel = Channel(accepted.socket, clock=hub.clock)
-        self.enter, self.leave = hub.enter, hub.leave
-        self._hub, self._transport = hub, accepted.transport
+        self.pool, self.memory = receiver.pool, receiver.memory
+        self.block_bytes, self.chunk_bytes = receiver.block_bytes, receiver.chunk_bytes
+        self.channel = Channel(accepted.socket, clock=receiver.clock)
+        self.enter, self.leave = receiver.enter, receiver.leave
+        self._receiver, self._transport = receiver, accepted.transport
         self._half: ReceiveHalf | None = None
         self._unpacker: Unpacker | None = None  # if blocks arrive in another format
         self._ends_s = accepted.ends_s
@@ -145,7 +120,7 @@ class Inbound(threading.Thread):
             # In this order, because the table may free memory as soon as `ended` reports that this writer is gone.
             if self._half is not None:
                 self._half.close()
-            self._hub.ended(self, error, is_peers_fault=is_peers_fault, is_silent=is_silent)
+            self._receiver.ended(self, error, is_peers_fault=is_peers_fault, is_silent=is_silent)
             self.channel.close()
 
     def digest(self, views: Iterable[memoryview]) -> bytes:
@@ -159,7 +134,7 @@ class Inbound(threading.Thread):
 
     def settle(self, claim: Claim, frame: Frame, checksum: bytes) -> None:
         matches = hmac.compare_digest(checksum, frame.checksum)
-        self._hub.settle(claim, self._link.size_of(frame), matches, frame.is_last)
+        self._receiver.settle(claim, self._link.size_of(frame), matches, frame.is_last)
 
     @property
     def _link(self) -> ReceiveLink:
@@ -167,8 +142,8 @@ class Inbound(threading.Thread):
         return self if self._unpacker is None else self._unpacker
 
     def _authenticate(self) -> bool:
-        if self._hub.tls is not None and not self._transport.is_same_host:
-            self.channel.secure(self._hub.tls.current().peer_server, self._left_s)
+        if self._receiver.tls is not None and not self._transport.is_same_host:
+            self.channel.secure(self._receiver.tls.current().peer_server, self._left_s)
         data, greeting = bytearray(GREETING_BYTES), None
         at = 0
         while greeting is None:
@@ -179,14 +154,14 @@ class Inbound(threading.Thread):
             if received == 0 and (left_s <= 0 or not self.channel.wait(left_s)):
                 return False
             at += received
-        admitted = self._hub.admit(greeting, self._transport.kind)
+        admitted = self._receiver.admit(greeting, self._transport.kind)
         if admitted is None:
             return False
         self.peer, answer = admitted
         self.channel.post(answer)
         self.checksum = self.peer.checksum
         self._digest = hasher(self.checksum)
-        peer, mine = self.peer, self._hub.shape
+        peer, mine = self.peer, self._receiver.shape
         self.target = PartLayout.to_receive(peer.shape, mine)
         self.source = self._source_of(peer, mine)
         if peer.wire_dtype != mine.dtype:
@@ -197,12 +172,12 @@ class Inbound(threading.Thread):
             self._half = self._transport.receiver(self._link)
         except ConnectionError as lost:
             raise Gone(f"connection lost: {lost}") from lost
-        self.channel.watch(Heartbeat(self._hub.lease, self._hub.clock()), beat())
-        self._hub.connected(self.peer, self._transport.name)
+        self.channel.watch(Heartbeat(self._receiver.lease, self._receiver.clock()), beat())
+        self._receiver.connected(self.peer, self._transport.name)
         return True
 
     def _left_s(self) -> float:
-        return self._ends_s - self._hub.clock()
+        return self._ends_s - self._receiver.clock()
 
     def _source_of(self, peer: Peer, mine: KvShape) -> PartLayout:
         """The layout of the sender's blocks. Between different degrees, a sender on a device sends heads directly out
@@ -228,14 +203,16 @@ class Inbound(threading.Thread):
             elif frame.kind is Kind.RETRACT:
                 text = bytearray(frame.length)
                 self.channel.fill(memoryview(text))
-                self._hub.retract(frame.tag, self.number, decode_text(bytes(text)), is_cancelled=frame.is_cancelled)
+                self._receiver.retract(
+                    frame.tag, self.number, decode_text(bytes(text)), is_cancelled=frame.is_cancelled
+                )
             elif frame.kind is not Kind.BEAT:
                 raise BadFrame(f"a {frame.kind.name} frame from a sender")
             self.channel.flush()
 
     def _announce(self, frame: Frame) -> None:
         self._require_part(frame)
-        self._hub.announce(frame.tag, self.number, frame.part, self.target.count)
+        self._receiver.announce(frame.tag, self.number, frame.part, self.target.count)
 
     def _require_part(self, frame: Frame) -> None:
         if frame.part.shard != self.target.index:
@@ -252,5 +229,5 @@ class Inbound(threading.Thread):
         half.check(frame)
         stamps = bytearray(frame.count * STAMP_BYTES)
         self.channel.fill(memoryview(stamps))
-        claim = self._hub.claim(frame, self.number, bytes(stamps))
+        claim = self._receiver.claim(frame, self.number, bytes(stamps))
         half.receive(frame, claim if claim is None or self._unpacker is None else self._unpacker.staged(claim))

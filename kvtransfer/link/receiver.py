@@ -214,7 +214,7 @@ class PlainReceiver:
             listener.close()
         self._waker.close()
 
-    # Called by connections.
+    # Called by connections, on their threads.
 
     def admit(self, greeting: Greeting, transport: int) -> tuple[Peer, bytes] | None:
         """A sender's new connection replaces its old ones of the same kind, because a sender connects again only if

@@ -269,6 +269,9 @@ TEXT_KINDS: Final = (Kind.RETRACT, Kind.REFUSE)
 # machines without the xxhash package, where it takes most of the transfer's time.
 
 
+DIGEST_BYTES: Final = 8
+
+
 class Checksum(Enum):
     XXH3_64 = "xxh3-64"
     BLAKE2B_64 = "blake2b-64"
@@ -284,7 +287,7 @@ def available_checksums() -> tuple[Checksum, ...]:
 
 
 def _blake2b() -> Any:
-    return hashlib.blake2b(digest_size=8)
+    return hashlib.blake2b(digest_size=DIGEST_BYTES)
 
 
 def hasher(kind: Checksum) -> Callable[[Iterable[memoryview]], bytes]:
@@ -303,9 +306,6 @@ def hasher(kind: Checksum) -> Callable[[Iterable[memoryview]], bytes]:
         return bytes(state.digest())
 
     return digest
-
-
-DIGEST_BYTES: Final = 8
 
 
 # --- proofs ---------------------------------------------------------------------------------------------------
