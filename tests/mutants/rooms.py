@@ -115,7 +115,6 @@ _REST = {
         f"kvtransfer/test_{name}.py"
         for name in (
             *(
-                "memory",
                 "heartbeat",
                 "fault_plan",
                 "shape",
@@ -124,7 +123,6 @@ _REST = {
                 "fences",
                 "frames",
                 "stamping",
-                "wire_rule",
                 "states_page",
             ),
             *(

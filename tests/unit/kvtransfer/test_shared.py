@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from kvtransfer.protocol.frames import ANSWER_BYTES, BadFrame
 from kvtransfer.protocol.transport import ReceiveOutcome
 from kvtransfer.transports.common.registry import TRANSPORTS
-from kvtransfer.transports.common.slots import HELLO_BYTES, SharedPool, offer
+from kvtransfer.transports.common.slots import HELLO_BYTES, SharedPool, UnixListener, offer
 from kvtransfer.transports.shm import SHM
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, HostPool, Pair, wait_for
 from tests.unit.kvtransfer.raw import greet
@@ -112,3 +114,26 @@ def test_shm_alone_reports_why_it_fails(make_pair: MakePair) -> None:
     assert "the sender's pool is not in memory that can be shared" in sent.wait().error
     pair.receiver.abort(grant.key)
     assert received.wait().outcome is ReceiveOutcome.DRAINED
+
+
+# -- the socket between two processes of one host --------------------------------------------------------------
+
+STRANGER = 54_321  # a user id that owns nothing
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="acts as a second user, which only root can become")
+def test_a_receiver_of_another_user_is_refused() -> None:
+    """Names of such sockets have no owner: anyone can take that of an ended receiver."""
+    code = (
+        "import os, socket, sys; os.setgroups([]); os.setgid(int(sys.argv[1])); os.setuid(int(sys.argv[1]))\n"
+        "one = socket.socket(socket.AF_UNIX); one.bind('\\0pdserve-kv-' + sys.argv[2]); one.listen()\n"
+        "print('ready', flush=True); one.accept(); sys.stdin.read()"
+    )
+    name = f"test-{os.getpid()}"
+    command = [sys.executable, "-c", code, str(STRANGER), name]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as stranger:
+        assert stranger.stdout is not None
+        assert stranger.stdout.readline() == "ready\n"
+        with pytest.raises(PermissionError, match="another user"):
+            UnixListener().dial(f"pdserve-kv-{name}", "127.0.0.1:1", 5.0)
+        stranger.communicate("")

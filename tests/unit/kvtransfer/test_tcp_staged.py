@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from kvtransfer.transports.tcp_staged import (
     TcpStaged,
     digest_of,
     word_sum,
+    zeroed,
 )
 from pdserve.core.errors import ConfigError, InternalError, TransferFailed
 from pdserve.core.kv.stamps import BlockStamps
@@ -194,3 +196,21 @@ def test_a_host_device_copies_and_sums() -> None:
     assert bytes(staging.view(0)) == bytes(memory[84:92]) + bytes(memory[20:28])
     with pytest.raises(InternalError, match="not opened"):
         device.open(b"")
+
+
+# -- host memory as a device -----------------------------------------------------------------------------------
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def test_new_memory_is_zero_and_takes_no_pages_until_it_is_used() -> None:
+    before = resident_bytes()
+    memory = zeroed(2**30)
+    assert resident_bytes() - before < 2**28, "some of a connection's staging is never used"
+    assert len(memory) == 2**30
+    assert memory[0] == memory[2**29] == memory[-1] == 0
+    memory[5:7] = b"ab"
+    assert bytes(memory[4:8]) == b"\0ab\0"
