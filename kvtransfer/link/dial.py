@@ -17,9 +17,9 @@ from typing import Final
 
 import grpc
 
+from kvtransfer.link.channel import secured
 from kvtransfer.link.endpoint_config import EndpointConfig
 from kvtransfer.link.gate import CHECKSUM_OF, CHECKSUMS
-from kvtransfer.link.tls_socket import secured
 from kvtransfer.protocol.frames import (
     ANSWER_BYTES,
     MAX_TEXT_BYTES,

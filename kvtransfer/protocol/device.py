@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from pdserve.engine.gpu.kernels.extent import StridedExtent
 
-if TYPE_CHECKING:  # staging_budget has locks, and pure modules import this one
+if TYPE_CHECKING:  # copy_limits has locks, and pure modules import this one
     from kvtransfer.devices.copy_limits import StagingBudget
 
 COPY_S: Final = 10.0  # a copy that takes longer is assumed to be stuck

@@ -13,7 +13,8 @@ import pytest
 from kvtransfer.link.endpoint import make_sender
 from kvtransfer.protocol.plan import arrival_of, shards_of
 from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
-from kvtransfer.reshape import reshaper, sender
+from kvtransfer.reshape import sender
+from kvtransfer.reshape import sender as reshaper
 from kvtransfer.reshape.convert import BlockArrays
 from pdserve.core.kv.kv_shape import KvShape, wire_dtype
 from pdserve.core.kv.stamps import BlockStamps

@@ -15,7 +15,7 @@ from kvtransfer.link.dial import dial
 from kvtransfer.protocol.frames import Frame, Kind, tag_of
 from kvtransfer.protocol.plan import Part
 from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
-from kvtransfer.reshape import reshaper
+from kvtransfer.reshape import sender
 from pdserve.core.errors import InvalidRequest, Unavailable
 from tests.support.transfer_ends import WAIT_S
 from tests.unit.kvtransfer.harness import Heard, wait_for
@@ -134,7 +134,7 @@ def test_nothing_is_reported_while_a_source_block_is_being_read(
         is_packing.set()
         assert may_go_on.wait(WAIT_S)
 
-    monkeypatch.setattr(reshaper, "pack", slow_pack)
+    monkeypatch.setattr(sender, "pack", slow_pack)
     shapes = make_shapes(*PAIRS[0])
     grant, text, sources = shapes.grant(100)
     received, sent = shapes.begin(grant, text)
@@ -155,7 +155,7 @@ def test_a_conversion_that_raises_ends_its_transfer_only(
 
     shapes = make_shapes(*PAIRS[0])
     with monkeypatch.context() as patch:
-        patch.setattr(reshaper, "pack", broken)
+        patch.setattr(sender, "pack", broken)
         grant, text, sources = shapes.grant(100)
         received, sent = shapes.begin(grant, text)
         shapes.sender.push(grant.key, list(enumerate(sources)), True)
@@ -197,13 +197,13 @@ def test_an_end_during_conversion_is_reported_once(make_shapes: MakeShapes, monk
 
     lagging = Lagging(one._lock, until)
     monkeypatch.setattr(one, "_lock", lagging)
-    convert = reshaper.pack
+    convert = sender.pack
 
     def packed(*args: Any) -> None:
         convert(*args)
         lagging.is_armed = True  # The next release of the lock by this thread is after packing.
 
-    monkeypatch.setattr(reshaper, "pack", packed)
+    monkeypatch.setattr(sender, "pack", packed)
     shapes.sender.push(grant.key, list(enumerate(sources)), True)
     assert sent.wait().outcome is SendOutcome.FAILED
     assert received.wait().outcome is ReceiveOutcome.FAILED

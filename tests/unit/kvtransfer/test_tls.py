@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtransfer.link.tls_socket import RECORD_BYTES, TlsSocket, accepted, secured
+from kvtransfer.link.channel import RECORD_BYTES, TlsSocket, accepted, secured
 from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
 from pdserve.tls.certificates import ReloadingCertificates
 from tests.support.tls_files import TestAuthority
