@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from benchmarks.redis_faults import run as run_redis_fault
 from pdserve import AsyncClient, Retries
 from pdserve.engine.toy import answer
 from pdserve.prefix.embedded import EmbeddedRedis
 from tests.cluster.cluster import Cluster
 from tests.cluster.faults import a_decode_worker_dies_in_mid_stream, a_prefill_worker_dies_while_it_prefills
+from tests.cluster.redis_faults import FAULTS
+from tests.cluster.redis_faults import run as run_redis_fault
 from tests.cluster.suite import toy_prompt
 
 pytestmark = pytest.mark.timeout(400)
@@ -93,6 +94,14 @@ def _index_keys(url: str) -> int:
 
 
 def test_a_full_redis_loses_no_worker() -> None:
-    """Redis rejects all writes until every registration has expired. `benchmarks.redis_faults` has more faults."""
+    """Redis rejects all writes until every registration has expired."""
     result = run_redis_fault("full", 8.0, lease_s=1.0)
     assert (result.errors, result.wrong, result.least_workers) == ({}, 0, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_no_fault_of_redis_fails_a_request(fault: str) -> None:
+    result = run_redis_fault(fault, 20.0)
+    assert result.requests > 0
+    assert (result.errors, result.wrong) == ({}, 0)

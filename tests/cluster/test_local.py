@@ -4,12 +4,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from benchmarks.memory import measure
-from benchmarks.memory_samples import COUNTS, rise_per_request
 from pdserve import InvalidRequest
 from pdserve.engine.toy import answer
 from tests.cluster import suite
 from tests.cluster.cluster import Cluster
+from tests.cluster.memory import COUNTS, growing, measure, rise_per_request
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +37,21 @@ def test_workers_with_different_memory_serve_together() -> None:
 
 
 def test_short_requests_leak_no_resources(cluster: Cluster) -> None:
-    """Descriptors, threads and segments; the slope of memory needs the 20,000 requests of benchmarks.memory.
+    """Descriptors, threads and segments; the slope of memory needs more requests.
 
     Concurrent requests open connections to Redis, so a count may rise a little, but not in proportion to requests.
     """
-    taken = measure(cluster.running, requests=200, warm_up=50, every=100, at_once=8, is_shown=False)
+    taken = measure(cluster.running, requests=200, warm_up=50, every=100, at_once=8)
     assert {"router", "p0", "p1", "d0", "d1"} <= taken.keys()
     rising = {(name, count): rise_per_request(ones, count) for name, ones in taken.items() for count in COUNTS}
     assert max(rising.values()) < 0.1, rising
     cluster.wait_until_idle()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_memory_does_not_grow_with_requests() -> None:
+    flags = ("--model", "toy", "--set", "worker.kv_blocks=1024")  # the warm-up fills the prefix cache
+    patient = ("--set", "router.slo_ttft_s=60", "--set", "router.slo_tpot_s=10")  # also on a busy machine
+    with Cluster(*flags, *patient) as fresh:
+        assert growing(measure(fresh.running, requests=20_000, warm_up=8_000, every=500, at_once=16)) == []

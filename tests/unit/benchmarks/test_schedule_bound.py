@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.schedule.report import _goodput, _overload
-from benchmarks.schedule.work import FINAL_TOLERANCE, highest_possible_rps
+from benchmarks.schedule import FINAL_TOLERANCE, _goodput_table, _overload_table, highest_possible_rps
 from pdserve.core.cost.profile import Profile
 from pdserve.core.types import Slo
 from simulator.search.goodput import TraceWindow
@@ -49,7 +48,7 @@ def test_the_tables_show_shares_of_the_bound() -> None:
         crowd["cell"]: crowd,
     }
     found = {str(name): line for name, line in lines.items()}
-    text = "\n".join([*_goodput(found), *_overload(found)])
+    text = "\n".join([*_goodput_table(found), *_overload_table(found)])
     assert "(8:8, 90%, 75% of bound)" in text
     assert "(8:8, 90%, no bound)" in text
     assert "| azure, chat-13b | goodput | 10 | 8 | 80% | 80% of bound | 0 |" in text

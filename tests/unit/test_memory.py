@@ -1,4 +1,4 @@
-"""What `python -m benchmarks.memory` makes of its samples."""
+"""What the test of a cluster's memory makes of its samples."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import threading
 
 import pytest
 
-from benchmarks.memory import judge, table
-from benchmarks.memory_samples import MemorySample, rises, sample, slope
+from tests.cluster.memory import MemorySample, growing, rises, sample, slope
 
 
 def series(
@@ -50,12 +49,11 @@ def test_a_count_rises_if_it_never_falls_back(descriptors: list[int], rising: tu
     assert rises(series([0] * 6, descriptors)) == rising
 
 
-def test_a_process_that_grows_by_300_bytes_per_request_misses_the_bar() -> None:
+def test_a_process_that_grows_by_300_bytes_per_request_is_named() -> None:
     flat, grown = series([10**6] * 9), series([10**6 + 30_000 * number for number in range(9)])
-    verdicts = judge({"router": grown, "d0": flat})
-    assert [one.is_met for one in verdicts] == [False, True]
-    _, router, worker = table(verdicts).splitlines()
-    assert (router.endswith("missed"), worker.endswith("met")) == (True, True)
+    assert growing({"router": grown, "d0": flat}) == ["router: 300 bytes per request"]
+    more = series([10**6] * 6, [10, 11, 12, 13, 14, 15])
+    assert growing({"router": flat, "p0": more}) == ["p0: descriptors"]
 
 
 def test_a_process_is_measured_by_the_kernels_counts() -> None:
