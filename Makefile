@@ -150,7 +150,6 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.decision
 	$(BIN)/python -m benchmarks.transfer
 	$(BIN)/python -m benchmarks.prefix
-	$(BIN)/python -m benchmarks.tracing
 	$(BIN)/python -m benchmarks.engine --model pdserve/models/stdlib-5m
 
 # pip and not another installer: the constraints pin a torch that is a CPU build where there is no GPU.

@@ -1,16 +1,15 @@
-"""Our engine beside transformers, and beside vLLM and llama.cpp where their environments' python is given: in turns, in
-one run.
+"""Our engine beside transformers, and beside vLLM where its environment's python is given: in turns, in one run.
 
     python -m benchmarks.engine --model FOLDER [--dtypes float32,bfloat16,int8,int4,int8/int8] [--out DIR]
-        [--peer-python PYTHON] [--peer-dtypes float32,bfloat16] [--llama-python PYTHON] [--llama-types q8_0,q4_k_m]
+        [--peer-python PYTHON] [--peer-dtypes float32,bfloat16]
 
 Decode: prompts of 32 tokens, two steps to warm up, then --steps measured ones; a turn counts with the median of its
 steps. Prefill: one prompt in one step, to its first token. Greedy everywhere, end of sequence ignored, the same
 prompts, --threads threads each. Every peer is a process of its own and stands stopped while another computes; the
 order changes from round to round, ratios are taken round by round, and medians are shown with the least and the
 greatest. The machine's read and matrix rates are measured before and after every turn; a step's share of them is
-what it must read (each matrix once, the KV) and compute at the least. peers.py, vllm_peer.py and
-llama_peer.py in benchmarks/engine say how each peer is driven.
+what it must read (each matrix once, the KV) and compute at the least. peers.py and vllm_peer.py in benchmarks/engine
+say how each peer is driven.
 """
 
 from __future__ import annotations
@@ -87,8 +86,6 @@ def _flags() -> argparse.Namespace:
     parser.add_argument("--dtypes", default="float32", help="our engine's: weights, or weights/KV; comma-separated")
     parser.add_argument("--peer-python", type=Path, help="python of an environment with vllm; not measured without")
     parser.add_argument("--peer-dtypes", default="float32,bfloat16", help="vllm's, comma-separated")
-    parser.add_argument("--llama-python", type=Path, help="python with llama-cpp-python and gguf; only Llama models")
-    parser.add_argument("--llama-types", default="q8_0,q4_k_m", help="of llama.cpp's weights, comma-separated")
     parser.add_argument("--batches", type=numbers, default=[1, 4, 8, 16, 32])
     parser.add_argument("--prompts", type=numbers, default=[128, 512, 2048], help="tokens of the prefills")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
@@ -132,11 +129,6 @@ def _commands(
             sizes = (values * WEIGHT_BYTES[dtype], batch, min(room, model.max_context_tokens), prompts_tokens)
             command = [str(flags.peer_python), "-m", "benchmarks.engine.vllm_peer", folder, dtype, *map(str, sizes)]
             commands[f"vllm {dtype}"] = command, env
-    if flags.llama_python:
-        sizes = (flags.threads, kv_tokens + ROOM_TOKENS, batch, max(room, batch * PROMPT_TOKENS))
-        for ftype in flags.llama_types.split(","):
-            command = [str(flags.llama_python), "-m", "benchmarks.engine.llama_peer", folder, ftype, *map(str, sizes)]
-            commands[f"llama.cpp {ftype}"] = command, {"PYTHONPATH": str(ROOT)}
     return commands
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from pdserve.engine.model.config import ModelConfig
 
-# of a weight, with its share of scales and zeros; the last two are llama.cpp's, Q4_K_M by its mean of 4.85 bits
-WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "int4": 0.5 + 3 / 64, "q8_0": 34 / 32, "q4_k_m": 4.85 / 8}
+# of a weight, with its share of scales and zeros
+WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "int4": 0.5 + 3 / 64}
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ matched; the grant and the connection already exist. The floors and the peers:
             own; --nixl-python names its python); nixl-tcp: the same held to sockets by UCX_TLS=tcp
 A block holds 16 tokens; its default size is that of a model with 125M parameters in float32 (12 layers, 4 kv heads of
 64), and sizes are rounded up to whole blocks. Blocks lie in order on both sides, or at random (fragmented: nothing in
-a row). `off` is the same without checksum. Each round runs every method once, in random order. NIXL's processes are
+a row). Each round runs every method once, in random order. NIXL's processes are
 stopped except for their turn, which counts from the second try on the same bytes. Ratios are computed per round, and
 their medians shown. A bar is judged for each size. Our transfers need both cores, and NIXL polls on both: do not use
 figures from a machine that does other work.
@@ -62,8 +62,6 @@ BARS: Final = (
     TransferBar("tcp, of NIXL over UCX held to sockets", plain("tcp"), plain("nixl-tcp"), 1.5),
     TransferBar("shm fragmented, of contiguous", ("shm", True, 1), plain("shm"), 0.7),
     TransferBar("tcp fragmented, of contiguous", ("tcp", True, 1), plain("tcp"), 0.7),
-    TransferBar("shm, of shm without checksum", plain("shm"), plain("shm-off"), 1 - 0.08),
-    TransferBar("tcp, of tcp without checksum", plain("tcp"), plain("tcp-off"), 1 - 0.02),
 )
 
 
@@ -89,7 +87,6 @@ def measure(ways: Ways, num_bytes: int, at_once: list[int], repeat: int, say: Ca
         plain("socket"): lambda: ways.raw_socket(num_bytes),
     }
     ours = [(name, fragmented, count) for name in TRANSPORTS for fragmented in (False, True) for count in at_once]
-    ours += [plain(f"{name}-off") for name in TRANSPORTS]
     if ways.has_tls:
         ours += [plain(TLS)]
     for way in ours:

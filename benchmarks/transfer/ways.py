@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.harness import JsonProcess
-from benchmarks.transfer.off import OFF, allow
 from kvtransfer.link.receiver import PlainReceiver
 from kvtransfer.link.sender import PlainSender
-from kvtransfer.protocol.frames import Checksum
 from kvtransfer.protocol.transport import SendOutcome, Sent
 from pdserve.core.kv.kv_shape import Grant, TransferKey
 from pdserve.tls.certificates import ReloadingCertificates
@@ -30,11 +28,6 @@ LEAST_POOL_BYTES: Final = 256 * 2**20  # far larger than the caches
 TRANSPORTS: Final = ("tcp", "shm")
 TLS: Final = "tcp-tls"
 NIXL: Final = {"nixl": {}, "nixl-tcp": {"UCX_TLS": "tcp"}}  # UCX chooses; UCX is held to sockets
-_ENDS: Final = {
-    f"{transport}{suffix}": (transport, checksums)
-    for transport in TRANSPORTS
-    for suffix, checksums in (("", (Checksum.XXH3_64,)), ("-off", OFF))
-}
 
 
 @cache
@@ -64,13 +57,13 @@ def grants(order: dict[str, Any], endpoint: str) -> list[Grant]:
     ]
 
 
-End = tuple[str, Any, ReloadingCertificates | None]  # transport, checksums, certificates
+End = tuple[str, ReloadingCertificates | None]  # transport, certificates
 
 
 def ends(tls: ReloadingCertificates | None) -> dict[str, End]:
-    found: dict[str, End] = {name: (*end, None) for name, end in _ENDS.items()}
+    found: dict[str, End] = {name: (name, None) for name in TRANSPORTS}
     if tls is not None:
-        found[TLS] = ("tcp", (Checksum.XXH3_64,), tls)
+        found[TLS] = ("tcp", tls)
     return found
 
 
@@ -80,7 +73,6 @@ def certificates(folder: str) -> ReloadingCertificates | None:
 
 def serve(max_bytes: int, block_bytes: int, source_fd: int, tls_folder: str = "") -> None:
     """The receiving process: runs one JSON order per line on stdin, answers on stdout."""
-    allow()
     pool = HostPool(max_bytes // block_bytes, block_bytes)
     _touch(pool.buffer)
     source = memoryview(mmap.mmap(source_fd, max_bytes, prot=mmap.PROT_READ))
@@ -93,14 +85,13 @@ def serve(max_bytes: int, block_bytes: int, source_fd: int, tls_folder: str = ""
                 worker_id=f"d-{end}",
                 incarnation="1",
                 transport=transport,
-                checksums=checksums,
                 tls=tls,
             ),
             host="127.0.0.1",
         )
-        for end, (transport, checksums, tls) in found.items()
+        for end, (transport, tls) in found.items()
     }
-    hosts = {end: GrpcHost(receiver.servicer, tls=found[end][2]) for end, receiver in receivers.items()}
+    hosts = {end: GrpcHost(receiver.servicer, tls=found[end][1]) for end, receiver in receivers.items()}
     endpoints = {end: host.endpoint for end, host in hosts.items()}
     door = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=_drain_socket, args=(door, pool.buffer), daemon=True).start()
@@ -146,7 +137,6 @@ class Ways:
 
     def __init__(self, max_bytes: int, block_bytes: int, nixl_python: str, tls_folder: str = "") -> None:
         """`tls_folder`: certificate files for tcp over TLS; empty: it is left out."""
-        self._undo = allow()
         max_bytes = max(max_bytes, -(-LEAST_POOL_BYTES // block_bytes) * block_bytes)
         self._max_bytes, self._at = max_bytes, 0
         self.block_bytes, self._number = block_bytes, 0
@@ -172,11 +162,10 @@ class Ways:
                     worker_id=f"p-{end}",
                     incarnation="1",
                     transport=transport,
-                    checksums=checksums,
                     tls=tls,
                 )
             )
-            for end, (transport, checksums, tls) in ends(certificates(tls_folder)).items()
+            for end, (transport, tls) in ends(certificates(tls_folder)).items()
         }
         self.has_tls = bool(tls_folder)
         self.missing: dict[str, str] = {}
@@ -272,4 +261,3 @@ class Ways:
         self._socket.close()
         for child in (self._child, *self.nixl.values()):
             child.close()
-        self._undo()
