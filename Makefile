@@ -138,8 +138,7 @@ format: $(STAMP)
 # Pages and dashboards that are generated from the code.
 reference: $(STAMP)
 	$(BIN)/python scripts/reference.py
-	$(BIN)/python -m scripts.phases_page
-	$(BIN)/python -m scripts.lifecycle_page > docs/lifecycle.md
+	$(BIN)/python -m scripts.drawn_pages
 	$(BIN)/python -m scripts.dashboards
 
 proto: $(STAMP)

@@ -1,6 +1,6 @@
 """The state machine of a request in the router. Pure: no clock, sockets or randomness.
 
-MOVES is the specification: an event that is not in it is illegal. `python -m scripts.lifecycle_page` draws
+MOVES is the specification: an event that is not in it is illegal. `python -m scripts.drawn_pages` draws
 docs/lifecycle.md from it. endings.py carries out the ends of requests and of
 their attempts.
 

@@ -285,7 +285,7 @@ OWN = {
     *("pdserve/plot_flag.py", "pdserve/engine/memory/host.py", "pdserve/launch/ports.py"),  # /proc, /sys
     *("pdserve/launch/ports.py", "kvtransfer/transports/common/slots.py", "kvtransfer/checks.py"),
     *("pdserve/structured/checker.py", "pdserve/cli/main.py", "pdserve/image_check.py"),
-    *("pdserve/gateway/ui/page.py", "scripts/phases_page.py", "scripts/states_page.py"),  # in the package
+    "pdserve/gateway/ui/page.py",  # in the package
     *("pdserve/engine/cpu/kernels/jit.py", "pdserve/owned_folder.py"),
     *("pdserve/plot_flag.py", "pdserve/launch/report.py", "simulator/commands/simulation.py"),  # written
     *("pdserve/tls/authority.py", "pdserve/launch/confine.py", "router/recording/recording.py"),

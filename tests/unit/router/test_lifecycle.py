@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from pdserve.core.types import Role
@@ -22,18 +20,16 @@ from router.state.lifecycle import (
 )
 from router.state.request import Request
 from router.state.state import RouterState
-from scripts.lifecycle_page import MEANING, page
+from scripts.drawn_pages import COMMAND, DOCS, STAGES, lifecycle_page
 from tests.unit.router.router_events import arrival, hello
-
-DOCS = Path(__file__).parents[3] / "docs"
 
 
 def test_docs_lifecycle_matches_the_table() -> None:
-    assert (DOCS / "lifecycle.md").read_text() == page(), "run: python -m scripts.lifecycle_page > docs/lifecycle.md"
+    assert (DOCS / "lifecycle.md").read_text() == lifecycle_page(), f"run {COMMAND}"
 
 
 def test_every_stage_is_explained() -> None:
-    assert set(MEANING) == set(Stage)
+    assert set(STAGES) == set(Stage)
 
 
 def test_every_stage_is_live_ended_or_forgotten() -> None:

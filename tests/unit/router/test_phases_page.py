@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from scripts.phases_page import PAGE, page
+from scripts.drawn_pages import COMMAND, DOCS, with_section
 
 
 def test_the_generated_phase_table_is_current() -> None:
-    text = PAGE.read_text()
-    assert page(text) == text, "run python -m scripts.phases_page"
+    text = (DOCS / "telemetry.md").read_text()
+    assert with_section("telemetry.md", text) == text, f"run {COMMAND}"
