@@ -31,7 +31,7 @@ from benchmarks.attacks.harness import (
     answers_in_peace,
     legitimate_traffic,
 )
-from benchmarks.harness import table_head, table_row
+from benchmarks.harness import table_head, table_row, unrest
 from pdserve import Client
 from pdserve.core.errors import ConfigError
 from pdserve.launch.ports import free_ports
@@ -71,26 +71,9 @@ def run_row(row: AttackRow, target: AttackTarget, expected: list[tuple[int, ...]
     if not honest.took_s:
         complaints.append("no honest request was answered")
     complaints += [f"{name} was restarted" for name in ALL if target.pid(name) != before[name]]
-    if unrest := wait_until_idle(target):
-        complaints.append(unrest)
-    return replace(finding, complaints=complaints), honest
-
-
-def wait_until_idle(target: AttackTarget) -> str:
-    """Empty once both workers are attached, nothing runs, and every block is free or cached; else what is not so."""
-    ends_s = time.monotonic() + REST_S
     with Client(target.router, token=target.token, tls=target.ca) as client:
-        while True:
-            topology = client.topology()
-            busy = [w.worker_id for w in topology.workers if w.running or w.waiting or not w.is_connected]
-            held = [w.worker_id for w in topology.workers if w.free_blocks + w.evictable_blocks != w.num_blocks]
-            if len(topology.workers) == 2 and not busy and not held and not topology.running_requests:
-                return ""
-            if time.monotonic() > ends_s:
-                return (
-                    f"not idle after {REST_S:.0f} s: {len(topology.workers)} workers, busy {busy}, blocks held {held}"
-                )
-            time.sleep(0.1)
+        complaints += filter(None, [unrest(client, 2, REST_S)])
+    return replace(finding, complaints=complaints), honest
 
 
 def show(results: Sequence[tuple[AttackRow, AttackResult, Beside]], peace_ms: float) -> None:

@@ -1,6 +1,6 @@
-"""What several benchmarks share: values of flags, spreads, tables, and processes that answer orders.
+"""What several benchmarks share: values of flags, spreads, tables, processes that answer orders, a cluster at rest.
 
-It imports only the standard library.
+It imports only the standard library: on a borrowed GPU some parts run without gRPC.
 """
 
 from __future__ import annotations
@@ -10,8 +10,12 @@ import os
 import signal
 import statistics
 import subprocess
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pdserve import Client
 
 
 def numbers(text: str) -> list[int]:
@@ -108,3 +112,20 @@ class JsonProcess:
     def _signal(self, number: signal.Signals) -> None:
         if self._is_alone:
             os.killpg(self._process.pid, number)
+
+
+def unrest(client: Client, num_workers: int, within_s: float) -> str:
+    """Empty once all workers are attached, nothing runs, and every block is free or cached; else what is not so."""
+    ends_s = time.monotonic() + within_s
+    while True:
+        seen = client.topology()
+        there = [one.worker_id for one in seen.workers if one.is_connected]
+        busy = [one.worker_id for one in seen.workers if one.running or one.waiting]
+        held = [one.worker_id for one in seen.workers if one.free_blocks + one.evictable_blocks != one.num_blocks]
+        requests = seen.running_requests + seen.queued_requests
+        if len(there) == num_workers and not busy and not held and not requests:
+            return ""
+        if time.monotonic() > ends_s:
+            what = f"{requests} requests, workers {there}, busy {busy}, blocks held by {held}"
+            return f"not at rest after {within_s:.0f} s: {what}"
+        time.sleep(0.1)

@@ -25,7 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from pdserve import AsyncClient, PdserveError, Retries
+from benchmarks.harness import table_head, table_row, unrest
+from pdserve import AsyncClient, Client, PdserveError, Retries
 from pdserve.core.errors import ConfigError
 from pdserve.core.json_text import to_json
 from pdserve.launch.running import Running
@@ -152,22 +153,6 @@ class Killer:
         return None
 
 
-async def wait_until_idle(target: str) -> str:
-    """Empty once all workers are there, nothing runs, and every block is free or cached; else what was seen last."""
-    ends_s = time.monotonic() + REST_S
-    async with AsyncClient(target) as client:
-        while True:
-            topology = await client.topology()
-            busy = [w for w in topology.workers if w.running or w.waiting or not w.is_connected]
-            held = [w for w in topology.workers if w.free_blocks + w.evictable_blocks != w.num_blocks]
-            there = {w.worker_id for w in topology.workers}.issuperset(WORKERS)
-            if there and not busy and not held and topology.running_requests == topology.queued_requests == 0:
-                return ""
-            if time.monotonic() > ends_s:
-                return f"not at rest after {REST_S:.0f} s: {topology}"
-            await asyncio.sleep(0.1)
-
-
 def judge(asked: Sequence[StormRequest], calm: Sequence[StormAnswer], stormy: Sequence[StormAnswer]) -> Result:
     result = Result(requests=len(asked))
     for number, (expected, seen) in enumerate(zip(calm, stormy, strict=True)):
@@ -209,7 +194,7 @@ def in_storm(
 ) -> Result:
     """`calm` is what the same requests get undisturbed; at most `kills` workers are killed, else one per `every_s`."""
 
-    async def storm(cluster: Running) -> tuple[list[StormAnswer], Counter[str], float, str]:
+    async def storm(cluster: Running) -> tuple[list[StormAnswer], Counter[str], float]:
         running: set[str] = set()
         killer = Killer(cluster, every_s, seed, kills, running)
         killing = asyncio.create_task(killer.run())
@@ -220,26 +205,27 @@ def in_storm(
             ended = killing.cancel()
         if not ended:
             killing.result()  # the reason why it stopped killing
-        return answers, killer.kills, time.monotonic() - began_s, await wait_until_idle(cluster.target)
+        return answers, killer.kills, time.monotonic() - began_s
 
     with Running.start(*flags, env=ENVIRONMENT) as cluster:
-        stormy, killed, seconds, unrest = asyncio.run(storm(cluster))
+        stormy, killed, seconds = asyncio.run(storm(cluster))
+        with Client(cluster.target) as client:
+            left = unrest(client, len(WORKERS), REST_S)
     result = judge(asked, calm, stormy)
     result.seconds, result.kills = seconds, killed
-    if unrest:
-        result.wrong.append(unrest)
+    if left:
+        result.wrong.append(left)
     return result
 
 
 def show(result: Result) -> None:
     kills = ", ".join(f"{name} {count}" for name, count in sorted(result.kills.items()))
     print(f"{result.requests} requests in {result.seconds:.0f} s, {result.kills.total()} workers killed ({kills})")
-    print("| end | requests |\n| --- | ---: |")
+    print(table_head(("end", "requests")))
     for attempts, count in sorted(result.attempts.items()):
-        print(f"| finished, exact, {attempts} placement{'s' * (attempts > 1)} | {count} |")
-    for name, count in result.errors.most_common():
-        print(f"| {name} | {count} |")
-    print(f"| wrong | {len(result.wrong)} |")
+        print(table_row((f"finished, exact, {attempts} placement{'s' * (attempts > 1)}", count)))
+    for row in (*result.errors.most_common(), ("wrong", len(result.wrong))):
+        print(table_row(row))
     for line in result.wrong[:20]:
         print("WRONG:", line)
 

@@ -17,7 +17,6 @@ import json
 import os
 import shutil
 import statistics
-import struct
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors.torch import save_file
 
 from benchmarks.harness import JsonProcess
 from pdserve.core.json_text import to_json
@@ -38,7 +38,7 @@ from pdserve.engine.model.config import read_config
 NUM_SHARDS: Final = 4
 SPEED_BAR: Final = 0.8
 MEMORY_BAR: Final = 1.15
-ITEM_BYTES: Final = {"F32": 4, "BF16": 2}
+DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16}
 CONFIG: Final[dict[str, Any]] = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 32_000,
@@ -66,7 +66,7 @@ def write_checkpoint(folder: Path, num_bytes: int, stored: str) -> int:
         "input_layernorm": (hidden,),
         "post_attention_layernorm": (hidden,),
     }
-    item_bytes = ITEM_BYTES[stored]
+    item_bytes = DTYPES[stored].itemsize
     rest = 2 * CONFIG["vocab_size"] * hidden * item_bytes
     layer_bytes = sum(item_bytes * torch.Size(shape).numel() for shape in layer.values())
     num_layers = max(1, round((num_bytes - rest) / layer_bytes))
@@ -82,27 +82,21 @@ def write_checkpoint(folder: Path, num_bytes: int, stored: str) -> int:
         part = names[number * per_shard : (number + 1) * per_shard]
         file = f"model-{number + 1:05}-of-{NUM_SHARDS:05}.safetensors"
         weight_map |= dict.fromkeys(part, file)
-        write_shard(folder / file, {name: shapes[name] for name in part}, stored)
+        write_shard(folder / file, {name: shapes[name] for name in part}, DTYPES[stored])
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-def write_shard(file: Path, shapes: dict[str, tuple[int, ...]], stored: str) -> None:
-    header: dict[str, Any] = {}
-    end = 0
+def write_shard(file: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+    noise = torch.randn(2**20, dtype=dtype) * 0.02
+    tensors = {}
     for name, shape in shapes.items():
-        begin, end = end, end + torch.Size(shape).numel() * ITEM_BYTES[stored]
-        header[name] = {"dtype": stored, "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    noise = torch.randn(2**20) * 0.02
-    page = (noise if stored == "F32" else noise.bfloat16()).view(torch.uint8).numpy().tobytes()
-    with file.open("wb") as stream:
-        stream.write(struct.pack("<Q", len(text)) + text)
-        for at in range(0, end, len(page)):
-            stream.write(page[: end - at])
-        stream.flush()
-        os.fsync(stream.fileno())
+        size = torch.Size(shape).numel()
+        tensors[name] = noise.repeat(-(-size // len(noise)))[:size].view(shape).clone()
+    save_file(tensors, file)
+    handle = os.open(file, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
 
 
 def drop(files: Sequence[Path]) -> str:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from benchmarks.fault_storm.cases import NO_FAULT, Case, OwnerFault
+from benchmarks.harness import table_head, table_row
 
 NEVER_VERIFIED: Final = (OwnerFault.GAP, OwnerFault.UNFINISHED, OwnerFault.OTHER_TEXT)
 LATEST_S: Final = 1.0  # latest time after its deadline at which a failed transfer's memory is free
@@ -105,11 +106,11 @@ def table(results: Sequence[Result]) -> list[str]:
     for one in results:
         ends.update(one.ends)
     outcomes = ["committed", *sorted({end for _, end in ends} - {"committed"})]
-    rows = [["fault", "transfers", *outcomes], ["---", *["---:"] * (len(outcomes) + 1)]]
+    lines = [table_head(["fault", "transfers", *outcomes])]
     for label in [NO_FAULT, *sorted({label for label, _ in ends} - {NO_FAULT})]:
         counts = [ends[label, outcome] for outcome in outcomes]
-        rows.append([label, str(sum(counts)), *(str(count) if count else "" for count in counts)])
-    return [f"| {' | '.join(row)} |" for row in rows]
+        lines.append(table_row([label, sum(counts), *(count or "" for count in counts)]))
+    return lines
 
 
 def verdict(result: Result) -> list[str]:
