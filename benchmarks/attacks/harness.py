@@ -168,7 +168,9 @@ class Beside:
 
 
 @contextlib.contextmanager
-def callers(count: int, router: str, token: str, call: Callable[[Client, int], object]) -> Iterator[Counter[str]]:
+def callers(
+    count: int, router: str, token: str | None, call: Callable[[Client, int], object]
+) -> Iterator[Counter[str]]:
     """Clients that all call, each time with the next number, until the block is left; how often which end came."""
     errors: Counter[str] = Counter()
     lock = threading.Lock()

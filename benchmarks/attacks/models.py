@@ -50,7 +50,7 @@ def attack_model(
         cluster = Running.start("--model", folder)
         try:
             with (
-                callers(NUM_CALLERS, cluster.target, "", lambda client, number: ask(client, bad(number))) as errors,
+                callers(NUM_CALLERS, cluster.target, None, lambda client, number: ask(client, bad(number))) as errors,
                 Client(cluster.target, retries=Retries(limit=0)) as other,
                 Beside(lambda: ask(other, f"def f{time.monotonic_ns()}"), PAUSE_S) as beside,
             ):
@@ -61,8 +61,8 @@ def attack_model(
         stop_s = time.monotonic() - began_s
     attempts, served = errors.total(), errors["served"]
     complaints = beside.complaints("chats of another caller", MAX_WAIT_S)
-    if served:
-        complaints.append(f"{served} chats without an end were served")
+    if served or not attempts:
+        complaints.append(f"{served} of {attempts} chats without an end were served")
     if stop_s > MAX_STOP_S:
         complaints.append(f"the cluster stopped after {stop_s:.1f} s")
     return AttackResult(
