@@ -13,13 +13,11 @@ status is 1. `--tls` attacks a cluster with TLS, in the rows that can.
 from __future__ import annotations
 
 import argparse
-import json
 import secrets
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Final
 
 from benchmarks.attacks import calls, host, http_bodies, http_port, models, open_ports
@@ -110,7 +108,6 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="N,N", help="these rows, slow ones too")
     parser.add_argument("--seconds", type=float, default=15.0, help="that a row may take")
     parser.add_argument("--tls", action="store_true")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if not 1 <= args.seconds <= 600:
         raise ConfigError("seconds", args.seconds, "between 1 and 600")
@@ -141,9 +138,6 @@ def main() -> int:
             print(f"row {row.number}: {row.name}", file=sys.stderr, flush=True)
             results.append((row, *run_row(row, target, expected)))
     show(results, peace.median_ms)
-    if args.json:
-        table = [{"row": row.number, "name": row.name, **asdict(finding)} for row, finding, _ in results]
-        args.json.write_text(json.dumps(table, indent=1, default=str))
     return int(any(finding.complaints for _, finding, _ in results))
 
 

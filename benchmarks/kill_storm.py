@@ -22,13 +22,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.harness import table_head, table_row, unrest
 from pdserve import AsyncClient, Client, PdserveError, Retries
 from pdserve.core.errors import ConfigError
-from pdserve.core.json_text import to_json
 from pdserve.launch.running import Running
 
 WORKERS: Final = ("p0", "p1", "d0", "d1")
@@ -238,7 +236,6 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--longest", type=int, default=400, help="tokens of the longest prompt")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("up", nargs="*", help="further flags of `pdserve up`, after --")
     args = parser.parse_args()
     if args.requests < 1 or args.every <= 0 or args.at_once < 1:
@@ -260,9 +257,6 @@ def main() -> int:
     result = in_storm(asked, calm, flags, on_end=on_end, **storm)
     print(file=sys.stderr)
     show(result)
-    if args.json:
-        facts = {"kills": result.kills, "attempts": result.attempts, "errors": result.errors, "wrong": result.wrong}
-        args.json.write_text(to_json({"requests": result.requests, "seconds": result.seconds, **facts}, indent=1))
     return int(bool(result.wrong))
 
 

@@ -22,12 +22,11 @@ import sys
 import tempfile
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from benchmarks.clients.programs import PROGRAMS, ClientLoad, ClientTimes, python_of
-from pdserve.core.json_text import to_json
 from pdserve.launch.running import Running
 from simulator.report.comparison import table
 
@@ -70,7 +69,6 @@ def main() -> None:
     parser.add_argument("--input-tokens", type=int, default=512)
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--model", default=str(MODEL), metavar="DIR", help="of the cluster")
-    parser.add_argument("--json", action="store_true")
     flags = parser.parse_args()
     chosen = [name for name in flags.only.split(",") if name]
     for name in [name for name in chosen if python_of(name) is None]:
@@ -92,10 +90,7 @@ def main() -> None:
                 file=sys.stderr,
                 flush=True,
             )
-    if flags.json:
-        print(to_json([{**asdict(one), "agrees": one.agrees} for one in rows]))
-    else:
-        print(render(rows))
+    print(render(rows))
 
 
 def render(rows: list[ClientRow]) -> str:

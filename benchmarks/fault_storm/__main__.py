@@ -14,13 +14,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from pathlib import Path
 
 import torch
 
 from benchmarks.fault_storm.report import LATEST_S, Result, misses, print_result, table
 from benchmarks.fault_storm.storm import ROLES, Storm
-from pdserve.core.json_text import to_json
 from tests.support.fake_ends import DEVICE_TRANSPORTS
 from tests.support.netns import Network, why_not
 
@@ -52,7 +50,6 @@ def main() -> int:
     parser.add_argument("--gpu", action="store_true", help="those of GPUs on a GPU; else over stand-ins")
     parser.add_argument("--cut-network", action="store_true", help="tcp between network namespaces that are cut off")
     parser.add_argument("--latest", type=float, default=LATEST_S, help="seconds after a deadline to free memory in")
-    parser.add_argument("--json", type=Path, help="write the results there as well")
     args = parser.parse_args()
     if args.gpu and not torch.cuda.is_available():
         parser.error("no CUDA device")
@@ -81,8 +78,6 @@ def main() -> int:
         print_result(results[-1])
     if len(results) > 1:
         print("All transports:\n", *table(results), sep="\n")
-    if args.json:
-        args.json.write_text(to_json([one.facts() for one in results], indent=1))
     missed = misses(results, args.latest)
     for line in missed:
         print(f"MISSED: {line}", file=sys.stderr)

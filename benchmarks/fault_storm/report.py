@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Final
 
 from benchmarks.fault_storm.cases import NO_FAULT, Case, OwnerFault
 from benchmarks.harness import table_head, table_row
@@ -88,12 +88,6 @@ class Result:
         before = self.most.setdefault(name, facts)
         if descriptors > before[0] + 40 or threads > before[1] + 40:
             self.wrong.append(f"{name} has {descriptors} descriptors and {threads} threads, at first {before}")
-
-    def facts(self) -> dict[str, Any]:
-        plain = asdict(self)
-        plain["ends"] = [[*key, count] for key, count in sorted(self.ends.items())]
-        plain["late_s"] = dict(zip(("p50", "p99", "p99.9", "max"), self.lateness(), strict=True))
-        return plain
 
     def lateness(self) -> tuple[float, float, float, float]:
         values = sorted(self.late_s) or [0.0]

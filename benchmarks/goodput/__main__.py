@@ -1,7 +1,6 @@
 r"""Goodput of real clusters on this machine: our policy against round-robin and colocated, as many processes each.
 
     python -m benchmarks.goodput                                  # some minutes: two rates, one seed
-    python -m benchmarks.goodput --full [--json FILE]             # the published table, about 50 minutes
     python -m benchmarks.goodput --only goodput,colocated --rates 4,8,12 --seeds 1,2,3 --seconds 30
     python -m benchmarks.goodput --model FOLDER --prompts 32-512 --peer-python PYTHON   # beside `vllm serve`
 
@@ -54,11 +53,10 @@ BARS: Final = {"ttft": 0.15, "tpot": 0.10, "simulated": 0.10, "gaps": 0.001}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="pdserve/models/stdlib-5m")
-    parser.add_argument("--full", action="store_true", help="rates, seeds and lengths of the published table")
-    parser.add_argument("--rates", help="requests per second, rising")
-    parser.add_argument("--seeds", help="one run of everything for each")
-    parser.add_argument("--seconds", type=float, help="length of each rate")
-    parser.add_argument("--settle", type=float, help="seconds until predictions count")
+    parser.add_argument("--rates", default="4,10", help="requests per second, rising (4,10)")
+    parser.add_argument("--seeds", default="1", help="one run of everything for each (1)")
+    parser.add_argument("--seconds", type=float, default=15.0, help="length of each rate (15)")
+    parser.add_argument("--settle", type=float, default=15.0, help="seconds until predictions count (15)")
     parser.add_argument("--ttft", type=float, default=0.5, help="promised, seconds")
     parser.add_argument("--tpot", type=float, default=0.05, help="promised, seconds")
     parser.add_argument("--only", default="", help="contenders whose label begins so, by comma")
@@ -70,9 +68,8 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="every request's outcome; - writes to stdout")
     parser.add_argument("--record", metavar="FOLDER", help="keep the routers' recordings there")
     flags = parser.parse_args()
-    rates = _numbers(flags.rates or ("4,6,8,10,12,16,20" if flags.full else "4,10"), "--rates")
-    seeds = [int(seed) for seed in _numbers(flags.seeds or ("1,2,3" if flags.full else "1"), "--seeds")]
-    settle_s = flags.settle if flags.settle is not None else 60.0 if flags.full else 15.0
+    rates = _numbers(flags.rates, "--rates")
+    seeds = [int(seed) for seed in _numbers(flags.seeds, "--seeds")]
     wanted = tuple(flags.only.split(","))
     chosen = [one for one in CONTENDERS if one.label.startswith(wanted)]
     if flags.peer_python:
@@ -82,9 +79,8 @@ def main() -> None:
     course = Course(
         model=flags.model,
         rates=rates,
-        seconds=flags.seconds or (30.0 if flags.full else 15.0),
-        warm_s=settle_s,
-        settle_s=settle_s,
+        seconds=flags.seconds,
+        settle_s=flags.settle,
         slo=Slo(ttft_s=flags.ttft, tpot_s=flags.tpot),
         lengths=MIXED if flags.prompts is None else Lengths(prompts=flags.prompts, answers=flags.answers),
         sets=flags.set,

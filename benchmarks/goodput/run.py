@@ -12,7 +12,7 @@ import random
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -89,8 +89,7 @@ class Course:
     model: str
     rates: Sequence[float]
     seconds: float
-    warm_s: float
-    settle_s: float  # predictions count only for requests that arrive so long after the first
+    settle_s: float  # of the warm-up; predictions count only for requests that arrive so long after the first
     slo: Slo
     lengths: Lengths = MIXED
     sets: Sequence[str] = ()
@@ -117,8 +116,8 @@ async def _run(target: str, contender: Contender, course: Course, seed: int, on_
     async with grpc.aio.insecure_channel(target) as channel:
         begin_s = time.perf_counter()
         ask = partial(_ask, inference_pb2_grpc.InferenceServiceStub(channel), course.slo)
-        if course.warm_s:
-            await _send(plan(course.rates[0], course.warm_s, seed, "warm", course.lengths), ask)
+        if course.settle_s:
+            await _send(plan(course.rates[0], course.settle_s, seed, "warm", course.lengths), ask)
         await _until_idle(channel)
         floor = await _floor(channel, course.slo)
         for rate_rps in course.rates:
@@ -149,8 +148,8 @@ async def _run_peer(
     server: vllm_server.Server, contender: Contender, course: Course, seed: int, on_cell: Callable[[Cell], None]
 ) -> None:
     ask = partial(vllm_server.ask, server)
-    if course.warm_s:
-        await _send(plan(course.rates[0], course.warm_s, seed, "warm", course.lengths), ask)
+    if course.settle_s:
+        await _send(plan(course.rates[0], course.settle_s, seed, "warm", course.lengths), ask)
     for rate_rps in course.rates:
         planned = plan(rate_rps, course.seconds, seed, f"{rate_rps}-{seed}", course.lengths)
         rows, late_start_s = await _send(planned, ask)
@@ -238,21 +237,15 @@ async def _until_idle(channel: grpc.aio.Channel, within_s: float = 90.0, pause_s
 
 def attained(rates: Sequence[float], shares: Sequence[float], target: float = 0.9) -> float:
     """The highest rate with attainment `target`, interpolated between two rates; 0 if no rate has it."""
+    points = list(zip(rates, shares, strict=True))
     best = 0.0
-    for (rate, share), after in _pairs(list(zip(rates, shares, strict=True))):
+    for (rate, share), after in zip(points, [*points[1:], None], strict=True):
         if share < target:
             continue
         best = rate
         if after is not None and after[1] < target:
             best += (after[0] - rate) * (share - target) / (share - after[1])
     return best
-
-
-def _pairs(
-    points: list[tuple[float, float]],
-) -> Iterator[tuple[tuple[float, float], tuple[float, float] | None]]:
-    for index, point in enumerate(points):
-        yield point, points[index + 1] if index + 1 < len(points) else None
 
 
 def add_simulated(record: Path, cells: Sequence[Cell]) -> None:

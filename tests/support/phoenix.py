@@ -29,11 +29,6 @@ class Phoenix:
         """The last ones that it has stored."""
         return list(self._get(f"/v1/projects/{PROJECT}/spans?limit=1000")["data"])
 
-    def trace_page(self, trace_id: str) -> str:
-        """The address of the page that shows the trace."""
-        [project] = [one["id"] for one in self._get("/v1/projects")["data"] if one["name"] == PROJECT]
-        return f"{self.url}/projects/{project}/traces/{trace_id}"
-
     def _get(self, path: str) -> Any:
         with urllib.request.urlopen(self.url + path, timeout=10) as answer:
             return json.load(answer)

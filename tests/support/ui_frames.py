@@ -11,9 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from pdserve.core.live import LiveFrame, LivePhases, LiveRequest, LiveTotals, LiveWorker
-from pdserve.core.types import Role
-
 Frame = dict[str, Any]
 
 START_S = 1000.0  # the router's clock does not begin at zero
@@ -381,19 +378,3 @@ def recorded(load: Load, duration_s: float = 60.0, period_s: float = 0.25) -> tu
     """The frames of some seconds, and their source, which has the explanations."""
     source = FrameSource(load)
     return [source.frame(START_S + number * period_s) for number in range(int(duration_s / period_s) + 1)], source
-
-
-def frame_from_json(frame: Frame) -> LiveFrame:
-    """The inverse of pdserve.core.live."""
-    workers = tuple(LiveWorker(**{**one, "role": Role(one["role"])}) for one in frame["workers"])
-    requests = tuple(
-        LiveRequest(
-            **{
-                **one,
-                "transfer_s": one["transfer_s"] or 0.0,
-                "phases": LivePhases(*zip(*one["phases"], strict=True)),
-            }
-        )
-        for one in frame["requests"]
-    )
-    return LiveFrame(**{**frame, "totals": LiveTotals(**frame["totals"]), "workers": workers, "requests": requests})
