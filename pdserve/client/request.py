@@ -30,7 +30,7 @@ class Options(TypedDict, total=False):
 
     The server checks the ranges. docs/sampling.md lists the order in which the arguments apply. An option sets the
     field of its name in GenerateRequest or SamplingParams. The text of a scalar is also the help of its command-line
-    flag (pdserve/cli/sampling.py).
+    flag (pdserve/cli/generate.py).
     """
 
     max_tokens: Annotated[

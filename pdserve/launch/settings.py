@@ -36,6 +36,7 @@ from pdserve.model_source import BUNDLED, TOY_MODELS, find_model, is_on_hub
 _TLS_FILES: Final = {"tls_cert", "tls_key", "tls_ca", "tls_client_ca", "router_cert", "router_key"}
 _NOT_ASKED: Final = {"settings", "cores", "gpus"}  # of a ClusterSpec, that `merge` does not compare
 _OF_WORKER_TABLES: Final = ("worker", "prefill_worker", "decode_worker")
+_WORKER_COUNTS: Final[Mapping[Kind, str]] = {"prefill_worker": "prefill", "decode_worker": "decode"}
 _OF_ROUTER: Final = ("otlp", "generation_config", "served_model_name")
 _OF_WORKERS: Final = ("transport", "device", "dtype", "kv_dtype", "load")
 
@@ -119,12 +120,13 @@ def read(
             found["metrics"],
             "no --ray beside it: its workers may be on other hosts. Set worker.metrics_port",
         )
-    engines = {tables.get(kind, {}).get("engine", AUTO) for kind in _OF_WORKER_TABLES}
+    engines = _of_workers("engine", AUTO, found, tables)
     if found.get("ray") is None:  # each host of a Ray cluster has its own engines
-        for engine in engines - OURS:
+        for engine in engines.keys() - OURS:
             registered(engine)
+    model = _model(found.get("model"), is_here=not found.get("ray"), is_ours=engines.keys() <= OURS)
     spec = ClusterSpec(
-        model=_model(found.get("model"), is_here=not found.get("ray"), is_ours=engines <= OURS),
+        model=model,
         cores=usable_cores(),
         gpus=_gpus(),
         inject_faults=faults,
@@ -316,6 +318,18 @@ def _model(asked: str | None, *, is_here: bool, is_ours: bool) -> str:
             read_config(Path(model))
         _check_texts(Path(model))
     return model
+
+
+def _of_workers(
+    name: str, default: Any, found: Mapping[str, Any], tables: Mapping[Kind, Mapping[str, Any]]
+) -> dict[Any, str]:
+    """The values of a setting that the started workers get, each with the key that gives it."""
+    values = {}
+    for kind, count in _WORKER_COUNTS.items():
+        if found.get(count) != 0:
+            table: Kind = kind if name in tables.get(kind, {}) else "worker"
+            values[tables.get(table, {}).get(name, default)] = f"{table}.{name}"
+    return values
 
 
 def _check_defaults(spec: ClusterSpec) -> None:

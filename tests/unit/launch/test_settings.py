@@ -601,3 +601,21 @@ def test_served_names_are_settings_of_the_router(
 def test_wrong_served_names_are_rejected(value: str, table: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="served_model_name"):
         read({"model": "toy"}, f"{table}served_model_name = {value}", folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[worker]\nengine = "absent"\n[prefill_worker]\nengine = "toy"\n[decode_worker]\nengine = "auto"\n',
+        'prefill = 0\n[worker]\nengine = "absent"\n[decode_worker]\nengine = "toy"\n',
+        'prefill = 0\n[prefill_worker]\nengine = "absent"\n',
+    ],
+)
+def test_an_engine_that_no_worker_gets_is_not_checked(tmp_path: Path, text: str) -> None:
+    assert read({"model": "toy"}, text, folder=tmp_path).spec.model == "toy"
+
+
+def test_an_engine_that_one_role_gets_is_checked(tmp_path: Path) -> None:
+    text = '[worker]\nengine = "absent"\n[prefill_worker]\nengine = "toy"\n'
+    with pytest.raises(ConfigError, match="engine: got absent, expected auto, or an installed engine"):
+        read({"model": "toy"}, text, folder=tmp_path)
