@@ -125,6 +125,7 @@ def read(
         for engine in engines.keys() - OURS:
             registered(engine)
     model = _model(found.get("model"), is_here=not found.get("ray"), is_ours=engines.keys() <= OURS)
+    _check_engines(model, engines, _of_workers("tensor_parallel", 1, found, tables))
     spec = ClusterSpec(
         model=model,
         cores=usable_cores(),
@@ -330,6 +331,18 @@ def _of_workers(
             table: Kind = kind if name in tables.get(kind, {}) else "worker"
             values[tables.get(table, {}).get(name, default)] = f"{table}.{name}"
     return values
+
+
+def _check_engines(model: str, engines: Mapping[str, str], degrees: Mapping[int, str]) -> None:
+    """Checked here, because a worker would report it only after others have started. Raises ConfigError."""
+    is_toy = model in TOY_MODELS
+    if is_toy and "torch" in engines:
+        raise ConfigError(engines["torch"], "torch", f"auto or toy: the model {model} has no weights")
+    if not is_toy and "toy" in engines:
+        expected = f"auto, torch or an installed engine; or --model {' or '.join(TOY_MODELS)}"
+        raise ConfigError(engines["toy"], "toy", expected)
+    if is_toy and engines.keys() <= OURS and (degree := max(degrees, default=1)) > 1:
+        raise ConfigError(degrees[degree], degree, "1: a toy has nothing to divide")
 
 
 def _check_defaults(spec: ClusterSpec) -> None:

@@ -604,10 +604,33 @@ def test_wrong_served_names_are_rejected(value: str, table: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
+    ("model", "word", "expected"),
+    [
+        ("toy", "worker.engine=torch", "worker.engine: got torch, expected auto or toy: the model toy has no weights"),
+        ("toy-marked", "decode_worker.engine=torch", "decode_worker.engine: got torch, expected auto or toy"),
+        ("stdlib-5m", "prefill_worker.engine=toy", "prefill_worker.engine: got toy, expected auto, torch or"),
+        ("toy", "worker.tensor_parallel=2", "worker.tensor_parallel: got 2, expected 1: a toy has nothing to divide"),
+    ],
+)
+def test_an_engine_that_cannot_serve_the_model_is_refused_before_the_start(
+    tmp_path: Path, model: str, word: str, expected: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read({"model": model}, None, word, folder=tmp_path)
+    assert str(caught.value).startswith(expected)
+
+
+@pytest.mark.parametrize("word", ["worker.engine=toy", "prefill_worker.engine=toy", "worker.engine=auto"])
+def test_an_engine_that_can_serve_the_model_is_accepted(tmp_path: Path, word: str) -> None:
+    assert read({"model": "toy"}, None, word, folder=tmp_path).spec.model == "toy"
+
+
+@pytest.mark.parametrize(
     "text",
     [
         '[worker]\nengine = "absent"\n[prefill_worker]\nengine = "toy"\n[decode_worker]\nengine = "auto"\n',
         'prefill = 0\n[worker]\nengine = "absent"\n[decode_worker]\nengine = "toy"\n',
+        '[worker]\nengine = "torch"\n[prefill_worker]\nengine = "toy"\n[decode_worker]\nengine = "toy"\n',
         'prefill = 0\n[prefill_worker]\nengine = "absent"\n',
     ],
 )
