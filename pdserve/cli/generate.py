@@ -154,18 +154,20 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
 # --- lines after an answer ------------------------------------------------------------------------------------
 # Its timings, and a warning if it was truncated.
 
+LEAST_RATE_TOKENS: Final = 5
+LEAST_RATE_S: Final = 0.01  # between the first and the last token
+
 
 def stats_line(done: Completion, slo: Slo | None) -> str:
     """`slo`: the targets that the request named, if it did. The server's own are not known here."""
     usage, times = done.usage, done.timings
-    rate = f"{1 / times.tpot_s:.1f} tokens/s" if times.tpot_s > 0 else "one token"
     cached = f" ({usage.cached_prompt_tokens} cached)" if usage.cached_prompt_tokens else ""
     where = " → ".join(worker for worker in (times.prefill_worker, times.decode_worker) if worker)
     parts = [
         f"{usage.prompt_tokens} prompt tokens{cached}",
         f"{usage.completion_tokens} new",
         f"first after {milliseconds(times.ttft_s)}",
-        rate,
+        *_rate(done),
         f"{times.path or 'unplaced'} {where}".strip(),
         f"ended by {done.finish_reason}",
     ]
@@ -180,6 +182,14 @@ def stats_line(done: Completion, slo: Slo | None) -> str:
         parts.append(f"{times.attempts} attempts")
     parts.append(f"id {done.request_id}")
     return " · ".join(parts)
+
+
+def _rate(done: Completion) -> list[str]:
+    """Tokens per second after the first token; nothing where too few tokens or too little time would make it noise.
+    The timings are those of the first answer."""
+    num_tokens, tpot_s = len(done.token_ids) or done.usage.completion_tokens, done.timings.tpot_s
+    is_measured = num_tokens >= LEAST_RATE_TOKENS and tpot_s * (num_tokens - 1) >= LEAST_RATE_S
+    return [f"{1 / tpot_s:.1f} tokens/s"] if is_measured else []
 
 
 def versions_line(router: str, own: str) -> str:

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,10 +22,11 @@ import pytest
 from pdserve import Client
 from pdserve.build import FULL_VERSION
 from pdserve.cli import doctor
-from pdserve.cli.generate import logprob_lines, truncation_warnings, versions_line
+from pdserve.cli.generate import logprob_lines, stats_line, truncation_warnings, versions_line
 from pdserve.cli.main import hint, main, make_parsers
 from pdserve.cli.operate import render
 from pdserve.client import results
+from pdserve.client.results import Choice, Completion
 from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
 from pdserve.config_flags import parse_flags
 from pdserve.core.errors import NONE_YET, NoWorkers, Unauthenticated, Unavailable
@@ -84,6 +85,47 @@ def test_stats_are_lines_on_stderr(target: str, capsys: pytest.CaptureFixture[st
     assert main(["explain", line.rpartition(" · id ")[2], "--target", target]) == 0
     assert "decode" in phases
     assert versions == f"router: version {FULL_VERSION}"
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "tpot_s", "rate"),
+    [
+        (1, 0.0, None),
+        (2, 0.05, None),  # too few tokens
+        (4, 1.0, None),
+        (5, 0.05, "20.0 tokens/s"),
+        (64, 0.0001, None),  # too little time
+        (64, 0.0, None),
+        (65, 0.0025, "400.0 tokens/s"),
+    ],
+)
+def test_stats_show_a_rate_only_where_it_was_measured(num_tokens: int, tpot_s: float, rate: str | None) -> None:
+    done = an_answer([num_tokens], tpot_s)
+    rates = [part for part in stats_line(done, None).split(" · ") if "tokens/s" in part or part == "one token"]
+    assert rates == ([] if rate is None else [rate])
+
+
+def test_the_rate_of_several_answers_is_that_of_the_first() -> None:
+    assert "tokens/s" not in stats_line(an_answer([2, 60, 60], 0.05), None)
+    assert " · 20.0 tokens/s · " in stats_line(an_answer([60, 2], 0.05), None)
+
+
+def an_answer(sizes: Sequence[int], tpot_s: float) -> Completion:
+    """Answers of so many tokens; the timings are those of the first one."""
+    choices = tuple(
+        Choice(index=index, text="", token_ids=(7,) * size, finish_reason=FinishReason.LENGTH)
+        for index, size in enumerate(sizes)
+    )
+    first = choices[0]
+    return Completion(
+        request_id="r",
+        text="",
+        token_ids=first.token_ids,
+        finish_reason=first.finish_reason,
+        usage=Usage(prompt_tokens=3, completion_tokens=sum(sizes), cached_prompt_tokens=0),
+        timings=Timings(ttft_s=0.01, tpot_s=tpot_s, total_s=0.01 + tpot_s * (sizes[0] - 1)),
+        choices=choices,
+    )
 
 
 def test_stats_name_each_missed_target(target: str, capsys: pytest.CaptureFixture[str]) -> None:
