@@ -216,6 +216,7 @@ def _encoded(text: str, tokenizer: Tokenizer, folder: Path) -> list[int]:
 def _model(asked: str | None) -> Iterator[CheckResult]:
     from pdserve.engine.load.checkpoint_files import check_sizes, open_checkpoint
     from pdserve.engine.model.config import read_config
+    from pdserve.launch.report import size_text
     from pdserve.launch.settings import bundled_model
     from pdserve.text.tokenizer import load_tokenizer
 
@@ -228,7 +229,7 @@ def _model(asked: str | None) -> Iterator[CheckResult]:
         check_sizes(config, checkpoint.tensors)
         size = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
         yield CheckResult(
-            "ok", "model", f"{model_name(str(folder))}: {len(checkpoint.tensors)} tensors, {size / 2**20:.0f} MiB"
+            "ok", "model", f"{model_name(str(folder))}: {len(checkpoint.tensors)} tensors, {size_text(size)}"
         )
         tokenizer = load_tokenizer(str(folder))
         text = "def f(x):\n    return x"

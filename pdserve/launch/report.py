@@ -330,15 +330,15 @@ def memory_of(line: str) -> MemoryPlan | None:
 
 
 def memory_table(plans: Mapping[str, MemoryPlan]) -> list[str]:
-    """One row for each worker, in GB; a part that was not measured is empty, and has no column if no worker measured
-    it. Pure."""
+    """One row for each worker; a part that was not measured is empty, and has no column if no worker measured it.
+    Pure."""
     if not plans:
         return []
     parts = {part: name for part, name in _PARTS.items() if any(getattr(plan, name) for plan in plans.values())}
-    rows = [("memory, GB", "total", *parts, "kv tokens")]
+    rows = [("memory", "total", *parts, "kv tokens")]
     for name, plan in sorted(plans.items()):
         sizes = (plan.total, *(getattr(plan, part) for part in parts.values()))
-        values = (f"{size / 1e9:.2f}" if size else "" for size in sizes)
+        values = (size_text(size) if size else "" for size in sizes)
         rows.append((f"{name} {plan.device}", *values, f"{plan.kv_tokens:,}"))
     first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
     lines = []
@@ -346,6 +346,14 @@ def memory_table(plans: Mapping[str, MemoryPlan]) -> list[str]:
         aligned = (text.rjust(width) for text, width in zip(cells, widths, strict=True))
         lines.append("  " + "  ".join([name.ljust(first), *aligned]))
     return lines
+
+
+def size_text(num_bytes: int) -> str:
+    """In the largest unit of which there is one or more, so that no size is shown as nothing."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= 0.99995 * scale:  # the smaller unit would show 1000.0
+            return f"{num_bytes / scale:.2f} {unit}" if unit == "GB" else f"{num_bytes / scale:.1f} {unit}"
+    return f"{num_bytes} B"
 
 
 def open_log(path: Path) -> BinaryIO:

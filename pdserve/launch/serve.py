@@ -93,7 +93,7 @@ def warnings(footprints: Sequence[Footprint], *, cores: int, free: int | None) -
         if free > fixed:
             advice += f", or all with pools of {(free - fixed) // count} bytes (worker.kv_memory_bytes)"
         found.append(
-            f"WARNING: {workers} may take {_gib(needed)} for weights, KV pools and themselves, and {_gib(free)} are "
+            f"WARNING: {workers} may take {_size(needed)} for weights, KV pools and themselves, and {_size(free)} are "
             f"free: {advice}"
         )
     return found
@@ -158,8 +158,8 @@ def _counted(count: int, noun: str) -> str:
     return f"{count or 'no'} {noun}{'s' if count > 1 else ''}"
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 0.1 * 2**30 else f"{num_bytes / 2**20:.0f} MiB"
 
 
 # --- start, serving and drain ---------------------------------------------------------------------------------

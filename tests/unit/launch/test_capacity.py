@@ -50,6 +50,8 @@ def test_pools_larger_than_memory() -> None:
 def test_weights_larger_than_memory() -> None:
     [said] = warnings(of(4), cores=4, free=1000 * MIB)
     assert said.endswith("1.0 GiB are free: 1 worker would fit")
+    [said] = warnings(of(1), cores=4, free=40 * MIB)
+    assert said.endswith("40 MiB are free: no worker would fit")
 
 
 @pytest.mark.parametrize(

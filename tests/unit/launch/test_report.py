@@ -225,15 +225,33 @@ def test_the_table_of_the_start_divides_memory(capsys: pytest.CaptureFixture[str
     relayed, _, *rows = capsys.readouterr().err.splitlines()
     assert relayed == "d0         | its memory {is no plan}"
     assert [" ".join(row.split()) for row in rows] == [
-        "memory, GB total usable weights activations graphs runtime kv pool kv tokens",
-        "d0 cpu 8.00 8.00 0.02 1.00 99",
-        "p0 cuda:0 80.00 72.00 16.00 2.00 1.00 0.50 52.00 425,984",
+        "memory total usable weights activations graphs runtime kv pool kv tokens",
+        "d0 cpu 8.00 GB 8.00 GB 20.0 MB 1.00 GB 99",
+        "p0 cuda:0 80.00 GB 72.00 GB 16.00 GB 2.00 GB 1.00 GB 500.0 MB 52.00 GB 425,984",
     ]
     assert len({len(row) for row in rows}) == 1, "columns stand below each other"
     assert [" ".join(row.split()) for row in memory_table({"d0": host})] == [
-        "memory, GB total usable weights kv pool kv tokens",
-        "d0 cpu 8.00 8.00 0.02 1.00 99",
+        "memory total usable weights kv pool kv tokens",
+        "d0 cpu 8.00 GB 8.00 GB 20.0 MB 1.00 GB 99",
     ]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "expected"),
+    [
+        (999, "999 B"),
+        (1_000, "1.0 kB"),
+        (3_400_000, "3.4 MB"),
+        (999_900_000, "999.9 MB"),
+        (999_999_999, "1.00 GB"),
+        (10**9, "1.00 GB"),
+        (141 * 10**9, "141.00 GB"),
+    ],
+)
+def test_a_size_is_shown_in_a_unit_that_fits_it(num_bytes: int, expected: str) -> None:
+    plan = MemoryPlan(device="cpu", total=num_bytes, usable=0, weights=num_bytes, kv_pool=0, kv_tokens=0)
+    _, row = memory_table({"d0": plan})
+    assert " ".join(row.split()) == f"d0 cpu {expected} {expected} 0"
 
 
 LINE = "x" * 1019  # 1024 bytes with a number and a line end
