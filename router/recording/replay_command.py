@@ -65,6 +65,7 @@ class RecordedLines:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.count = 0
+        self.bytes_read = 0
 
     def __iter__(self) -> Iterator[str]:
         with (
@@ -77,6 +78,7 @@ class RecordedLines:
                         "file", f"line {self.count + 1} of {self._path}", f"at most {MAX_LINE_CHARS} characters"
                     )
                 self.count += 1
+                self.bytes_read = raw.tell()
                 yield line
 
     @contextmanager
@@ -87,8 +89,6 @@ class RecordedLines:
             yield self._counted(progress)
 
     def _counted(self, progress: ProgressLine) -> Iterator[str]:
-        done = 0
         for line in self:
             yield line
-            done += len(line)
-            progress.update_bytes(done)
+            progress.update_bytes(self.bytes_read)

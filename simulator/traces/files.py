@@ -65,7 +65,7 @@ class FileTrace:
     """A trace in a file. Each iteration reads the file again. Rows are checked as they are read."""
 
     def __init__(self, path: str | Path, on_read: Callable[[int, int], None] = lambda done, size: None) -> None:
-        """`on_read` receives the characters that an iteration has read, first 0, and the file's bytes.
+        """`on_read` receives the bytes that an iteration has read, first 0, and the file's bytes.
 
         Raises ConfigError if the file cannot be read, TraceError if its first line has no known format.
         """
@@ -97,7 +97,7 @@ class FileTrace:
 
     def _lines(self) -> Iterator[NumberedLine]:
         """Blank lines are skipped, but counted."""
-        line = done = 0
+        line = 0
         try:
             # A byte order mark is not part of the first row.
             with opened(self._path, "trace") as raw, io.TextIOWrapper(raw, encoding="utf-8-sig") as file:
@@ -105,8 +105,7 @@ class FileTrace:
                 self._on_read(0, size)
                 for text in iter(lambda: file.readline(MAX_LINE_CHARS), ""):
                     line += 1
-                    done += len(text)
-                    self._on_read(done, size)
+                    self._on_read(raw.tell(), size)
                     if len(text) == MAX_LINE_CHARS:
                         raise TraceError(self.name, line, "row", text, f"fewer than {MAX_LINE_CHARS} characters")
                     if stripped := text.strip():

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.cli.main import main
+from router.recording.replay_command import RecordedLines
 from tests.unit.router.test_random_runs import run
 from tests.unit.router.test_replay import recording
 
@@ -37,6 +38,17 @@ def test_a_difference_is_shown_and_is_a_failure(tmp_path: Path, capsys: pytest.C
     assert out.endswith(f"the router decided otherwise in 1 of {len(lines) - 1} events\n")
     assert main(["replay", str(path), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["first_differing"] == [number]
+
+
+@pytest.mark.parametrize("line", [b"a", "\u00e9\u8a9e".encode(), b"\xff\xfe", b"\r"])
+def test_progress_counts_bytes(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "recording.jsonl"
+    path.write_bytes((line * 100 + b"\n") * 300)
+    lines = RecordedLines(path)
+    with lines.with_progress("reading") as read:
+        seen = [lines.bytes_read for _ in read]
+    assert seen == sorted(seen)
+    assert seen[-1] == path.stat().st_size
 
 
 def test_a_damaged_line_is_one_line_with_its_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

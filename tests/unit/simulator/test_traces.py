@@ -40,6 +40,18 @@ def test_mooncake_rows_become_requests(tmp_path: Path) -> None:
     assert list(trace) == list(trace)  # Each iteration reads the file again.
 
 
+@pytest.mark.parametrize("text", ["a", "é", "語", "\U0001f600"])
+def test_progress_counts_bytes(tmp_path: Path, text: str) -> None:
+    path = written(tmp_path, f"\ufeff{AZURE},note", *[f"2024-05-10 00:00:00,1,1,{text * 500}"] * 40, ends="\r\n")
+    seen: list[tuple[int, int]] = []
+    trace = FileTrace(path, lambda done, size: seen.append((done, size)))
+    seen.clear()
+    assert len(list(trace)) == 40
+    size = path.stat().st_size
+    assert (seen[0], seen[-1]) == ((0, size), (size, size))
+    assert seen == sorted(seen)
+
+
 @pytest.mark.parametrize("ends", ["\n", "\r\n"])
 def test_azure_rows_become_requests(tmp_path: Path, ends: str) -> None:
     rows = ("2023-11-16 18:15:59.5000000,374,44", "2023-11-16 18:16:00.7500000,396,109")
