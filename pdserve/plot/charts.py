@@ -242,15 +242,13 @@ class GanttRow:
         return 1 + max((one.lane for one in self.bars), default=0)
 
 
-def gantt(
-    rows: Sequence[GanttRow], x: Axis, *, title: str, width: int = WIDE, lane_height: float = LANE_HEIGHT
-) -> Drawing:
-    left, right = (96 if any(row.name for row in rows) else 14), width - _GANTT_RIGHT
+def gantt(rows: Sequence[GanttRow], x: Axis, *, title: str, width: int = WIDE) -> Drawing:
+    left, right = 96, width - _GANTT_RIGHT
     tops: list[float] = []
     bottom = float(_GANTT_TOP)
     for row in rows:
         tops.append(bottom)
-        bottom += row.num_lanes * lane_height + _GANTT_GAP
+        bottom += row.num_lanes * LANE_HEIGHT + _GANTT_GAP
     bottom -= _GANTT_GAP / 2
 
     def at_x(value: float) -> float:
@@ -262,7 +260,7 @@ def gantt(
         parts.append(text_at(at_x(tick), bottom + 16, x.text(tick), "tick", "middle"))
     parts.append(text_at((left + right) / 2, bottom + 33, x.label, "label", "middle"))
     for row, top in zip(rows, tops, strict=True):
-        height = row.num_lanes * lane_height
+        height = row.num_lanes * LANE_HEIGHT
         if row.name:
             parts.append(text_at(left - 8, top + height / 2 + 4, row.name, "label", "end"))
         if len(rows) > 1:
@@ -270,7 +268,7 @@ def gantt(
         for one in row.bars:
             begin = at_x(one.begin)
             length = max(at_x(one.end) - begin, _LEAST)
-            parts.append(_bar(one.kind, begin, top + one.lane * lane_height, length, lane_height - 1.0, one.about))
+            parts.append(_bar(one.kind, begin, top + one.lane * LANE_HEIGHT, length, LANE_HEIGHT - 1.0, one.about))
     return Drawing(width=width, height=round(bottom + _GANTT_BOTTOM), title=title, body="".join(parts))
 
 

@@ -31,8 +31,6 @@ class Distribution:
     of: int
     mean: float = math.nan
     std: float = math.nan
-    least: float = math.nan
-    most: float = math.nan
     shares: tuple[float, ...] = (math.nan,) * len(SHARES)
 
     @property
@@ -70,8 +68,6 @@ class BenchSummary:
     tpot_s: Distribution
     itl_s: Distribution
     e2el_s: Distribution
-    input_tokens: Distribution
-    output_tokens: Distribution
     max_output_tokens_per_s: float  # in a second of a turn
     max_concurrent_requests: int
     send_lag_s: Distribution
@@ -125,8 +121,6 @@ def summarise_bench(turns: Sequence[BenchTurn], slo: Slo | None) -> BenchSummary
         tpot_s=distribution(tpot_s for one in done if (tpot_s := one.tpot_s) is not None),
         itl_s=distribution(gap for one in done for gap in one.itl_s),
         e2el_s=distribution(one.e2el_s for one in done),
-        input_tokens=distribution(one.prompt_tokens for one in done),
-        output_tokens=distribution(one.output_tokens for one in done),
         max_output_tokens_per_s=max((_busiest_second(turn) for turn in turns), default=0.0),
         max_concurrent_requests=max((_most_at_once(turn) for turn in turns), default=0),
         send_lag_s=distribution(one.lag_s for one in counted),
@@ -147,8 +141,6 @@ def distribution(values: Iterable[float]) -> Distribution:
         of=len(ordered),
         mean=mean,
         std=math.sqrt(math.fsum((one - mean) ** 2 for one in ordered) / len(ordered)),
-        least=ordered[0],
-        most=ordered[-1],
         shares=tuple(quantile(ordered, share) for share in SHARES),
     )
 

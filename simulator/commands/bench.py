@@ -96,9 +96,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     goal.add_argument("--slo-ttft", "--ttft", type=float, metavar="S", help="TTFT target in seconds")
     goal.add_argument("--slo-tpot", "--tpot", type=float, metavar="S", help="TPOT target in seconds")
     shown = parser.add_argument_group("output")
-    shown.add_argument(
-        "--json", action="store_true", help="print one JSON object, with the field names of vLLM and aiperf"
-    )
+    shown.add_argument("--json", action="store_true", help="print one JSON object, with the field names of vLLM")
     shown.add_argument("--rows", metavar="FILE", help="write one JSON line per request to FILE")
     add_plot_flag(shown, "--html")
     parser.epilog = f"{parser.epilog or ''} {COMPARE_TOKEN_ENV} has the token of the --compare server.".strip()

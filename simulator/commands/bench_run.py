@@ -21,12 +21,19 @@ from pdserve.listening import ignore_poller_races
 from pdserve.plot.drawing import figure_svg
 from pdserve.plot_flag import check_plot, origin, write_plot
 from pdserve.progress import ProgressLine
-from simulator.bench.figures import bench_figure, bench_page
 from simulator.bench.load import DEFAULT_IDS, LoadLevel, LoadPlan, SyntheticLoad
+from simulator.bench.report import (
+    NO_TARGET_S,
+    bench_figure,
+    bench_page,
+    own_fields,
+    ratio_fields,
+    render_bench,
+    vllm_fields,
+)
 from simulator.bench.server import BenchAnswer, BenchOutcome, BenchServer, RequestOptions
 from simulator.bench.session import BenchObserver, BenchPlan, BenchSession
 from simulator.bench.statistics import BenchResult
-from simulator.bench.text import NO_TARGET_S, aiperf_metrics, own_fields, ratio_fields, render_bench, vllm_fields
 from simulator.commands.flags import COMPARE_TOKEN_ENV
 from simulator.commands.simulation import check_writable
 from simulator.model import Trace
@@ -253,7 +260,6 @@ def as_object(result: BenchResult, args: argparse.Namespace) -> dict[str, Any]:
                 "turns": len(one.turns),
                 **vllm_fields(found),
                 **own_fields(found),
-                "aiperf": aiperf_metrics(found),
             }
         )
     head = {

@@ -49,7 +49,7 @@ def test_a_comparison_over_http_writes_a_page_and_rows(
     status, out, _ = bench(capsys, *flags, "--plot", str(page), "--rows", str(rows), *SMALL)
     assert status == 0
     assert "2 at once: pdserve / grpc, median over pairs of turns" in out
-    assert "Comparison" in read(page.read_text(encoding="utf-8")).texts
+    assert "Comparison at 2 at once" in read(page.read_text(encoding="utf-8")).texts
     listed = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
     assert len(listed) == 2 * 2 * 6
     assert {one["outcome"] for one in listed} == {"completed"}

@@ -35,12 +35,12 @@ def test_bars_are_at_their_times_and_lanes() -> None:
         GanttRow(name="p<0>", bars=[Bar(begin=0.0, end=5.0, kind=FULL, about="<a>")]),
         GanttRow(name="d0", bars=[Bar(begin=5.0, end=10.0, kind=FULL), Bar(begin=5.0, end=7.5, kind=THIN, lane=1)]),
     ]
-    root = ET.fromstring(gantt(rows, X, title="t", width=510, lane_height=11).inline)
+    root = ET.fromstring(gantt(rows, X, title="t", width=510).inline)
     places = [[float(one.attrib[name]) for name in ("x", "y", "width", "height")] for one in root.iter("rect")]
-    assert places == [[96, 6, 200, 10], [296, 25, 200, 10], [296, 38.5, 100, 5]]
+    assert places == [[96, 6, 200, 8], [296, 23, 200, 8], [296, 34, 100, 4]]
     assert [one.text for one in root.iter("title")] == ["t", "<a>"]
     names = [(one.text, float(one.attrib["y"])) for one in root.iter("text") if one.get("text-anchor") == "end"]
-    assert names == [("p<0>", 15.5), ("d0", 40)]
+    assert names == [("p<0>", 14.5), ("d0", 36)]
 
 
 def test_kinds_of_bars_differ_without_colours() -> None:

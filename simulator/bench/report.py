@@ -1,10 +1,14 @@
-"""The figure of a benchmark, for `pdserve bench --plot`: its charts, its panels, and its page. Pure."""
+"""The report of a benchmark: as text, as fields with vLLM's names, and as charts. Pure.
+
+The charts are those that general load generators do not draw (docs/decisions/0035): goodput by load, ratios of
+paired turns, the attainment frontier, and what only a router reports: its predictions and placements.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 from pdserve.core.types import Slo
 from pdserve.plot.charts import Bar, BarKind, GanttRow, Rule, Series, gantt, gantt_legend, line_chart, place_in_lanes
@@ -17,39 +21,183 @@ from pdserve.plot.drawing import (
     Figure,
     Panel,
     document,
-    key,
     line_at,
     line_legend,
     safe,
     section,
-    table,
     text_at,
-    thinned,
-    tiles,
 )
 from pdserve.plot.drawing import caption as caption_html
 from pdserve.plot.drawing import colour as shade_of
 from simulator.bench.load import LoadLevel
 from simulator.bench.server import BenchAnswer, BenchOutcome
-from simulator.bench.statistics import BenchResult, BenchSummary, LevelResult, Ratio
-from simulator.bench.text import (
-    NO_TARGET_S,
-    bench_row,
-    better_text,
-    comparison_title,
-    level_named,
-    notes,
-    ratio_text,
-    slo_text,
-    time_text,
-)
-from simulator.report.comparison import count
+from simulator.bench.statistics import SHARES, BenchResult, BenchSummary, Distribution, LevelResult, Ratio
+from simulator.report.comparison import count, seconds, table
 from simulator.report.time_charts import TimedRequests, frontier_panel, prediction_panel
+
+_HEAD = ("LOAD", "SERVER", "OK", "REJECTED", "FAILED", "REQ/S", "TOKENS/S")
+_TIME_HEADS = ("TTFT p50", "p99", "TPOT p50", "p99", "ITL p50", "p99")
+_SLO = ("ATTAINED", "GOODPUT/S")
+
+
+def render_bench(result: BenchResult) -> str:
+    has_slo = result.slo is not None
+    head = (*_HEAD, *_TIME_HEADS, *(_SLO if has_slo else ()))
+    lines = [f"{name}: {model} at {address}" for name, address, model in result.servers]
+    if result.slo is not None:
+        lines.append(f"targets: {slo_text(result)}")
+    lines += ["", table([head, *(_row(one, has_slo=has_slo) for one in result.levels)])]
+    for level in result.shown_levels:
+        if ratios := result.ratios(level):
+            lines += ["", f"{level.label}: {comparison_title(result)}", table([*map(_ratio_row, ratios)])]
+    lines += _notes(result)
+    return "\n".join(lines)
+
+
+def slo_text(result: BenchResult) -> str:
+    """Only targets that were set; empty without any."""
+    if result.slo is None:
+        return ""
+    parts = (("TTFT", result.slo.ttft_s), ("TPOT", result.slo.tpot_s))
+    return ", ".join(f"{name} within {seconds(value)}" for name, value in parts if value < NO_TARGET_S)
+
+
+NO_TARGET_S = 86_400.0  # stands for a target that was not set; pdserve has none longer
+SHOWN_CACHED_SHARE = 0.01  # random prompts have fewer tokens in common
+
+
+def _row(one: LevelResult, *, has_slo: bool) -> tuple[str, ...]:
+    found = one.summary
+    times_s = (found.ttft_s, found.tpot_s, found.itl_s)
+    cells = (
+        one.level.label,
+        one.server,
+        str(found.completed),
+        str(found.rejected),
+        str(found.failed),
+        f"{found.rate(found.completed):.3g}",
+        f"{found.rate(found.total_output_tokens):.4g}",
+        *(_time_text(value) for times in times_s for value in (times.median, times.p99)),
+    )
+    if not has_slo:
+        return cells
+    attainment = found.attainment or 0.0
+    return (*cells, f"{attainment:.1%}", f"{found.rate(found.met or 0):.3g}")
+
+
+def _time_text(value: float) -> str:
+    return seconds(value if math.isfinite(value) else None)
+
+
+def comparison_title(result: BenchResult) -> str:
+    (first, _, _), (second, _, _) = result.servers
+    return f"{first} / {second}, median over pairs of turns (least to most)"
+
+
+def _ratio_row(one: Ratio) -> tuple[str, str, str]:
+    better = "smaller is better" if one.metric.is_time else "larger is better"
+    return one.metric.label, f"{one.median:.2f} ({one.least:.2f} to {one.most:.2f})", better
+
+
+def _notes(result: BenchResult) -> list[str]:
+    """Errors, rejections, cached prompts, the generator's lag, and whether the user ended the benchmark."""
+    lines = [""]
+    for one in result.levels:
+        found = one.summary
+        for error, number in found.errors.items():
+            detail = f": {found.details[error]}" if error in found.details else ""
+            lines.append(f"{one.level.label}, {one.server}: {number} failed with {error}{detail}")
+        if found.rejection:
+            lines.append(f"{one.level.label}, {one.server}: {found.rejected} rejected, for example: {found.rejection}")
+        if found.cached_share >= SHOWN_CACHED_SHARE:
+            lines.append(f"{one.level.label}, {one.server}: {_cached_text(found, result)}")
+    if result.levels:
+        late_s = [_worst(result.levels, name) for name in ("send_lag_s", "loop_delay_s")]
+        lines.append(f"load generator: sends {late_s[0]} late, timers {late_s[1]} (p99)")
+    late = [one for one in result.levels if one.summary.is_generator_late]
+    if late:
+        lines.append(
+            f"the load generator itself was late in {count(len(late), 'row')}: its delays are part of these figures. "
+            "Lower the rate, or run it on another machine"
+        )
+    if result.is_interrupted:
+        lines.append("interrupted: the figures are of the requests that ended before")
+    return lines
+
+
+def _cached_text(found: BenchSummary, result: BenchResult) -> str:
+    said = f"{found.cached_share:.0%} of the prompt tokens were in a prefix cache"
+    if result.has_shared_prefixes:
+        return said
+    return f"{said}; benchmarks with equal --seed send equal prompts, so choose another one"
+
+
+def _worst(levels: Sequence[LevelResult], name: str) -> str:
+    held: list[Distribution] = [getattr(one.summary, name) for one in levels]
+    finite = [one.p99 for one in held if one.of]
+    return _time_text(max(finite)) if finite else "-"
+
+
+def level_named(levels: Sequence[LevelResult], level: LoadLevel) -> list[LevelResult]:
+    return [one for one in levels if one.level == level]
+
+
+# --- fields ---------------------------------------------------------------------------------------------------
+# A summary as the fields of `vllm bench serve`, in milliseconds. `own_fields` are those that it does not have.
+
+_TIME_NAMES: Final = ("ttft", "tpot", "itl", "e2el")
+
+
+def vllm_fields(one: BenchSummary) -> dict[str, Any]:
+    """`request_goodput` is None without targets, as in vLLM. Times without a value are None in JSON."""
+    found: dict[str, Any] = {
+        "duration": one.duration_s,
+        "completed": one.completed,
+        "failed": one.failed,
+        "rejected": one.rejected,
+        "total_input_tokens": one.total_input_tokens,
+        "total_output_tokens": one.total_output_tokens,
+        "request_throughput": one.rate(one.completed),
+        "request_goodput": None if one.met is None else one.rate(one.met),
+        "output_throughput": one.rate(one.total_output_tokens),
+        "total_token_throughput": one.rate(one.total_input_tokens + one.total_output_tokens),
+        "max_output_tokens_per_s": one.max_output_tokens_per_s,
+        "max_concurrent_requests": one.max_concurrent_requests,
+    }
+    for name in _TIME_NAMES:
+        values: Distribution = getattr(one, f"{name}_s")
+        found[f"mean_{name}_ms"] = 1000.0 * values.mean
+        found[f"median_{name}_ms"] = 1000.0 * values.median
+        found[f"std_{name}_ms"] = 1000.0 * values.std
+        for share, value in zip(SHARES, values.shares, strict=True):
+            found[f"p{100 * share:g}_{name}_ms"] = 1000.0 * value
+    return found
+
+
+def own_fields(one: BenchSummary) -> dict[str, Any]:
+    return {
+        "requests": one.requests,
+        "total_cached_tokens": one.total_cached_tokens,
+        "slo_attainment": one.attainment,
+        "error_counts": one.errors,
+        "error_examples": one.details,
+        "generator_send_lag_p99_ms": 1000.0 * one.send_lag_s.p99,
+        "generator_loop_delay_p99_ms": 1000.0 * one.loop_delay_s.p99,
+        "is_generator_late": one.is_generator_late,
+        "server_mean_ttft_ms": 1000.0 * one.server_ttft_s.mean,
+        "server_mean_tpot_ms": 1000.0 * one.server_tpot_s.mean,
+    }
+
+
+def ratio_fields(ratios: list[Ratio]) -> dict[str, Any]:
+    return {
+        one.metric.name: {"median": one.median, "min": one.least, "max": one.most, "turns": list(one.ratios)}
+        for one in ratios
+    }
+
 
 # --- charts ---------------------------------------------------------------------------------------------------
 
-_MOST_SPANS: Final = 240  # of the timeline; more would not be visible
-_SPAN_HEIGHT: Final = 6
 _MOST_PLACED: Final = 80  # requests of a timeline of workers
 _MOST_WORKERS: Final = 24
 _MOST_LANES: Final = 14  # of one worker
@@ -92,54 +240,8 @@ def load_of(one: LevelResult) -> float:
     return one.summary.rate(one.summary.requests)
 
 
-def distribution_chart(
-    shown: Sequence[tuple[str, int, Sequence[float], int]], title: str, *, target_s: float | None = None
-) -> Drawing | None:
-    """The share of requests whose time was at most x. `shown`: name, colour, times in seconds, number of requests. A
-    curve ends below 100% if requests failed."""
-    every = [one for _, _, values, _ in shown for one in values if one > 0.0]
-    if target_s is not None:
-        every.append(target_s)
-    if not every:
-        return None
-    series = []
-    for name, colour, values, total in shown:
-        ordered = sorted(values)
-        points = [(one, (rank + 1) / total) for rank, one in enumerate(ordered)]
-        series.append(Series(name=name, points=thinned(points), colour=colour, is_stepped=True))
-    low, high = max(min(every), max(every) / 1e4), max(every)
-    rules = [] if target_s is None else [Rule(at=target_s, label="target", is_vertical=True)]
-    return line_chart(
-        series,
-        Axis(low=low * 0.9, high=high * 1.1, label=f"{title}, logarithmic", is_log=True, unit="s"),
-        Axis(low=0.0, high=1.0, label="share", unit="%"),
-        title=f"distribution of {title}",
-        rules=rules,
-        width=HALF,
-        height=260,
-    )
-
-
 WAIT: Final = BarKind(name="until the first token", colour=3, height=0.4)
 TOKENS: Final = BarKind(name="tokens", colour=2)
-FAILED: Final = BarKind(name="rejected, failed or interrupted", colour=7, is_hollow=True)
-KINDS: Final = (WAIT, TOKENS, FAILED)
-
-
-def timeline_chart(answers: Sequence[BenchAnswer], title: str) -> Drawing | None:
-    """A bar for each request in order of sending: the wait for the first token, then the tokens."""
-    chosen = sorted(answers, key=lambda one: one.sent_s)
-    size = math.ceil(len(chosen) / _MOST_SPANS) if chosen else 1
-    chosen = chosen[::size]
-    if not chosen:
-        return None
-    bars = [
-        Bar(begin=begin_s, end=end_s, kind=kind, lane=lane, about=_about(one))
-        for lane, one in enumerate(chosen)
-        for begin_s, end_s, kind in _spans(one)
-    ]
-    x_axis = Axis(low=0.0, high=max(one.ended_s for one in chosen) or 1.0, label="seconds since the turn began")
-    return gantt([GanttRow(name="", bars=bars)], x_axis, title=title, width=CONTENT, lane_height=_SPAN_HEIGHT)
 
 
 def workers_chart(answers: Sequence[BenchAnswer], title: str) -> Drawing | None:
@@ -167,15 +269,7 @@ def workers_chart(answers: Sequence[BenchAnswer], title: str) -> Drawing | None:
     return gantt(rows, x_axis, title=title, width=CONTENT)
 
 
-def _spans(one: BenchAnswer) -> list[tuple[float, float, BarKind]]:
-    if one.outcome is not BenchOutcome.COMPLETED:
-        return [(one.sent_s, one.ended_s, FAILED)]
-    return [(one.sent_s, one.chunk_s[0], WAIT), (one.chunk_s[0], one.chunk_s[-1], TOKENS)]
-
-
 def _about(one: BenchAnswer) -> str:
-    if one.outcome is not BenchOutcome.COMPLETED:
-        return f"request {one.number}: {one.outcome.value} {one.error}".strip()
     return (
         f"request {one.number}: {one.prompt_tokens} prompt tokens, TTFT {1000 * one.ttft_s:.0f} ms, "
         f"{one.output_tokens} tokens in {one.e2el_s:.2f} s"
@@ -248,14 +342,12 @@ def panels(result: BenchResult) -> list[Panel]:
     found = [_by_load(result, colour_of)] if len(result.shown_levels) > 1 else []
     found += _comparisons(result)
     if focus is not None:
-        found += _times(result, focus, colour_of)
         shown = level_named(result.levels, focus)
         groups = [_timed(one, colour_of[one.server]) for one in shown]
         where = f"at {focus.label}"
         optional = [frontier_panel(groups, _finite(result.slo), where), prediction_panel(groups, where)]
+        optional += [_workers(one, is_folded=number > 0) for number, one in enumerate(shown)]
         found += [one for one in optional if one is not None]
-        for number, one in enumerate(shown):
-            found += _timelines(one, is_folded=number > 0)
     return found
 
 
@@ -304,48 +396,12 @@ def _comparisons(result: BenchResult) -> list[Panel]:
     return found
 
 
-def _times(result: BenchResult, focus: LoadLevel, colour_of: dict[str, int]) -> list[Panel]:
-    """Distributions of each server at one level, or of each level of a single server."""
-    if len(result.servers) > 1:
-        chosen = [(one.server, colour_of[one.server], one) for one in level_named(result.levels, focus)]
-        title = f"Times at {focus.label}"
-    else:
-        chosen = [(one.level.label, number, one) for number, one in enumerate(result.levels)]
-        title = "Times"
-    ttft = [(name, colour, _ttfts(one), max(one.summary.requests, 1)) for name, colour, one in chosen]
-    itl = [(name, colour, gaps, max(len(gaps), 1)) for name, colour, one in chosen if (gaps := _gaps(one)) is not None]
-    target_s = result.slo.ttft_s if result.slo is not None and result.slo.ttft_s < NO_TARGET_S else None
-    charts = (
-        distribution_chart(ttft, "time to first token", target_s=target_s),
-        distribution_chart(itl, "time between two parts of an answer (ITL)"),
-    )
-    drawn = [one for one in charts if one is not None]
-    if not drawn:
-        return []
-    note = "TTFT is a share of all requests: a curve that ends below 100% belongs to requests without a first token."
-    names = line_legend({name: colour for name, colour, _ in chosen})
-    return [Panel(title=title, drawings=drawn, note=note, legend=names)]
-
-
-def _ttfts(one: LevelResult) -> Sequence[float]:
-    return [answer.chunk_s[0] - answer.sent_s for turn in one.turns for answer in turn.answers if answer.chunk_s]
-
-
-def _gaps(one: LevelResult) -> Sequence[float]:
-    return [gap for turn in one.turns for answer in turn.answers for gap in answer.itl_s]
-
-
-def _timelines(one: LevelResult, *, is_folded: bool) -> list[Panel]:
-    answers, about = one.turns[0].answers, f"{one.server} at {one.level.label}, first turn"
-    charts = (
-        ("Requests over time", KINDS, timeline_chart(answers, f"requests of {one.server} over time")),
-        ("Requests on the workers", KINDS[:2], workers_chart(answers, f"requests on each worker of {one.server}")),
-    )
-    return [
-        Panel(title=f"{title}: {about}", drawings=(chart,), legend=gantt_legend(kinds), is_folded=is_folded)
-        for title, kinds, chart in charts
-        if chart is not None
-    ]
+def _workers(one: LevelResult, *, is_folded: bool) -> Panel | None:
+    chart = workers_chart(one.turns[0].answers, f"requests on each worker of {one.server}")
+    if chart is None:
+        return None
+    title = f"Requests on the workers: {one.server} at {one.level.label}, first turn"
+    return Panel(title=title, drawings=(chart,), legend=gantt_legend((WAIT, TOKENS)), is_folded=is_folded)
 
 
 def _timed(one: LevelResult, colour: int) -> TimedRequests:
@@ -373,56 +429,11 @@ def _finite(slo: Slo | None) -> Slo | None:
 # --- page -----------------------------------------------------------------------------------------------------
 # One self-contained HTML document.
 
-_LEFT = ("load", "server", "metric", "")
-
 
 def bench_page(result: BenchResult, *, command: str, caption: Sequence[str]) -> str:
     """`caption` names the time, the machine and the commit."""
-    colour_of = {name: number for number, (name, _, _) in enumerate(result.servers)}
     parts = [f"<h1>pdserve bench</h1><pre>{safe(command)}</pre>", caption_html([*caption, *caption_lines(result)])]
     if result.levels:
-        parts += [_tiles(result), _rows(result, colour_of), _comparison(result), *map(section, panels(result))]
+        parts.append(f'<section><pre class="scroll">{safe(render_bench(result))}</pre></section>')
+        parts += map(section, panels(result))
     return document("pdserve bench: " + ", ".join(name for name, _, _ in result.servers), parts)
-
-
-def _tiles(result: BenchResult) -> str:
-    """For a single row; the table shows more."""
-    if len(result.levels) > 1:
-        return ""
-    one = result.levels[0].summary
-    figures = [
-        (f"{one.rate(one.completed):.3g}/s", "requests completed"),
-        (f"{one.rate(one.total_output_tokens):.4g}/s", "output tokens"),
-        (time_text(one.ttft_s.median), "median time to first token"),
-        (time_text(one.tpot_s.median), "median time per output token"),
-    ]
-    if one.attainment is not None:
-        figures.append((f"{one.attainment:.1%}", "met the targets"))
-    return tiles(figures)
-
-
-def _rows(result: BenchResult, colour_of: dict[str, int]) -> str:
-    has_slo = result.slo is not None
-    slo = ("attained", "goodput/s") if has_slo else ()
-    times = ("TTFT p50", "p99", "TPOT p50", "p99", "ITL p50", "p99")
-    head = ("load", "server", "ok", "rejected", "failed", "req/s", "tokens/s", *times, *slo)
-    rows = []
-    for one in result.levels:
-        load, server, *cells = bench_row(one, has_slo=has_slo)
-        rows.append([safe(load), key(colour_of[server]) + safe(server), *map(safe, cells)])
-    said = "\n".join(line for line in notes(result) if line)
-    return f"<section><h2>Results</h2>{table(head, rows, left=_LEFT)}<pre>{safe(said)}</pre></section>"
-
-
-def _comparison(result: BenchResult) -> str:
-    shown = []
-    for level in result.shown_levels:
-        ratios = result.ratios(level)
-        if not ratios:
-            continue
-        rows = [[safe(one.metric.label), safe(ratio_text(one)), safe(better_text(one))] for one in ratios]
-        listed = table(("metric", "ratio", ""), rows, left=_LEFT)
-        shown.append(f"<h3>{safe(level.label)}, {count(len(ratios[0].ratios), 'pair')} of turns</h3>{listed}")
-    if not shown:
-        return ""
-    return f"<section><h2>Comparison</h2><p>{safe(comparison_title(result))}.</p>{''.join(shown)}</section>"
