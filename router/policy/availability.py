@@ -27,7 +27,7 @@ def can_start(view: WorkerView, num_tokens: int, now_s: float) -> bool:
         view.closed_until_s <= now_s
         and view.totals.prefills < view.hello.inbox_depth
         and (view.free_at_s <= now_s or view.free_at_s - now_s <= view.batch_s)
-        and (not view.bookings or view.free_blocks >= view.blocks_for(num_tokens))
+        and (not view.reservations or view.free_blocks >= view.blocks_for(num_tokens))
     )
 
 
@@ -48,7 +48,7 @@ def is_decode_open(view: WorkerView, estimated_load: LoadEstimate, request: Poli
         return False
     rows, arriving, _, blocks = estimated_load
     hello = view.hello
-    return not view.bookings or (
+    return not view.reservations or (
         rows < hello.max_batch
         and arriving < hello.inbox_depth
         and blocks - rows >= -(-request.num_tokens // hello.block_size)

@@ -115,7 +115,7 @@ def with_room(request: PolicyInput, decodes: Sequence[WorkerView], now_s: float)
 
 
 def queued_prefill_s(view: WorkerView, now_s: float) -> float:
-    """Predicted seconds of prefill before a new request: booked there, in its queue, and of other routers."""
+    """Predicted seconds of prefill before a new request: reserved there, in its queue, and of other routers."""
     return view.queue_s(now_s) + view.queue.prefill_s
 
 

@@ -61,9 +61,9 @@ def on_granted(cluster: ClusterState, event: Granted) -> Sequence[Command]:
     request.add_reported(event)
     if event.grant is None:
         return ()
-    booking = cluster.booking(placement.prefill_worker, request.request_id, request.attempt)
-    assert booking is not None, "a lost prefill worker ends the attempt"
-    booking.is_sent = True
+    reservation = cluster.reservation(placement.prefill_worker, request.request_id, request.attempt)
+    assert reservation is not None, "a lost prefill worker ends the attempt"
+    reservation.is_sent = True
     prefill = Prefill(
         key=AttemptKey(placement.prefill_worker, request.request_id, request.attempt),
         grant=event.grant,
@@ -85,7 +85,7 @@ def on_refused(cluster: ClusterState, event: Refused) -> Sequence[Command]:
     found = _present(cluster, event.worker_id, event.request_id, event.attempt)
     if request is not None:
         # Also true for an older attempt: the worker has reported that it holds no memory for it.
-        cluster.drop_booking(request, event.worker_id, event.attempt)
+        cluster.drop_reservation(request, event.worker_id, event.attempt)
         cluster.forget_if_free(request)
     if found is None:
         return ()
@@ -114,8 +114,8 @@ def on_first_token(cluster: ClusterState, event: FirstToken) -> Sequence[Command
     view = cluster.fleet.workers[placement.prefill_worker]
     if view.totals.prefills == 1:  # otherwise the time may include the prefill of other requests
         view.replies.observe(cluster.now_s - request.granted_s - event.queue_s - event.prefill_s)
-    view.computed(view.bookings[request.request_id, request.attempt], cluster.now_s)
-    view.arrived(view.bookings[request.request_id, request.attempt])
+    view.computed(view.reservations[request.request_id, request.attempt], cluster.now_s)
+    view.arrived(view.reservations[request.request_id, request.attempt])
     cluster.is_placing_due = True
     _prefilled(request, placement.prefill_worker, view.hello.block_size, event)
     tokens = _emit(cluster, request, (event.token,))
@@ -195,12 +195,12 @@ def _invalid_field(message: str) -> tuple[str, str]:
 
 def on_released(cluster: ClusterState, event: Released) -> Sequence[Command | Ending]:
     request = cluster.requests.get(event.request_id)
-    if request is None or (event.worker_id, event.attempt) not in request.bookings:
+    if request is None or (event.worker_id, event.attempt) not in request.reservations:
         cluster.counters["late"] += 1
         return ()
     placement = request.placement
     is_present = request.attempt == event.attempt and placement is not None and request.request_id not in cluster.ended
-    cluster.drop_booking(request, event.worker_id, event.attempt)
+    cluster.drop_reservation(request, event.worker_id, event.attempt)
     if is_present and placement is not None:
         is_sender = event.worker_id == placement.prefill_worker
         if not is_sender or request.stage in NEEDS_SENDER[SenderEnd.RELEASED]:
@@ -230,12 +230,12 @@ def _on_row(cluster: ClusterState, worker_id: str, row: TokenRow, commands: list
     if not cluster.move(request, Move.TOKENS):
         return
     view = cluster.fleet.workers[worker_id]
-    booking = view.bookings[request.request_id, request.attempt]
-    if booking.prefill_tokens:
+    reservation = view.reservations[request.request_id, request.attempt]
+    if reservation.prefill_tokens:
         spent_s = cluster.now_s - request.placed_s - request.awaits_s
         view.first_tokens.observe(spent_s - row.queue_s - row.prefill_s)
-        view.computed(booking, cluster.now_s)
-        view.joined(booking, request.first_token_s or cluster.now_s)
+        view.computed(reservation, cluster.now_s)
+        view.joined(reservation, request.first_token_s or cluster.now_s)
         cluster.is_placing_due = True
         # A decode worker counts the wait of a local prompt from the arrival of Reserve, so it includes the grant.
         _account_prefill(request, row.queue_s - request.grant_s, row.prefill_s, worker_id)
@@ -243,11 +243,11 @@ def _on_row(cluster: ClusterState, worker_id: str, row: TokenRow, commands: list
         _prefilled(request, worker_id, view.hello.block_size, row)
     _account_decode(request, row, worker_id)
     if tokens:
-        view.grew(booking, len(tokens))
+        view.grew(reservation, len(tokens))
         commands.append(_emit(cluster, request, tokens))
     if row.finish is not None or _is_full(request):
         request.timeline.is_accounted = row.finish is not None
-        view.left_batch(booking)
+        view.left_batch(reservation)
         view.freed_s = cluster.now_s
         cluster.is_placing_due = True
         # A worker that reports `finish` frees its memory itself.
@@ -258,8 +258,8 @@ def _on_row(cluster: ClusterState, worker_id: str, row: TokenRow, commands: list
 def _joined(cluster: ClusterState, request: Request, placement: Placement) -> None:
     """The decode worker has the KV and the first token: the sequence is in the batch."""
     view = cluster.fleet.workers[placement.decode_worker]
-    booking = view.bookings[request.request_id, request.attempt]
-    view.joined(booking, request.first_token_s or cluster.now_s)
+    reservation = view.reservations[request.request_id, request.attempt]
+    view.joined(reservation, request.first_token_s or cluster.now_s)
     view.freed_s = cluster.now_s
     cluster.is_placing_due = True
 
@@ -274,7 +274,7 @@ def _present(cluster: ClusterState, worker_id: str, request_id: str, attempt: in
         or request.placement is None
         or worker_id not in request.placement.workers
         or request_id in cluster.ended
-        or (worker_id, attempt) not in request.bookings
+        or (worker_id, attempt) not in request.reservations
     ):
         cluster.counters["late"] += 1
         return None
@@ -349,14 +349,14 @@ def on_worker_forgotten(cluster: ClusterState, event: WorkerForgotten) -> list[C
 
 def on_silence(cluster: ClusterState) -> list[Command]:
     """Loses the attempts on workers that were silent for twice the limit. Their streams still exist, so the router
-    sends a Cancel. The memory stays booked until the worker answers or its stream ends."""
+    sends a Cancel. The memory stays reserved until the worker answers or its stream ends."""
     limit_s = 2.0 * cluster.settings.worker_silence_s
     commands: list[Command] = []
     for view in cluster.fleet.workers.values():
         if view.is_connected and cluster.now_s - view.heard_s >= limit_s:
-            for booking in list(view.bookings.values()):
-                request = cluster.requests.get(booking.request_id)
-                if request is not None and _depends_on(request, view.worker_id, booking.attempt):
+            for reservation in list(view.reservations.values()):
+                request = cluster.requests.get(reservation.request_id)
+                if request is not None and _depends_on(request, view.worker_id, reservation.attempt):
                     loss = Lose(request, Cause.SILENCE, culprit=view.worker_id, message=view.worker_id)
                     commands += carry_out(cluster, loss)
     return commands
@@ -372,15 +372,15 @@ def _worker_gone(cluster: ClusterState, worker_id: str) -> list[Command]:
     was_draining = view.is_draining
     cluster.fleet.changed()
     cluster.unbind_all(view)
-    for booking in view.lost():
-        request = cluster.requests.get(booking.request_id)
+    for reservation in view.lost():
+        request = cluster.requests.get(reservation.request_id)
         if request is None:
             continue
-        request.bookings.discard((worker_id, booking.attempt))
+        request.reservations.discard((worker_id, reservation.attempt))
         request.cached_blocks.pop(worker_id, None)
-        if not _depends_on(request, worker_id, booking.attempt):
+        if not _depends_on(request, worker_id, reservation.attempt):
             cluster.forget_if_free(request)
-        elif not booking.is_sent:
+        elif not reservation.is_sent:
             commands += carry_out(cluster, Lose(request, Cause.PLAN, culprit=worker_id))
         else:
             _count_death(request, is_planned=was_draining)

@@ -26,7 +26,7 @@ from router.state.forecast import RecentDemand, Utilization
 from router.state.history import Explanations, LiveLog, live_request
 from router.state.interface import Command, Outcome, RouterSettings
 from router.state.lifecycle import MOVES, IllegalMove, Move, Stage
-from router.state.load import Booking
+from router.state.load import Reservation
 from router.state.queue import Queue
 from router.state.request import Request
 from router.state.view import WorkerView
@@ -185,36 +185,36 @@ class ClusterState:
             self.queue.fairness.correct(request.facts.tenant, work_s - request.charged_s)
         request.charged_s = 0.0
 
-    # -- bookings ------------------------------------------------------------------------------------------------
+    # -- reservations ------------------------------------------------------------------------------------------------
 
-    def booking(self, worker_id: str, request_id: str, attempt: int) -> Booking | None:
+    def reservation(self, worker_id: str, request_id: str, attempt: int) -> Reservation | None:
         view = self.fleet.workers.get(worker_id)
-        return None if view is None else view.bookings.get((request_id, attempt))
+        return None if view is None else view.reservations.get((request_id, attempt))
 
-    def drop_booking(self, request: Request, worker_id: str, attempt: int) -> bool:
-        """Ends the booking: the worker holds no memory for the attempt any more. False: there was no booking."""
-        if (worker_id, attempt) not in request.bookings:
+    def drop_reservation(self, request: Request, worker_id: str, attempt: int) -> bool:
+        """Ends the reservation: the worker holds no memory for the attempt any more. False: there was none."""
+        if (worker_id, attempt) not in request.reservations:
             return False
-        request.bookings.discard((worker_id, attempt))
+        request.reservations.discard((worker_id, attempt))
         view = self.fleet.workers[worker_id]
-        booking = view.bookings.get((request.request_id, attempt))
-        if booking is not None:
-            view.unbook(booking, self.now_s)
+        reservation = view.reservations.get((request.request_id, attempt))
+        if reservation is not None:
+            view.unreserve(reservation, self.now_s)
         self.is_placing_due = True
         return True
 
     def cancel_attempt(self, request: Request) -> list[Command]:
-        """Returns the commands that make every worker of the current attempt free its memory. A booking that was never
-        sent to its worker just ends."""
+        """Returns the commands that make every worker of the current attempt free its memory. A reservation that was
+        never sent to its worker just ends."""
         commands: list[Command] = []
-        for worker_id, attempt in sorted(request.bookings):
-            booking = self.booking(worker_id, request.request_id, attempt)
-            if attempt != request.attempt or booking is None or booking.is_cancelled:
+        for worker_id, attempt in sorted(request.reservations):
+            reservation = self.reservation(worker_id, request.request_id, attempt)
+            if attempt != request.attempt or reservation is None or reservation.is_cancelled:
                 continue
-            if not booking.is_sent:
-                self.drop_booking(request, worker_id, attempt)
+            if not reservation.is_sent:
+                self.drop_reservation(request, worker_id, attempt)
                 continue
-            self._is_ending(booking, worker_id)
+            self._is_ending(reservation, worker_id)
             commands.append(Cancel(key=AttemptKey(worker_id, request.request_id, attempt)))
         return commands
 
@@ -229,7 +229,7 @@ class ClusterState:
 
     def forget_if_free(self, request: Request) -> None:
         """Forgets an ended request once no worker holds memory for it."""
-        if request.request_id in self.ended and not request.bookings and self.move(request, Move.RELEASED):
+        if request.request_id in self.ended and not request.reservations and self.move(request, Move.RELEASED):
             self.ended.discard(request.request_id)
             self.timers.releases.clear(request.request_id)
             del self.requests[request.request_id]
@@ -238,23 +238,23 @@ class ClusterState:
         """Forgets ended requests whose workers never send Released, to bound the router's memory."""
         while (request_id := self.timers.releases.pop_due(self.now_s)) is not None:
             request = self.requests[request_id]
-            for worker_id, attempt in sorted(request.bookings):
+            for worker_id, attempt in sorted(request.reservations):
                 self.counters["never_released"] += 1
-                self.drop_booking(request, worker_id, attempt)
+                self.drop_reservation(request, worker_id, attempt)
             self.forget_if_free(request)
 
     def frees_itself(self, request: Request, worker_id: str) -> None:
         """Notes that the worker has ended the current attempt and will send Released without a command."""
-        booking = self.booking(worker_id, request.request_id, request.attempt)
-        if booking is not None and not booking.is_cancelled:
-            self._is_ending(booking, worker_id)
+        reservation = self.reservation(worker_id, request.request_id, request.attempt)
+        if reservation is not None and not reservation.is_cancelled:
+            self._is_ending(reservation, worker_id)
 
-    def _is_ending(self, booking: Booking, worker_id: str) -> None:
-        booking.is_cancelled = True
+    def _is_ending(self, reservation: Reservation, worker_id: str) -> None:
+        reservation.is_cancelled = True
         view = self.fleet.workers[worker_id]
-        view.computed(booking, self.now_s)
-        view.left_batch(booking)
-        view.arrived(booking)
+        view.computed(reservation, self.now_s)
+        view.left_batch(reservation)
+        view.arrived(reservation)
         view.freed_s = self.now_s
 
     # -- explanations and the live view ----------------------------------------------------------------------------
@@ -315,7 +315,7 @@ def take_snapshot(cluster: ClusterState) -> ClusterSnapshot:
             is_usable=cluster.fleet.is_usable(view, cluster.now_s),
             silent_s=cluster.now_s - view.heard_s,
             report=view.report,
-            booked_requests=len(view.bookings),
+            booked_requests=len(view.reservations),
             booked_blocks=view.totals.blocks,
             cost=view.cost.coefficients,
             prefill_error=view.cost.prefill_error,
@@ -383,7 +383,7 @@ def _worker(view: WorkerView, now_s: float) -> LiveWorker:
         is_drained=view.is_drained,
         running=report.running,
         waiting=report.waiting,
-        booked=len(view.bookings),
+        booked=len(view.reservations),
         num_blocks=view.hello.num_blocks,
         free_blocks=report.free_blocks,
         cached_blocks=report.evictable_blocks,

@@ -25,12 +25,12 @@ from router.state.interface import WorkerConnected
 
 
 @dataclass(slots=True, kw_only=True)
-class Booking:
+class Reservation:
     """The memory and work of one attempt of one request on one worker.
 
     It begins with the decision, so that the next decision takes it into account. It ends when the worker reports
-    Released or Refused, or is lost. If the attempt was never sent to the worker (`is_sent`), the booking ends with the
-    attempt.
+    Released or Refused, or is lost. If the attempt was never sent to the worker (`is_sent`), the reservation ends with
+    the attempt.
     """
 
     request_id: str
@@ -52,16 +52,16 @@ class Booking:
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over a worker's bookings."""
+    """Sums over a worker's reservations."""
 
     blocks: int = 0
-    tokens: int = 0  # tokens of the bookings with a row
+    tokens: int = 0  # tokens of the reservations with a row
     rows: int = 0  # in the decode batch, now or later
     prefill_tokens: int = 0
     prefill_s: float = 0.0
     prefills: int = 0
     arriving: int = 0
-    landing_tokens: int = 0  # tokens of the bookings with `is_landing`
+    landing_tokens: int = 0  # tokens of the reservations with `is_landing`
 
     def copy(self) -> Totals:
         """Like copy.copy, which takes ten times as long. Every report of a worker needs a copy."""
@@ -76,24 +76,24 @@ class Totals:
             self.landing_tokens,
         )
 
-    def check(self, bookings: Collection[Booking]) -> None:
-        rows = [one for one in bookings if one.tpot_s is not None]
-        assert self.blocks == sum(one.blocks for one in bookings), "blocks"
+    def check(self, reservations: Collection[Reservation]) -> None:
+        rows = [one for one in reservations if one.tpot_s is not None]
+        assert self.blocks == sum(one.blocks for one in reservations), "blocks"
         assert self.rows == len(rows), "rows"
         assert self.tokens == sum(one.tokens for one in rows), "tokens"
-        assert self.prefill_tokens == sum(one.prefill_tokens for one in bookings), "prefill tokens"
-        assert self.prefills == sum(one.prefill_tokens > 0 for one in bookings), "prefills"
-        assert abs(self.prefill_s - sum(one.prefill_s for one in bookings)) < 1e-6, "prefill seconds"
-        assert self.arriving == sum(one.is_arriving for one in bookings), "arriving"
-        assert self.landing_tokens == sum(one.tokens for one in bookings if one.is_landing), "landing tokens"
+        assert self.prefill_tokens == sum(one.prefill_tokens for one in reservations), "prefill tokens"
+        assert self.prefills == sum(one.prefill_tokens > 0 for one in reservations), "prefills"
+        assert abs(self.prefill_s - sum(one.prefill_s for one in reservations)) < 1e-6, "prefill seconds"
+        assert self.arriving == sum(one.is_arriving for one in reservations), "arriving"
+        assert self.landing_tokens == sum(one.tokens for one in reservations if one.is_landing), "landing tokens"
 
 
 # --- queue of one prefill worker ------------------------------------------------------------------------------
 # Requests that are bound to the worker, and wait until it can start them.
 #
 # The published baselines choose the prefill worker at arrival, so a request in a worker's queue counts as its load
-# before it is booked there. The sums are updated when a request is bound. These requests are not in the router's common
-# queue, so requests for a busy worker do not block others.
+# before it has a reservation there. The sums are updated when a request is bound. These requests are not in the
+# router's common queue, so requests for a busy worker do not block others.
 
 #: (0 if the client already has tokens, less priority, order of arrival)
 Rank = tuple[int, int, int]
@@ -177,11 +177,11 @@ class Slack(NamedTuple):
 NO_SLACK: Final = Slack(0.0, 0.0)
 
 
-def due_and_gap(bookings: Iterable[Booking], alone_s: float, step_s: float) -> tuple[float, float]:
+def due_and_gap(reservations: Iterable[Reservation], alone_s: float, step_s: float) -> tuple[float, float]:
     """When the first running request needs its next token, and the longest gap between two tokens of each; infinite
     without requests that can meet their target. A step takes `alone_s` for one request, and `step_s` for all."""
     least_s = gap_s = math.inf
-    for one in bookings:
+    for one in reservations:
         tpot_s, first_token_s, own_s = one.tpot_s, one.first_token_s, one.itl_s
         if first_token_s is None or tpot_s is None or tpot_s <= alone_s:
             continue

@@ -23,7 +23,7 @@ from router.state.endings import Ending, Fail, Finish, Reject, carry_out
 from router.state.fleet import large_enough, policy_input_of
 from router.state.interface import Command, FailKind
 from router.state.lifecycle import WAITING, Move
-from router.state.load import Booking
+from router.state.load import Reservation
 from router.state.rejection import (
     clamped_retry_s,
     delay_if_late,
@@ -315,10 +315,10 @@ def _place(cluster: ClusterState, request: Request, decision: Decision) -> list[
     cluster.explain(request.request_id, decision)
     decode = cluster.fleet.workers[decision.decode_worker]
     request.awaits_s, request.half_step_s = decode.rest_of_step_s(now_s), decode.half_step_s
-    booking = _book(cluster, request, decode, has_row=True, computes=is_local)
-    booking.is_sent = True
+    reservation = _reserve(cluster, request, decode, has_row=True, computes=is_local)
+    reservation.is_sent = True
     if not is_local:
-        _book(cluster, request, cluster.fleet.workers[decision.prefill_worker], has_row=False, computes=True)
+        _reserve(cluster, request, cluster.fleet.workers[decision.prefill_worker], has_row=False, computes=True)
     reserve = Reserve(
         key=AttemptKey(decision.decode_worker, request.request_id, request.attempt),
         is_local=is_local,
@@ -329,12 +329,14 @@ def _place(cluster: ClusterState, request: Request, decision: Decision) -> list[
     return [reserve]
 
 
-def _book(cluster: ClusterState, request: Request, view: WorkerView, *, has_row: bool, computes: bool) -> Booking:
+def _reserve(
+    cluster: ClusterState, request: Request, view: WorkerView, *, has_row: bool, computes: bool
+) -> Reservation:
     tokens = request.num_tokens
     uncached = 0
     if computes:
         uncached = request.uncached_on(view)
-    booking = Booking(
+    reservation = Reservation(
         request_id=request.request_id,
         attempt=request.attempt,
         tokens=tokens,
@@ -346,9 +348,9 @@ def _book(cluster: ClusterState, request: Request, view: WorkerView, *, has_row:
         prompt_tokens=request.facts.num_prompt_tokens,
         due_at_s=math.inf if request.output else request.arrived_s + request.facts.slo.ttft_s,
     )
-    view.book(booking, cluster.now_s)
-    request.bookings.add((view.worker_id, request.attempt))
-    return booking
+    view.reserve(reservation, cluster.now_s)
+    request.reservations.add((view.worker_id, request.attempt))
+    return reservation
 
 
 def _retry_in(cluster: ClusterState, wait_s: float) -> None:

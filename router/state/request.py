@@ -228,8 +228,8 @@ class Request:
     avoid_pairs: set[tuple[WorkerKey, WorkerKey]] = field(default_factory=set)
     too_large_for: set[WorkerKey] = field(default_factory=set)
 
-    #: Pairs (worker, attempt) that may hold memory or have a booking; equal to the bookings of the workers.
-    bookings: set[tuple[str, int]] = field(default_factory=set)
+    #: Pairs (worker, attempt) that may hold memory or have a reservation; equal to the reservations of the workers.
+    reservations: set[tuple[str, int]] = field(default_factory=set)
 
     # For Timings and Usage.
     last_path: Placement | None = None

@@ -93,31 +93,33 @@ def check(cluster: ClusterState) -> None:
         assert request.stage is not Stage.FORGOTTEN, f"{request_id} is forgotten and remembered"
         assert not request.bound_to or request_id in bound, f"{request_id} is bound and in no worker's queue"
         if request.stage in ENDED:
-            assert request.bookings, f"{request_id} has ended and has no bookings, but is not forgotten"
+            assert request.reservations, f"{request_id} has ended and has no reservations, but is not forgotten"
         if request.stage in WITH_WORKERS:
             placement = request.placement
             assert placement is not None, f"{request_id}: {request.stage} without a placement"
-            assert (placement.decode_worker, request.attempt) in request.bookings, f"{request_id}: no decode booking"
+            assert (placement.decode_worker, request.attempt) in request.reservations, (
+                f"{request_id}: no decode reservation"
+            )
             if request.stage in NEEDS_SENDER[SenderEnd.RELEASED]:
-                assert (placement.prefill_worker, request.attempt) in request.bookings, (
-                    f"{request_id}: no prefill booking"
+                assert (placement.prefill_worker, request.attempt) in request.reservations, (
+                    f"{request_id}: no prefill reservation"
                 )
         if request.stage is Stage.QUEUED:
             assert request.placement is None, f"{request_id} is queued and placed"
-            for worker_id, attempt in request.bookings:
-                booking = cluster.booking(worker_id, request_id, attempt)
-                assert booking is not None, f"{request_id}: no booking on the worker"
-                assert booking.is_cancelled, f"{request_id} is queued, and {worker_id} was not asked to free it"
-        for worker_id, attempt in request.bookings:
-            assert cluster.booking(worker_id, request_id, attempt) is not None, (
-                f"{request_id}: no booking on the worker"
+            for worker_id, attempt in request.reservations:
+                reservation = cluster.reservation(worker_id, request_id, attempt)
+                assert reservation is not None, f"{request_id}: no reservation on the worker"
+                assert reservation.is_cancelled, f"{request_id} is queued, and {worker_id} was not asked to free it"
+        for worker_id, attempt in request.reservations:
+            assert cluster.reservation(worker_id, request_id, attempt) is not None, (
+                f"{request_id}: no reservation on the worker"
             )
     for view in cluster.fleet.workers.values():
         view.check()
-        for request_id, attempt in view.bookings:
+        for request_id, attempt in view.reservations:
             holder = cluster.requests.get(request_id)
-            assert holder is not None, f"{view.worker_id} is booked for {request_id}, which is forgotten"
-            assert (view.worker_id, attempt) in holder.bookings, f"{request_id}: no booking of the request"
+            assert holder is not None, f"{view.worker_id} is reserved for {request_id}, which is forgotten"
+            assert (view.worker_id, attempt) in holder.reservations, f"{request_id}: no reservation of the request"
     timers = cluster.timers
     for alarms, of in ((timers.deadlines, cluster.requests.keys() - cluster.ended), (timers.releases, cluster.ended)):
         alarms.check()

@@ -1,8 +1,8 @@
 """The router's view of one worker: its hello, its last report, and the placements since that report. Pure.
 
 Only the worker decides about its capacity; the view predicts it. A report may be as old as a heartbeat. The router's
-own bookings are exact, but exclude other routers. So the view combines both: estimate = reported + (booked now - booked
-when the report came). The end of the current step and the latency of messages are estimated too.
+own reservations are exact, but exclude other routers. So the view combines both: estimate = reported + (reserved now -
+reserved when the report came). The end of the current step and the latency of messages are estimated too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pdserve.core.cost.latency import CostModel, CostModels
 from pdserve.core.protocol import BatchTimed, Load, TokensArrived
 from pdserve.core.types import Role
 from router.state.interface import WorkerConnected
-from router.state.load import NO_SLACK, Booking, DecodeLoad, Slack, Totals, WorkerQueue, due_and_gap
+from router.state.load import NO_SLACK, DecodeLoad, Reservation, Slack, Totals, WorkerQueue, due_and_gap
 
 # --- end of the current step ----------------------------------------------------------------------------------
 # Estimated from the end of the last reported step of a decode worker.
@@ -80,7 +80,6 @@ class WorkerView:
 
     __slots__ = (
         "_at_report",
-        "bookings",
         "cached_load",
         "closed_until_s",
         "computed_s",
@@ -100,6 +99,7 @@ class WorkerView:
         "queue",
         "replies",
         "report",
+        "reservations",
         "step_clock",
         "totals",
         "tpot_targets_s",
@@ -110,7 +110,7 @@ class WorkerView:
         self.worker_id = hello.worker_id
         self.hello = hello
         self.cost = CostModel(hello.cost)
-        self.queue = WorkerQueue()  # requests that are bound to it and not yet booked
+        self.queue = WorkerQueue()  # requests that are bound to it and have no reservation yet
         self.is_drain_requested = False
         self.grant_wait_s = 0.0  # moving mean of Reserve -> Granted, beyond half a step
         # Latency of messages, without the worker's own time and the rest of its running step.
@@ -125,11 +125,11 @@ class WorkerView:
         self.is_connected = True
         self.heard_s = now_s
         self.report = Load(worker_id=hello.worker_id, steps=0, free_blocks=hello.num_blocks)
-        self.bookings: dict[tuple[str, int], Booking] = {}
-        self.prefilling: dict[tuple[str, int], Booking] = {}  # those with a prompt to compute
+        self.reservations: dict[tuple[str, int], Reservation] = {}
+        self.prefilling: dict[tuple[str, int], Reservation] = {}  # those with a prompt to compute
         self.totals = Totals()
         self._at_report = Totals()
-        self.tpot_targets_s: Counter[float] = Counter()  # TPOT target -> rows booked with it
+        self.tpot_targets_s: Counter[float] = Counter()  # TPOT target -> rows reserved with it
         self.cached_load: DecodeLoad | None = None  # cached `load`
         self.free_at_s = now_s  # when its current prefills should be done
         self.closed_until_s = now_s  # gets no requests before this time, because it declined one
@@ -189,7 +189,7 @@ class WorkerView:
         load = self.cached_load
         if load is None:
             load = self.cached_load = DecodeLoad(
-                self.cost, self.hello, self.estimated_load(), self.tpot_targets_s, is_empty=not self.bookings
+                self.cost, self.hello, self.estimated_load(), self.tpot_targets_s, is_empty=not self.reservations
             )
         return load
 
@@ -216,7 +216,7 @@ class WorkerView:
         if load.rows > totals.rows:
             return NO_SLACK
         if load.due is None:
-            load.due = due_and_gap(self.bookings.values(), load.alone_s, load.step_s)
+            load.due = due_and_gap(self.reservations.values(), load.alone_s, load.step_s)
         due_s, gap_s = load.due
         if gap_s == math.inf:
             return NO_SLACK
@@ -265,13 +265,13 @@ class WorkerView:
 
     @property
     def prefills_ahead(self) -> int:
-        """Number of prompts to compute here before a new one: booked, queued, and of other routers."""
+        """Number of prompts to compute here before a new one: reserved, queued, and of other routers."""
         others = self.report.waiting - self._at_report.prefills
         return self.totals.prefills + len(self.queue) + max(others, 0)
 
     @property
     def prefill_tokens_ahead(self) -> int:
-        """Prompt tokens to compute here before those of a new request: booked, queued, and of other routers."""
+        """Prompt tokens to compute here before those of a new request: reserved, queued, and of other routers."""
         others = self.report.pending_prefill_tokens - self._at_report.prefill_tokens
         return self.totals.prefill_tokens + self.queue.uncached_tokens + max(others, 0)
 
@@ -288,94 +288,94 @@ class WorkerView:
         """The strictest TPOT target among this router's requests here."""
         return min(self.tpot_targets_s) if self.tpot_targets_s else math.inf
 
-    # -- bookings ------------------------------------------------------------------------------------------------
+    # -- reservations ------------------------------------------------------------------------------------------------
 
-    def book(self, booking: Booking, now_s: float) -> None:
-        key = (booking.request_id, booking.attempt)
-        assert key not in self.bookings, key
-        self.bookings[key] = booking
+    def reserve(self, reservation: Reservation, now_s: float) -> None:
+        key = (reservation.request_id, reservation.attempt)
+        assert key not in self.reservations, key
+        self.reservations[key] = reservation
         self.cached_load = None
         totals = self.totals
-        totals.blocks += booking.blocks
+        totals.blocks += reservation.blocks
         totals.arriving += 1
-        if booking.tpot_s is not None:
+        if reservation.tpot_s is not None:
             if not totals.rows:
                 self.step_clock.ended(now_s)  # an idle worker begins a step at once
             totals.rows += 1
-            totals.tokens += booking.tokens
-            self.tpot_targets_s[booking.tpot_s] += 1
-            if not booking.prefill_tokens:
-                totals.landing_tokens += booking.tokens
-                booking.is_landing = True
-        if booking.prefill_tokens:
-            totals.prefill_tokens += booking.prefill_tokens
-            totals.prefill_s += booking.prefill_s
+            totals.tokens += reservation.tokens
+            self.tpot_targets_s[reservation.tpot_s] += 1
+            if not reservation.prefill_tokens:
+                totals.landing_tokens += reservation.tokens
+                reservation.is_landing = True
+        if reservation.prefill_tokens:
+            totals.prefill_tokens += reservation.prefill_tokens
+            totals.prefill_s += reservation.prefill_s
             totals.prefills += 1
-            self.prefilling[key] = booking
-            self.free_at_s = max(self.free_at_s, now_s) + booking.prefill_s
+            self.prefilling[key] = reservation
+            self.free_at_s = max(self.free_at_s, now_s) + reservation.prefill_s
 
-    def joined(self, booking: Booking, first_token_s: float) -> None:
+    def joined(self, reservation: Reservation, first_token_s: float) -> None:
         """The request decodes. Its client got the first token at `first_token_s`."""
-        booking.first_token_s = first_token_s
+        reservation.first_token_s = first_token_s
         if self.cached_load is not None:
             self.cached_load.due = None
-        self.arrived(booking)
+        self.arrived(reservation)
 
-    def arrived(self, booking: Booking) -> None:
+    def arrived(self, reservation: Reservation) -> None:
         """The request has left the worker's inbox: it is being computed, or has ended."""
-        if booking.is_landing:
-            booking.is_landing = False
-            self.totals.landing_tokens -= booking.tokens
-        if booking.is_arriving:
-            booking.is_arriving = False
+        if reservation.is_landing:
+            reservation.is_landing = False
+            self.totals.landing_tokens -= reservation.tokens
+        if reservation.is_arriving:
+            reservation.is_arriving = False
             self.totals.arriving -= 1
             self.cached_load = None
 
-    def grew(self, booking: Booking, tokens: int) -> None:
+    def grew(self, reservation: Reservation, tokens: int) -> None:
         """A decode row has `tokens` more tokens."""
-        if booking.is_landing:
+        if reservation.is_landing:
             self.totals.landing_tokens += tokens
-        booking.tokens += tokens
-        blocks = self.blocks_for(booking.tokens)
-        fresh = blocks - booking.blocks
+        reservation.tokens += tokens
+        blocks = self.blocks_for(reservation.tokens)
+        fresh = blocks - reservation.blocks
         self.totals.blocks += fresh
-        booking.blocks = blocks
+        reservation.blocks = blocks
         if self.cached_load is not None:
             self.cached_load.grew(tokens, fresh)
-        if booking.tpot_s is not None:
+        if reservation.tpot_s is not None:
             self.totals.tokens += tokens
 
-    def computed(self, booking: Booking, now_s: float) -> None:
+    def computed(self, reservation: Reservation, now_s: float) -> None:
         """The prefill was finished or abandoned."""
-        if booking.prefill_tokens:
+        if reservation.prefill_tokens:
             totals = self.totals
-            totals.prefill_tokens -= booking.prefill_tokens
+            totals.prefill_tokens -= reservation.prefill_tokens
             totals.prefills -= 1
-            totals.prefill_s = totals.prefill_s - booking.prefill_s if totals.prefills else 0.0
-            booking.prefill_tokens, booking.prefill_s = 0, 0.0
-            del self.prefilling[booking.request_id, booking.attempt]
+            totals.prefill_s = totals.prefill_s - reservation.prefill_s if totals.prefills else 0.0
+            reservation.prefill_tokens, reservation.prefill_s = 0, 0.0
+            del self.prefilling[reservation.request_id, reservation.attempt]
             self.free_at_s = now_s + max(totals.prefill_s, self._others_prefill_s)
             self.freed_s = self.computed_s = now_s
 
-    def left_batch(self, booking: Booking) -> None:
+    def left_batch(self, reservation: Reservation) -> None:
         """The request no longer has a row, but may still hold blocks."""
         self.cached_load = None
-        if booking.tpot_s is not None:
+        if reservation.tpot_s is not None:
             self.totals.rows -= 1
-            self.totals.tokens -= booking.tokens
-            self.tpot_targets_s[booking.tpot_s] -= 1
-            if not self.tpot_targets_s[booking.tpot_s]:
-                del self.tpot_targets_s[booking.tpot_s]
-            booking.tpot_s = None
+            self.totals.tokens -= reservation.tokens
+            self.tpot_targets_s[reservation.tpot_s] -= 1
+            if not self.tpot_targets_s[reservation.tpot_s]:
+                del self.tpot_targets_s[reservation.tpot_s]
+            reservation.tpot_s = None
 
-    def unbook(self, booking: Booking, now_s: float) -> None:
+    def unreserve(self, reservation: Reservation, now_s: float) -> None:
         self.freed_s = now_s
-        self.computed(booking, now_s)
-        self.left_batch(booking)
-        self.arrived(booking)
-        self.totals.blocks -= booking.blocks
+        self.computed(reservation, now_s)
+        self.left_batch(reservation)
+        self.arrived(reservation)
+        self.totals.blocks -= reservation.blocks
         self.cached_load = None
-        del self.bookings[booking.request_id, booking.attempt]
+        del self.reservations[reservation.request_id, reservation.attempt]
 
     # -- reports of the worker ------------------------------------------------------------------------------------
 
@@ -395,7 +395,7 @@ class WorkerView:
 
     def _pending_s(self, tokens: int) -> float:
         """Time for reported prompt tokens whose division into prompts is unknown. They are assumed to cost as much per
-        token as the booked ones."""
+        token as the reserved ones."""
         if tokens <= 0:
             return 0.0
         totals = self.totals
@@ -414,11 +414,11 @@ class WorkerView:
         self.grant_wait_s += 0.1 * (wait_s - half_step_s - self.grant_wait_s)
         self.grants.observe(wait_s - rest_of_step_s)
 
-    def lost(self) -> list[Booking]:
-        """The stream has ended, so the worker has no requests any more. Returns the lost bookings."""
-        held = list(self.bookings.values())
+    def lost(self) -> list[Reservation]:
+        """The stream has ended, so the worker has no requests any more. Returns the lost reservations."""
+        held = list(self.reservations.values())
         self.is_connected = False
-        self.bookings, self.totals, self._at_report = {}, Totals(), Totals()
+        self.reservations, self.totals, self._at_report = {}, Totals(), Totals()
         self.tpot_targets_s = Counter()
         self.cached_load = None
         return held
@@ -433,13 +433,15 @@ class WorkerView:
         self._start(now_s)
 
     def check(self) -> None:
-        bookings = self.bookings
+        reservations = self.reservations
         self.queue.check()
-        assert self.is_connected or not bookings, f"{self.worker_id} is disconnected but has bookings"
-        self.totals.check(bookings.values())
-        targets_s = Counter(one.tpot_s for one in bookings.values() if one.tpot_s is not None)
+        assert self.is_connected or not reservations, f"{self.worker_id} is disconnected but has reservations"
+        self.totals.check(reservations.values())
+        targets_s = Counter(one.tpot_s for one in reservations.values() if one.tpot_s is not None)
         assert self.tpot_targets_s == targets_s, "tpot_targets_s"
-        assert all(key == (one.request_id, one.attempt) for key, one in bookings.items()), "a booking has a wrong key"
+        assert all(key == (one.request_id, one.attempt) for key, one in reservations.items()), (
+            "a reservation has a wrong key"
+        )
 
 
 # --- views of several workers ---------------------------------------------------------------------------------

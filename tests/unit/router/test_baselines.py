@@ -18,7 +18,7 @@ from router.policy.policies.mooncake import Mooncake
 from router.policy.policies.round_robin import RoundRobin
 from router.policy.two_stage import TwoStage, prompt_cost
 from router.state.interface import RouterSettings
-from router.state.load import Booking
+from router.state.load import Reservation
 from router.state.view import WorkerView
 from tests.unit.router.test_policy import ask, busy, place, view
 
@@ -26,9 +26,9 @@ LATER = (Choice.WAIT, Obstacle.PREFILL)
 
 
 def prefilling(one: WorkerView, tokens: int, request_id: str = "x") -> WorkerView:
-    """Books a prompt of so many tokens on the worker, at one millisecond each."""
-    one.book(
-        Booking(
+    """Reserves a prompt of so many tokens on the worker, at one millisecond each."""
+    one.reserve(
+        Reservation(
             request_id=request_id, attempt=1, tokens=tokens, blocks=0, prefill_tokens=tokens, prefill_s=tokens / 1e3
         ),
         0.0,
@@ -37,9 +37,11 @@ def prefilling(one: WorkerView, tokens: int, request_id: str = "x") -> WorkerVie
 
 
 def decoding(one: WorkerView, tokens: int, request_id: str = "y") -> WorkerView:
-    booking = Booking(request_id=request_id, attempt=1, tokens=tokens, blocks=one.blocks_for(tokens), tpot_s=0.2)
-    one.book(booking, 0.0)
-    one.arrived(booking)
+    reservation = Reservation(
+        request_id=request_id, attempt=1, tokens=tokens, blocks=one.blocks_for(tokens), tpot_s=0.2
+    )
+    one.reserve(reservation, 0.0)
+    one.arrived(reservation)
     return one
 
 
@@ -82,7 +84,7 @@ def test_a_request_waits_for_the_cheapest_prefill_worker() -> None:
     decision = stages()(ask(), [prefilling(view("p1"), 300), view("p2")], [view("d1")], 0.0)
     assert later(decision) == LATER
     assert decision.bound_to == "p1"
-    # 300 ms are booked; a batch is 128 tokens.
+    # 300 ms are reserved; a batch is 128 tokens.
     assert decision.retry_in_s == pytest.approx(0.300 - 0.128)
 
 
@@ -244,7 +246,7 @@ def test_lmetric_multiplies_the_costs_that_dynamo_adds() -> None:
 
 def test_mooncake_weighs_a_prefix_against_a_queue_in_seconds() -> None:
     request = ask(400, cached_tokens={"p1": 320})
-    # p0: 0.4 s. p1: 0.08 s after 0.1 s of booked prefills, or after 0.1 s and 0.3 s in its queue.
+    # p0: 0.4 s. p1: 0.08 s after 0.1 s of reserved prefills, or after 0.1 s and 0.3 s in its queue.
     assert place(Mooncake()(request, [view("p0"), prefilling(view("p1"), 100)], [view("d0")], 0.0))[1] == "p1"
     crowded = in_line(prefilling(view("p1"), 100), 300)
     assert place(Mooncake()(request, [view("p0"), crowded], [view("d0")], 0.0))[1] == "p0"

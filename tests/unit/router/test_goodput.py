@@ -16,7 +16,7 @@ from router.policy.candidates import EARLY_SHARE
 from router.policy.interface import Choice, Decision, Links, Obstacle, PolicyInput
 from router.policy.policies.goodput import Goodput
 from router.state.interface import RouterSettings
-from router.state.load import Booking
+from router.state.load import Reservation
 from router.state.view import WorkerView
 from tests.unit.router.router_events import hello
 from tests.unit.router.test_load import FACTS
@@ -39,8 +39,10 @@ def ask(tokens: int = 8_000, **facts: Any) -> PolicyInput:
 
 
 def with_queue(one: WorkerView, seconds: float) -> WorkerView:
-    one.book(
-        Booking(request_id="q", attempt=1, tokens=0, blocks=0, prefill_tokens=round(seconds * 4e4), prefill_s=seconds),
+    one.reserve(
+        Reservation(
+            request_id="q", attempt=1, tokens=0, blocks=0, prefill_tokens=round(seconds * 4e4), prefill_s=seconds
+        ),
         0.0,
     )
     return one
@@ -48,10 +50,12 @@ def with_queue(one: WorkerView, seconds: float) -> WorkerView:
 
 def with_rows(one: WorkerView, rows: int, tokens: int = 8_000, tpot_s: float = 0.05, joined: bool = True) -> WorkerView:
     for index in range(rows):
-        booking = Booking(request_id=f"row{index}", attempt=1, tokens=tokens, blocks=tokens // 16, tpot_s=tpot_s)
-        one.book(booking, 0.0)
+        reservation = Reservation(
+            request_id=f"row{index}", attempt=1, tokens=tokens, blocks=tokens // 16, tpot_s=tpot_s
+        )
+        one.reserve(reservation, 0.0)
         if joined:
-            one.arrived(booking)
+            one.arrived(reservation)
     return one
 
 
@@ -276,7 +280,7 @@ def test_a_chosen_worker_is_open_and_not_avoided(off: tuple[str, ...]) -> None:
                 assert all(one.worker_id in request.avoid_workers for one in role)
         landing = views[decode]
         assert landing.closed_until_s <= 0.0
-        assert not landing.bookings or landing.load.free_tokens >= request.num_tokens
+        assert not landing.reservations or landing.load.free_tokens >= request.num_tokens
         assert (decision.choice is Choice.REMOTE) == bool(prefill)
         assert not prefill or views[prefill].queue_s(0.0) <= views[prefill].batch_s
         assert prefill or landing.totals.prefills <= 1 or landing.queue_s(0.0) <= landing.load.batch_s

@@ -11,7 +11,7 @@ from pdserve.core.cost.latency import WIDEST_BAND, CostModel, CostPrior
 from pdserve.core.cost.step_rule import DUE_SHARE, LONGEST_GAP
 from pdserve.core.protocol import BatchTimed, Load
 from pdserve.core.types import Role
-from router.state.load import NO_SLACK, Booking
+from router.state.load import NO_SLACK, Reservation
 from router.state.view import WorkerView
 from tests.unit.router.router_events import hello
 
@@ -30,9 +30,11 @@ FACTS = {"cost": COST, "num_blocks": 25_000, "max_batch": 256, "max_batch_tokens
 def decode(rows: int = 0, tokens: int = 12_000, tpot_s: float = 0.05) -> WorkerView:
     view = WorkerView(hello("d0", Role.DECODE, max_context_tokens=131_072, **FACTS), 0.0)
     for index in range(rows):
-        booking = Booking(request_id=f"row{index}", attempt=1, tokens=tokens, blocks=tokens // 16, tpot_s=tpot_s)
-        view.book(booking, 0.0)
-        view.arrived(booking)
+        reservation = Reservation(
+            request_id=f"row{index}", attempt=1, tokens=tokens, blocks=tokens // 16, tpot_s=tpot_s
+        )
+        view.reserve(reservation, 0.0)
+        view.arrived(reservation)
     return view
 
 
@@ -87,9 +89,9 @@ def read_with_slack(view: WorkerView, rows: int, tokens: int, tpot_s: float, pro
 @pytest.mark.parametrize("prompt", [500, 4_000, 16_000])
 def test_predicted_prefill_with_slack_matches_the_worker(rows: int, slack_s: float, prompt: int) -> None:
     view = decode(rows, tokens=2_000, tpot_s=0.03)
-    for booking in view.bookings.values():
-        booking.prompt_tokens = booking.tokens  # No output yet: the next token is due with the first.
-        booking.first_token_s = 1.0 + slack_s
+    for reservation in view.reservations.values():
+        reservation.prompt_tokens = reservation.tokens  # No output yet: the next token is due with the first.
+        reservation.first_token_s = 1.0 + slack_s
     slack = view.slack(1.0)
     assert slack.total_s == pytest.approx(slack_s)
     assert slack.longest_step_s == pytest.approx(LONGEST_GAP * 0.03)
@@ -101,12 +103,12 @@ def test_predicted_prefill_with_slack_matches_the_worker(rows: int, slack_s: flo
 
 def test_slack_is_the_minimum_over_rows() -> None:
     view = decode(3, tokens=100, tpot_s=0.05)
-    for ahead, booking in zip((10, 4, 30), view.bookings.values(), strict=True):
-        booking.prompt_tokens, booking.first_token_s = booking.tokens - ahead, 0.0
+    for ahead, reservation in zip((10, 4, 30), view.reservations.values(), strict=True):
+        reservation.prompt_tokens, reservation.first_token_s = reservation.tokens - ahead, 0.0
     assert view.slack(0.1).total_s == pytest.approx(4 * DUE_SHARE * 0.05 - 0.1)
     assert view.slack(9.0).total_s == 0.0
-    next(iter(view.bookings.values())).itl_s = 0.07
-    view.cached_load = None  # a booking's targets never change in the product
+    next(iter(view.reservations.values())).itl_s = 0.07
+    view.cached_load = None  # a reservation's targets never change in the product
     assert view.slack(0.1).longest_step_s == 0.07
     view.free_at_s = 0.15  # Earlier prompts use the slack.
     assert view.slack(0.1).total_s == pytest.approx(4 * DUE_SHARE * 0.05 - 0.15)
@@ -115,8 +117,8 @@ def test_slack_is_the_minimum_over_rows() -> None:
 def test_slack_is_unknown_without_rows_or_with_other_routers() -> None:
     view = decode(2, tokens=100)
     assert view.slack(0.0) == NO_SLACK  # These rows have no token yet.
-    for booking in view.bookings.values():
-        view.joined(booking, 5.0)
+    for reservation in view.reservations.values():
+        view.joined(reservation, 5.0)
     assert view.slack(0.0) != NO_SLACK
     view.reported(Load(worker_id="d0", steps=1, free_blocks=100, running=5), 0.0)
     assert view.slack(0.0) == NO_SLACK
@@ -149,8 +151,8 @@ def test_an_impossible_target_limits_no_request() -> None:
 def test_new_tokens_update_the_cached_load() -> None:
     view = decode(3)
     before = view.load
-    for booking in list(view.bookings.values()):
-        view.grew(booking, 40)
+    for reservation in list(view.reservations.values()):
+        view.grew(reservation, 40)
     assert view.load is before
     followed = (before.step_s, before.context, before.blocks, before.free_tokens)
     view.reported(Load(worker_id="d0", steps=9, free_blocks=view.hello.num_blocks), 0.0)
@@ -159,18 +161,18 @@ def test_new_tokens_update_the_cached_load() -> None:
     assert followed[1] == view.load.context
 
 
-def test_bookings_invalidate_the_cached_load() -> None:
+def test_reservations_invalidate_the_cached_load() -> None:
     view = decode(1)
     before = view.load.step_s
-    booking = Booking(request_id="new", attempt=1, tokens=10_000, blocks=625, tpot_s=0.05)
-    view.book(booking, 0.0)
+    reservation = Reservation(request_id="new", attempt=1, tokens=10_000, blocks=625, tpot_s=0.05)
+    view.reserve(reservation, 0.0)
     assert view.load.step_s == pytest.approx(before + 8e-6 + 10_000 * 4.2e-8)
     assert view.load.arriving == 1
     assert view.totals.landing_tokens == 10_000
-    view.arrived(booking)
+    view.arrived(reservation)
     assert view.load.arriving == 0
     assert view.totals.landing_tokens == 0
-    view.unbook(booking, 0.0)
+    view.unreserve(reservation, 0.0)
     assert view.load.step_s == pytest.approx(before)
     view.check()
 

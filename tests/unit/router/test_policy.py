@@ -15,7 +15,7 @@ from router.policy import POLICIES, make_policy
 from router.policy.interface import Choice, Decision, Obstacle, PolicyInput
 from router.policy.policies.least_ttft import LeastTtft
 from router.state.interface import RouterSettings
-from router.state.load import Booking
+from router.state.load import Reservation
 from router.state.view import WorkerView
 from tests.unit.router.router_events import hello
 
@@ -44,11 +44,13 @@ def ask(tokens: int = 100, **facts: Any) -> PolicyInput:
 def busy(one: WorkerView, prefill_s: float = 0.0, rows: int = 0, tpot_s: float = 0.2) -> WorkerView:
     if prefill_s:
         tokens = round(prefill_s * 1000)
-        one.book(Booking(request_id="x", attempt=1, tokens=0, blocks=0, prefill_tokens=tokens, prefill_s=prefill_s), 0)
+        one.reserve(
+            Reservation(request_id="x", attempt=1, tokens=0, blocks=0, prefill_tokens=tokens, prefill_s=prefill_s), 0
+        )
     for index in range(rows):
-        booking = Booking(request_id=f"row{index}", attempt=1, tokens=16, blocks=1, tpot_s=tpot_s)
-        one.book(booking, 0.0)
-        one.arrived(booking)
+        reservation = Reservation(request_id=f"row{index}", attempt=1, tokens=16, blocks=1, tpot_s=tpot_s)
+        one.reserve(reservation, 0.0)
+        one.arrived(reservation)
     return one
 
 
@@ -110,7 +112,7 @@ def test_a_request_is_served_if_every_target_is_missed() -> None:
 
 def test_arriving_requests_count_in_tpot() -> None:
     d0 = view("d0")
-    d0.book(Booking(request_id="x", attempt=1, tokens=500, blocks=32, tpot_s=0.2), 0.0)
+    d0.reserve(Reservation(request_id="x", attempt=1, tokens=500, blocks=32, tpot_s=0.2), 0.0)
     (candidate, *_) = least([view("p0")], [d0], ask()).candidates
     assert candidate.tpot_s == pytest.approx(0.01 + 2 * 1e-3)
 
@@ -227,38 +229,38 @@ def test_the_published_baselines_are_registered() -> None:
 # -- views -------------------------------------------------------------------------------------------------------
 
 
-def test_bookings_since_a_report_correct_it() -> None:
+def test_reservations_since_a_report_correct_it() -> None:
     one = view("d0", num_blocks=64)
-    before = Booking(request_id="a", attempt=1, tokens=160, blocks=10, tpot_s=0.1)
-    one.book(before, 0.0)
+    before = Reservation(request_id="a", attempt=1, tokens=160, blocks=10, tpot_s=0.1)
+    one.reserve(before, 0.0)
     # Another router holds 20 blocks and two rows.
     load = Load(worker_id="d0", steps=1, free_blocks=30, evictable_blocks=4, running=3, context_tokens=500)
     one.reported(load, 0.0)
     assert one.estimated_load() == (3, 1, 500, 34)
-    one.book(Booking(request_id="b", attempt=1, tokens=80, blocks=5, tpot_s=0.1), 0.0)
+    one.reserve(Reservation(request_id="b", attempt=1, tokens=80, blocks=5, tpot_s=0.1), 0.0)
     assert one.estimated_load() == (4, 2, 580, 29)
-    one.unbook(before, 0.0)
+    one.unreserve(before, 0.0)
     assert one.estimated_load() == (3, 1, 420, 39)
     one.check()
 
 
 def test_a_sequence_that_grows_takes_its_next_block_in_time() -> None:
     one = view("d0")
-    booking = Booking(request_id="a", attempt=1, tokens=31, blocks=2, tpot_s=0.1)
-    one.book(booking, 0.0)
-    one.grew(booking, 1)
-    assert booking.blocks == 2
-    one.grew(booking, 1)
-    assert booking.blocks == 3
+    reservation = Reservation(request_id="a", attempt=1, tokens=31, blocks=2, tpot_s=0.1)
+    one.reserve(reservation, 0.0)
+    one.grew(reservation, 1)
+    assert reservation.blocks == 2
+    one.grew(reservation, 1)
+    assert reservation.blocks == 3
     one.check()
 
 
 def test_first_tokens_correct_the_predicted_prefill_queue() -> None:
     one = view("p0")
-    first = Booking(request_id="a", attempt=1, tokens=500, blocks=32, prefill_tokens=500, prefill_s=0.5)
-    second = Booking(request_id="b", attempt=1, tokens=300, blocks=19, prefill_tokens=300, prefill_s=0.3)
-    one.book(first, 0.0)
-    one.book(second, 0.0)
+    first = Reservation(request_id="a", attempt=1, tokens=500, blocks=32, prefill_tokens=500, prefill_s=0.5)
+    second = Reservation(request_id="b", attempt=1, tokens=300, blocks=19, prefill_tokens=300, prefill_s=0.3)
+    one.reserve(first, 0.0)
+    one.reserve(second, 0.0)
     assert one.queue_s(0.2) == pytest.approx(0.6)
     one.computed(first, 0.9)  # slower than predicted
     assert one.queue_s(0.9) == pytest.approx(0.3)

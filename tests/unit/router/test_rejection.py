@@ -235,7 +235,7 @@ def test_a_new_request_does_not_overtake_the_queue() -> None:
     low = [(0.02 * index, short(f"h{index}", 200)) for index in range(100)]
     world = cluster("rejection")
     world.run([*low, (1.0, short("high", 100, priority=1))], 60.0)
-    assert world.told["high"].ttft_s <= 0.2 + 0.2 + 0.1 + 1e-6, "what is booked, one batch, its own"
+    assert world.told["high"].ttft_s <= 0.2 + 0.2 + 0.1 + 1e-6, "what is reserved, one batch, its own"
 
 
 def order_of(world: Clocked, *arrivals: RequestArrived) -> list[str]:

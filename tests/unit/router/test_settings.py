@@ -51,7 +51,7 @@ def test_every_kind_of_failure_is_one_error_of_the_tree(kind: FailKind, error: t
     assert {one.value for one in FailKind} == {one.name.lower() for one in FailKind}
 
 
-def test_the_snapshot_lists_workers_and_bookings(given: Given) -> None:
+def test_the_snapshot_lists_workers_and_reservations(given: Given) -> None:
     given.decoding()
     given.lost("p0")
     topology = given.state.snapshot()

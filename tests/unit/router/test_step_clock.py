@@ -9,7 +9,7 @@ from pdserve.core.cost.latency import CostPrior
 from pdserve.core.protocol import TokenRow, TokensArrived
 from pdserve.core.types import Role, TokenOut
 from router.state.interface import RouterSettings
-from router.state.load import Booking
+from router.state.load import Reservation
 from router.state.view import MAX_STEPS, StepClock, WorkerView
 from tests.unit.router.given import Given
 from tests.unit.router.router_events import hello
@@ -42,8 +42,8 @@ def view() -> WorkerView:
     return WorkerView(hello("d0", Role.DECODE, cost=SLOW_READER), 0.0)
 
 
-def book(view: WorkerView, request_id: str, now_s: float, *, prefill_s: float = 0.0) -> Booking:
-    booking = Booking(
+def reserve(view: WorkerView, request_id: str, now_s: float, *, prefill_s: float = 0.0) -> Reservation:
+    reservation = Reservation(
         request_id=request_id,
         attempt=1,
         tokens=100,
@@ -52,8 +52,8 @@ def book(view: WorkerView, request_id: str, now_s: float, *, prefill_s: float = 
         prefill_s=prefill_s,
         tpot_s=0.2,
     )
-    view.book(booking, now_s)
-    return booking
+    view.reserve(reservation, now_s)
+    return reservation
 
 
 def step(view: WorkerView, now_s: float, *rows: tuple[str, int]) -> None:
@@ -67,7 +67,7 @@ def step(view: WorkerView, now_s: float, *rows: tuple[str, int]) -> None:
 def residents(view: WorkerView, count: int) -> list[tuple[str, int]]:
     """Requests that decode, with one token each in one step."""
     for number in range(count):
-        view.arrived(book(view, f"r{number}", 0.0))
+        view.arrived(reserve(view, f"r{number}", 0.0))
     return [(f"r{number}", 1) for number in range(count)]
 
 
@@ -98,7 +98,7 @@ def test_only_complete_reports_set_the_step_clock(view: WorkerView, rows: list[t
 
 def test_a_lone_prefill_begins_when_it_is_sent(view: WorkerView) -> None:
     reads_s = view.prefill_s(100, 0)
-    book(view, "a", 5.0, prefill_s=reads_s)
+    reserve(view, "a", 5.0, prefill_s=reads_s)
     assert view.rest_of_step_s(5.0) == pytest.approx(reads_s)
     left_s = reads_s - 2.0 * view.load.step_s
     assert left_s > 0.0, "else the next line compares nothing"
@@ -107,7 +107,7 @@ def test_a_lone_prefill_begins_when_it_is_sent(view: WorkerView) -> None:
 
 def test_a_step_is_no_longer_than_the_remaining_prompts(view: WorkerView) -> None:
     step(view, 5.0, *residents(view, 2))
-    book(view, "a", 5.0, prefill_s=0.02)
+    reserve(view, "a", 5.0, prefill_s=0.02)
     assert view.load.step_s < 0.02 < view.load.reads_s, "else the next line compares nothing"
     assert view.rest_of_step_s(5.0) == pytest.approx(0.02)
 
