@@ -69,10 +69,10 @@ def line_chart(
     right, bottom = width - RIGHT, height - (BOTTOM if x.label else 22)
 
     def at_x(value: float) -> float:
-        return round(LEFT + (right - LEFT) * x.place(value), 1)
+        return round(LEFT + (right - LEFT) * x.position(value), 1)
 
     def at_y(value: float) -> float:
-        return round(bottom - (bottom - TOP) * y.place(value), 1)
+        return round(bottom - (bottom - TOP) * y.position(value), 1)
 
     parts = []
     for tick in y.ticks():
@@ -170,7 +170,7 @@ def bar_chart(bars: Sequence[NamedBar], x: Axis, *, title: str, width: int = WID
     bottom = _BAR_TOP + _BAR_ROW * len(bars)
 
     def at_x(value: float) -> float:
-        return round(left + (right - left) * x.place(value), 1)
+        return round(left + (right - left) * x.position(value), 1)
 
     parts = []
     for tick in x.ticks():
@@ -252,7 +252,7 @@ def gantt(rows: Sequence[GanttRow], x: Axis, *, title: str, width: int = WIDE) -
     bottom -= _GANTT_GAP / 2
 
     def at_x(value: float) -> float:
-        return round(left + (right - left) * x.place(value), 1)
+        return round(left + (right - left) * x.position(value), 1)
 
     parts = []
     for tick in x.ticks():
@@ -276,7 +276,7 @@ def gantt_legend(kinds: Sequence[BarKind]) -> Legend:
     return tuple((one.name, one.swatch()) for one in kinds)
 
 
-def place_in_lanes(spans: Sequence[tuple[float, float]], most: int) -> list[int | None]:
+def assign_lanes(spans: Sequence[tuple[float, float]], most: int) -> list[int | None]:
     """The lane of each span, so that spans of a lane do not overlap; None where all `most` lanes are occupied. `spans`
     are in order of their begin."""
     ends: list[tuple[float, int]] = []  # of occupied lanes
@@ -336,7 +336,7 @@ def share_rows(
     right, bottom = width - _SHARE_RIGHT, _SHARE_TOP + len(rows) * (_SHARE_ROW + _SHARE_GAP)
 
     def at_x(value: float) -> float:
-        return round(_SHARE_LEFT + (right - _SHARE_LEFT) * x.place(value), 1)
+        return round(_SHARE_LEFT + (right - _SHARE_LEFT) * x.position(value), 1)
 
     parts = []
     for tick in x.ticks():

@@ -27,7 +27,7 @@ class Drawing:
         """For a page, with the width of its container."""
         return self._svg("")
 
-    def placed(self, x: float, y: float) -> str:
+    def at(self, x: float, y: float) -> str:
         """Within another SVG, with its own size."""
         return self._svg(f'x="{x:g}" y="{y:g}" width="{self.width}" height="{self.height}" ')
 
@@ -73,7 +73,7 @@ class Axis:
     is_log: bool = False
     unit: str = ""  # "%": values are shares; "s": seconds; "n": a count
 
-    def place(self, value: float) -> float:
+    def position(self, value: float) -> float:
         """0 at its low end, 1 at its high end, clipped."""
         low, high, at = self.low, self.high, value
         if self.is_log:
@@ -410,7 +410,7 @@ def _card(panel: Panel, top: float) -> tuple[list[str], float]:
     for one in panel.drawings:
         if x > left and x + one.width > left + CONTENT:
             x, y, tallest = left, y + tallest + 8, 0
-        parts.append(one.placed(x, y))
+        parts.append(one.at(x, y))
         x, tallest = x + one.width + _PANEL_GAP, max(tallest, one.height)
     height = y + tallest + 14 - top
     card = f'<rect class="card" x="{_MARGIN}" y="{top:g}" width="{CONTENT + 2 * _MARGIN}" height="{height:g}" rx="8"/>'

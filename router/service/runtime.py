@@ -1,6 +1,6 @@
 """Runs a RouterState: passes events to it, one at a time, and its commands to workers, clients and the clock.
 
-Everything runs on one event loop. An event that occurs while commands are being carried out (such as a stop string in
+Everything runs on one event loop. An event that occurs while commands are being executed (such as a stop string in
 emitted tokens) waits until they are done.
 """
 

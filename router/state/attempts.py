@@ -29,7 +29,7 @@ from pdserve.core.protocol import (
 from pdserve.core.results import Phase
 from pdserve.core.types import FinishReason, Path, Role, TokenOut
 from router.state.cluster_state import ClusterState
-from router.state.endings import Cause, Ending, Expire, Fail, Finish, Lose, carry_out
+from router.state.endings import Cause, Ending, Expire, Fail, Finish, Lose, apply_ending
 from router.state.interface import Command, EmitTokens, FailKind, WorkerConnected, WorkerForgotten, WorkerLost
 from router.state.lifecycle import ENDED, IN_BATCH, NEEDS_SENDER, UNANSWERED, Move, SenderEnd
 from router.state.request import Placement, Request
@@ -221,7 +221,7 @@ def _on_row(cluster: ClusterState, worker_id: str, row: TokenRow, commands: list
         return
     seen = len(request.output) - row.output_index
     if seen < 0:
-        commands += carry_out(cluster, Lose(request, Cause.GAP, culprit=worker_id))
+        commands += apply_ending(cluster, Lose(request, Cause.GAP, culprit=worker_id))
         return
     room = request.facts.sampling.max_tokens - len(request.output)
     tokens = row.tokens[seen : seen + room]
@@ -252,7 +252,7 @@ def _on_row(cluster: ClusterState, worker_id: str, row: TokenRow, commands: list
         cluster.is_placing_due = True
         # A worker that reports `finish` frees its memory itself.
         ending = Finish(request, row.finish or FinishReason.LENGTH, cancel=row.finish is None)
-        commands += carry_out(cluster, ending)
+        commands += apply_ending(cluster, ending)
 
 
 def _joined(cluster: ClusterState, request: Request, placement: Placement) -> None:
@@ -358,7 +358,7 @@ def on_silence(cluster: ClusterState) -> list[Command]:
                 request = cluster.requests.get(reservation.request_id)
                 if request is not None and _depends_on(request, view.worker_id, reservation.attempt):
                     loss = Lose(request, Cause.SILENCE, culprit=view.worker_id, message=view.worker_id)
-                    commands += carry_out(cluster, loss)
+                    commands += apply_ending(cluster, loss)
     return commands
 
 
@@ -381,10 +381,10 @@ def _worker_gone(cluster: ClusterState, worker_id: str) -> list[Command]:
         if not _depends_on(request, worker_id, reservation.attempt):
             cluster.forget_if_free(request)
         elif not reservation.is_sent:
-            commands += carry_out(cluster, Lose(request, Cause.PLAN, culprit=worker_id))
+            commands += apply_ending(cluster, Lose(request, Cause.PLAN, culprit=worker_id))
         else:
             _count_death(request, is_planned=was_draining)
-            commands += carry_out(cluster, Lose(request, Cause.DEATH, culprit=worker_id, message=worker_id))
+            commands += apply_ending(cluster, Lose(request, Cause.DEATH, culprit=worker_id, message=worker_id))
     return commands
 
 

@@ -1,8 +1,8 @@
-"""Carries out the ends of requests and of their attempts. Pure.
+"""Applies the ends of requests and of their attempts to the state. Pure.
 
-Handlers return what happened to a request, as one of the classes below. CARRY_OUT maps each class to the function that
-carries out all consequences. The client gets exactly one last message. After that, the request only waits until no
-worker holds memory for it.
+Handlers return what happened to a request, as one of the classes below. APPLY maps each class to the function of its
+consequences. The client gets exactly one last message. After that, the request only waits until no worker holds memory
+for it.
 
 A lost attempt is cancelled on every connected worker that holds memory of it. The next attempt recomputes the prompt
 and the output so far. The token at each position depends only on seed and position, so the stream continues without a
@@ -102,9 +102,9 @@ class Lose(NamedTuple):
 Ending = Finish | Disconnect | Expire | Reject | Fail | Lose
 
 
-def carry_out(cluster: ClusterState, ending: Ending) -> list[Command]:
+def apply_ending(cluster: ClusterState, ending: Ending) -> list[Command]:
     """Carries out an ending at once."""
-    return CARRY_OUT[type(ending)](cluster, ending)
+    return APPLY[type(ending)](cluster, ending)
 
 
 def _finish(cluster: ClusterState, end: Finish) -> list[Command]:
@@ -257,7 +257,7 @@ def _end(
     return commands
 
 
-CARRY_OUT: Final[Mapping[type, Callable[[ClusterState, Any], list[Command]]]] = {
+APPLY: Final[Mapping[type, Callable[[ClusterState, Any], list[Command]]]] = {
     Finish: _finish,
     Disconnect: _disconnect,
     Expire: _expire,

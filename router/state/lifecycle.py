@@ -1,8 +1,7 @@
 """The state machine of a request in the router. Pure: no clock, sockets or randomness.
 
 MOVES is the specification: an event that is not in it is illegal. `python -m scripts.drawn_pages` draws
-docs/lifecycle.md from it. endings.py carries out the ends of requests and of
-their attempts.
+docs/lifecycle.md from it. endings.py applies the ends of requests and of their attempts.
 
 A message of an older attempt, or for a forgotten request, never reaches this table. It is late, and is only counted.
 """

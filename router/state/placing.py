@@ -19,7 +19,7 @@ from pdserve.core.types import FinishReason, Path, Role
 from router.policy.availability import can_start, opens_in_s
 from router.policy.interface import Choice, Decision, Obstacle
 from router.state.cluster_state import ClusterState
-from router.state.endings import Ending, Fail, Finish, Reject, carry_out
+from router.state.endings import Ending, Fail, Finish, Reject, apply_ending
 from router.state.fleet import large_enough, policy_input_of
 from router.state.interface import Command, FailKind
 from router.state.lifecycle import WAITING, Move
@@ -227,7 +227,7 @@ class _Placing:
         return True
 
     def _end(self, ending: Ending) -> None:
-        self.commands += carry_out(self._cluster, ending)
+        self.commands += apply_ending(self._cluster, ending)
 
 
 def _waits(cluster: ClusterState, request: Request, decision: Decision) -> None:
@@ -286,9 +286,9 @@ def _all_large_enough(cluster: ClusterState, request: Request) -> list[WorkerVie
 def _no_workers(cluster: ClusterState, request: Request, decodes: Sequence[WorkerView]) -> list[Command]:
     message = cluster.fleet.why_none(decodes, cluster.now_s).message
     if request.attempt:
-        return carry_out(cluster, Fail(request, FailKind.NO_WORKERS, message, role=Role.DECODE.value))
+        return apply_ending(cluster, Fail(request, FailKind.NO_WORKERS, message, role=Role.DECODE.value))
     rejection = Reject(request, FailKind.NO_WORKERS, message, retry_after_s=1.0, role=Role.DECODE.value)
-    return carry_out(cluster, rejection)
+    return apply_ending(cluster, rejection)
 
 
 def _place(cluster: ClusterState, request: Request, decision: Decision) -> list[Command]:
@@ -367,5 +367,5 @@ def _queue_newcomer(cluster: ClusterState, request: Request) -> list[Command]:
     """Queues or rejects a new request that could not be placed immediately."""
     if cluster.num_queued > cluster.settings.max_queue:
         message = f"the queue is full ({cluster.settings.max_queue} requests wait)"
-        return carry_out(cluster, Reject(request, FailKind.OVERLOADED, message, _retry_after_s(cluster)))
+        return apply_ending(cluster, Reject(request, FailKind.OVERLOADED, message, _retry_after_s(cluster)))
     return reject_waiting(cluster, request)

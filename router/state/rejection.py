@@ -13,7 +13,7 @@ from pdserve.core.durations import clamped_s
 from router.policy.availability import SIGMAS
 from router.policy.interface import Decision, Obstacle, UnloadedEstimate
 from router.state.cluster_state import ClusterState
-from router.state.endings import Reject, carry_out
+from router.state.endings import Reject, apply_ending
 from router.state.forecast import Capacity, capacity
 from router.state.interface import Command, FailKind
 from router.state.queue import Entry, Level, Queue
@@ -182,7 +182,7 @@ def _give_up(cluster: ClusterState, entry: Entry, message: str, present: Capacit
             request, FailKind.OVERLOADED, f"{message}, and other late requests already wait", retry_after_s
         )
     if rejection is not None:
-        return carry_out(cluster, rejection)
+        return apply_ending(cluster, rejection)
     queue.turn_late(entry.request_id)
     return []
 
@@ -221,7 +221,7 @@ def reject_newly_late(cluster: ClusterState) -> list[Command]:
             message = f"has waited {waited_s:.3f} s, which leaves too little"
             rejection = reject_late(cluster, request, message, present.start_in_s(work_s))
             if rejection is not None:
-                commands += carry_out(cluster, rejection)
+                commands += apply_ending(cluster, rejection)
     return commands
 
 
@@ -242,6 +242,6 @@ def delay_if_late(cluster: ClusterState, request: Request, decision: Decision) -
         message = f"first token predicted after {ttft_s:.3f} s"
         rejection = reject_late(cluster, request, message, ttft_s - slo.ttft_s)
         if rejection is not None:
-            return carry_out(cluster, rejection)
+            return apply_ending(cluster, rejection)
     queue.turn_late(request.request_id)
     return [] if queue.num_on_time else None

@@ -40,7 +40,7 @@ from pdserve.core.types import FinishReason, Role
 from router.policy.interface import Decision
 from router.state import attempts, placing
 from router.state.cluster_state import MAX_IN_PROGRESS, ClusterSnapshot, ClusterState, live_frame, take_snapshot
-from router.state.endings import CARRY_OUT, Disconnect, Ending, Expire, Fail, Finish, Reject, carry_out
+from router.state.endings import APPLY, Disconnect, Ending, Expire, Fail, Finish, Reject, apply_ending
 from router.state.history import DecisionRecord
 from router.state.interface import (
     ClientLeft,
@@ -145,12 +145,12 @@ class RouterState:
         self._cluster = ClusterState(self.settings)
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
-        """Handles one event and returns the commands to carry out, in order. `now_s` is from any monotonic clock."""
+        """Handles one event and returns the commands to execute, in order. `now_s` is from any monotonic clock."""
         cluster = self._cluster
-        commands = _carry_out(cluster, self._due(now_s))
-        commands += _carry_out(cluster, _HANDLERS[type(event)](cluster, event))
+        commands = _apply_endings(cluster, self._due(now_s))
+        commands += _apply_endings(cluster, _HANDLERS[type(event)](cluster, event))
         newcomer = cluster.requests.get(event.request_id) if isinstance(event, RequestArrived) else None
-        commands += _carry_out(cluster, placing.place(cluster, newcomer))
+        commands += _apply_endings(cluster, placing.place(cluster, newcomer))
         commands += self._set_alarm()
         return commands
 
@@ -244,7 +244,7 @@ class RouterState:
             timers.silence_at_s = None
             commands += attempts.on_silence(cluster)
         while (request_id := timers.deadlines.pop_due(cluster.now_s)) is not None:
-            commands += carry_out(cluster, Expire(cluster.requests[request_id]))
+            commands += apply_ending(cluster, Expire(cluster.requests[request_id]))
             cluster.is_placing_due = True
         cluster.forget_overdue()
         if _is_due(timers.backoffs.next_at_s, cluster.now_s):
@@ -270,15 +270,15 @@ class RouterState:
         return ()
 
 
-def _carry_out(cluster: ClusterState, results: Iterable[Command | Ending]) -> list[Command]:
-    """Carries out the endings among a handler's results, and returns all commands in order."""
+def _apply_endings(cluster: ClusterState, results: Iterable[Command | Ending]) -> list[Command]:
+    """Applies the endings among a handler's results, and returns all commands in order."""
     commands: list[Command] = []
     for one in results:
-        carry = CARRY_OUT.get(type(one))
-        if carry is None:
+        apply = APPLY.get(type(one))
+        if apply is None:
             commands.append(one)  # type: ignore[arg-type]  # the other results are commands
         else:
-            commands += carry(cluster, one)
+            commands += apply(cluster, one)
     return commands
 
 

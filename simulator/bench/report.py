@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from pdserve.core.types import Slo
-from pdserve.plot.charts import Bar, BarKind, GanttRow, Rule, Series, gantt, gantt_legend, line_chart, place_in_lanes
+from pdserve.plot.charts import Bar, BarKind, GanttRow, Rule, Series, assign_lanes, gantt, gantt_legend, line_chart
 from pdserve.plot.drawing import (
     CONTENT,
     HALF,
@@ -257,7 +257,7 @@ def workers_chart(answers: Sequence[BenchAnswer], title: str) -> Drawing | None:
     rows = []
     for worker, held in sorted(spans.items())[:_MOST_WORKERS]:
         ordered = sorted(held, key=lambda one: one[:2])
-        lanes = place_in_lanes([one[:2] for one in ordered], _MOST_LANES)
+        lanes = assign_lanes([one[:2] for one in ordered], _MOST_LANES)
         bars = [
             Bar(begin=begin, end=end, kind=kind, lane=lane, about=about)
             for (begin, end, kind, about), lane in zip(ordered, lanes, strict=True)
@@ -287,7 +287,7 @@ def ratio_chart(ratios: Sequence[Ratio], title: str) -> Drawing | None:
     bottom = top + _RATIO_ROW * len(ratios)
 
     def at_x(value: float) -> float:
-        return round(left + (right - left) * axis.place(value), 1)
+        return round(left + (right - left) * axis.position(value), 1)
 
     parts = []
     for tick in _ratio_ticks(far):

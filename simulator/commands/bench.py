@@ -103,9 +103,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from simulator.commands.bench_run import carry_out
+    from simulator.commands import bench_run
 
-    return carry_out(args)
+    return bench_run.run(args)
 
 
 def _numbers(text: str) -> list[float]:

@@ -1,4 +1,4 @@
-"""Carries out `pdserve bench`: makes its plan from the flags, runs it, and prints and writes the results."""
+"""Runs `pdserve bench`: makes its plan from the flags, runs it, and prints and writes the results."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ _SYNTHETIC: Final = (("input_tokens", (128, 512)), ("output_tokens", (32, 128)))
 INTERRUPTED: Final = 130
 
 
-def carry_out(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     slo = _slo(args)
     plan = make_plan(args)
     check_writable(args.rows)

@@ -1,4 +1,4 @@
-"""Carries out `pdserve plan --gpus`: compares layouts of GPUs, with text or JSON output."""
+"""Runs `pdserve plan --gpus`: compares layouts of GPUs, with text or JSON output."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from simulator.search.plan import LayoutPlan, Question, compare, limiting_target
 _BAR: Final = 20
 
 
-def carry_out(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """The exit status: 0, UNATTAINABLE or TOO_SHORT."""
     check_plot(args)
     if args.rate is not None:

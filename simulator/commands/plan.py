@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     """Status 1: no split meets the targets at any rate. Status 3: the requests are too few for a verdict."""
     from simulator.commands import gpu_planning, planning
 
-    return gpu_planning.carry_out(args) if args.workers is None else planning.carry_out(args)
+    return gpu_planning.run(args) if args.workers is None else planning.run(args)
 
 
 def _lengths(text: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Carries out `pdserve plan --workers`: chooses the requests, searches in several processes, prints text or JSON."""
+"""Runs `pdserve plan --workers`: chooses the requests, searches in several processes, prints text or JSON."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ TOO_SHORT: Final = 3  # exit status: the requests are too few, or arrive within 
 INTERRUPTED: Final = 130  # exit status
 
 
-def carry_out(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """The exit status: 0, UNATTAINABLE or TOO_SHORT."""
     check_plot(args)
     if args.degrees is not None:

@@ -86,9 +86,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from simulator.commands.simulation import carry_out
+    from simulator.commands import simulation
 
-    carry_out(args)
+    simulation.run(args)
     return 0
 
 

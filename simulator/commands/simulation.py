@@ -1,4 +1,4 @@
-"""Carries out `pdserve simulate`: makes the input from the flags, runs the simulations, and prints and writes the
+"""Runs `pdserve simulate`: makes the input from the flags, runs the simulations, and prints and writes the
 results."""
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _names(text: str) -> tuple[str, ...]:
 MAX_RECORDED_BYTES: Final = 2**30
 
 
-def carry_out(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> None:
     runs: list[PolicyRun] = []
     with ProgressLine("simulating") as progress:
         reading = _Reading(progress, Path(args.trace or "").name)

@@ -13,10 +13,10 @@ from pdserve.plot.charts import (
     Series,
     ShareKind,
     ShareRow,
+    assign_lanes,
     gantt,
     gantt_legend,
     line_chart,
-    place_in_lanes,
     share_legend,
     share_rows,
 )
@@ -286,7 +286,7 @@ def _bars(row: RequestRow) -> Iterable[tuple[str, list[Bar]]]:
 
 def _in_lanes(spans: Iterable[tuple[float, float, list[Bar]]]) -> list[Bar]:
     ordered = sorted(spans, key=lambda one: one[:2])
-    lanes = place_in_lanes([(begin, end) for begin, end, _ in ordered], MAX_LANES)
+    lanes = assign_lanes([(begin, end) for begin, end, _ in ordered], MAX_LANES)
     return [
         Bar(begin=one.begin, end=one.end, kind=one.kind, about=one.about, lane=lane)
         for (_, _, bars), lane in zip(ordered, lanes, strict=True)

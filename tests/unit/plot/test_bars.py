@@ -15,11 +15,11 @@ from pdserve.plot.charts import (
     NamedBar,
     ShareKind,
     ShareRow,
+    assign_lanes,
     bar_chart,
     bar_legend,
     gantt,
     gantt_legend,
-    place_in_lanes,
     share_legend,
     share_rows,
 )
@@ -51,7 +51,7 @@ def test_kinds_of_bars_differ_without_colours() -> None:
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), max_size=30), st.integers(1, 6))
 def test_spans_of_a_lane_do_not_overlap(given: list[tuple[int, int]], most: int) -> None:
     spans = sorted((float(begin), float(begin + length)) for begin, length in given)
-    lanes = place_in_lanes(spans, most)
+    lanes = assign_lanes(spans, most)
     for number, (begin, _) in enumerate(spans):
         running = [lane for (_, end), lane in zip(spans[:number], lanes[:number], strict=True) if end > begin]
         if lanes[number] is None:

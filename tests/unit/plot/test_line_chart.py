@@ -48,9 +48,9 @@ def test_texts_are_escaped_and_points_have_tooltips() -> None:
 def test_points_outside_are_drawn_at_the_edge() -> None:
     svg = line_chart([Series(name="a", points=[(-5.0, 2.0)])], X, Y, title="t", rules=[Rule(at=7.0, label="far")]).body
     assert "far" not in svg
-    assert Axis(low=1.0, high=100.0, is_log=True).place(0.0) == 0.0
-    assert Axis(low=1.0, high=100.0, is_log=True).place(10.0) == pytest.approx(0.5)
-    assert Axis(low=3.0, high=3.0).place(3.0) == 0.0
+    assert Axis(low=1.0, high=100.0, is_log=True).position(0.0) == 0.0
+    assert Axis(low=1.0, high=100.0, is_log=True).position(10.0) == pytest.approx(0.5)
+    assert Axis(low=3.0, high=3.0).position(3.0) == 0.0
 
 
 @given(st.floats(1e-6, 1e6), st.floats(1e-6, 1e6), st.booleans())
