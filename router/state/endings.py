@@ -24,6 +24,7 @@ from router.state.request import Request
 
 FIRST_BACKOFF_S: Final = 0.05
 LONGEST_BACKOFF_S: Final = 2.0
+RELEASE_TIMEOUT_S: Final = 120.0  # how long to wait for Released after the end of a request
 
 
 class Finish(NamedTuple):
@@ -252,7 +253,7 @@ def _end(
     cluster.note_end(request, outcome, why, retry_after_s)
     cluster.ended.add(request.request_id)
     cluster.timers.deadlines.clear(request.request_id)
-    cluster.timers.releases.set(request.request_id, cluster.now_s + cluster.settings.release_timeout_s)
+    cluster.timers.releases.set(request.request_id, cluster.now_s + RELEASE_TIMEOUT_S)
     cluster.forget_if_free(request)
     return commands
 

@@ -274,7 +274,6 @@ class RouterSettings:
     # How long requests wait for a decode worker to reconnect. Longer than the watchdog takes to end a hung worker
     # (WorkerConfig.stall_s) plus the load time of its successor. Clients that cannot wait set a deadline.
     workers_grace_s: float = 60.0
-    release_timeout_s: float = 120.0  # how long to wait for Released after the end of a request
     explain_capacity: int = 1024  # number of requests whose explanation is kept
     is_strict: bool = False  # raise IllegalMove instead of counting it
 
@@ -288,6 +287,6 @@ class RouterSettings:
         ):
             if getattr(self, name) < low:
                 raise ConfigError(name, getattr(self, name), f"at least {low}")
-        for name in ("worker_silence_s", "workers_grace_s", "release_timeout_s"):
+        for name in ("worker_silence_s", "workers_grace_s"):
             if not getattr(self, name) >= 0.0:
                 raise ConfigError(name, getattr(self, name), "at least 0")

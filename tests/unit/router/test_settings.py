@@ -21,7 +21,6 @@ from tests.unit.router.given import Given
         ("explain_capacity", -1),
         ("worker_silence_s", -0.1),
         ("workers_grace_s", float("nan")),
-        ("release_timeout_s", -1.0),
     ],
 )
 def test_a_setting_out_of_range_is_rejected_by_name(field: str, value: float) -> None:
