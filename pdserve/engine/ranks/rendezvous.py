@@ -40,8 +40,7 @@ from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.tls.reasons import connection_failure
 from pdserve.v1 import rank_pb2, rank_pb2_grpc
 from pdserve.wire import peers
-from pdserve.wire.peer_server import channel_options, listen, make_peer_server, server_options
-from pdserve.wire.tls_credentials import peer_channel
+from pdserve.wire.peer_server import channel_options, listen, make_peer_server, peer_channel, server_options
 
 log = logging.getLogger(__name__)
 
