@@ -89,9 +89,10 @@ def report() -> None:
     import torch
 
     from pdserve.engine.cpu.kernels import jit, rows
-    from pdserve.engine.model.linear import PackedLinear, weight_levels
+    from pdserve.engine.model.forms import make_linear
+    from pdserve.engine.model.rounded import weight_levels
 
-    PackedLinear(torch.ones(64, 64), None)(torch.ones(4, 64))
+    make_linear(torch.rand(64, 64))(torch.ones(4, 64))
     x = torch.ones(1, 64)
     rows.norm(x, None, x[0], 0.0, torch.empty_like(x), x)
     kernel = rows._norm("float32", "", "float32")._keep

@@ -26,7 +26,7 @@ if jit.is_available():
 
 
 class RoundedOps(Protocol):
-    """Functions of Ops with rounded results, as RoundingLinear.product expects them: values, and scales if any."""
+    """Functions of Ops with rounded results, as `product` of a Linear expects them: values, and scales if any."""
 
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, ...]: ...
     def add_rms_norm(self, x_TE: Tensor, delta_TE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, ...]: ...
@@ -146,8 +146,8 @@ def to_bfloat16(x_TK: Tensor) -> Tensor:
 # --- operations with rounded results --------------------------------------------------------------------------
 # Each row is rounded while it is in the cache. Without numba they are the operations above, followed by the rounding.
 #
-#     int8       uint8 around 128 [T, K], and the scale of each token [T, 1]: what Int8Linear multiplies
-#     bfloat16   bfloat16 [T, K]: what Bf16Linear multiplies
+#     int8       uint8 around 128 [T, K], and the scale of each token [T, 1]: what int8 and int4 products multiply
+#     bfloat16   bfloat16 [T, K]: what bfloat16 products multiply
 
 Rounded = tuple[Tensor, ...]
 

@@ -26,11 +26,8 @@ from typing import Final, Literal, NamedTuple, final, get_args
 import torch
 from torch import Tensor
 
-from pdserve.engine.gpu.kernels import norms
-from pdserve.engine.gpu.kernels.norms import gelu_mul, silu_mul
 from pdserve.engine.gpu.kernels.products import MOST_ROWS, Gate, Norm, ProductScratch, multiply, product_scratch
-from pdserve.engine.model.config_schema import Activation
-from pdserve.engine.model.linear import Linear, PlainLinear
+from pdserve.engine.model.linear import Addend, LayerAddends, Linear, PlainLinear, Products
 from pdserve.engine.model.parameters import MlpWeights, Weights
 
 Method = Literal["cublas", "cublaslt", "split-k"]
@@ -65,51 +62,75 @@ def shape_of(kind: Kind, linear: PlainLinear, num_rows: int) -> Shape:
 
 
 @final
-class FewRows:
-    """engine.linear.FewRows on a GPU."""
+class FewRows(Products):
+    """Products on a GPU: those of few rows with plain weights by the method that `choose` names, all others as without
+    this class. With an addend, the norm and the gate are operations of their own."""
 
-    most_rows = MOST_ROWS
-
-    def __init__(self, choose: Choice, scratch: ProductScratch) -> None:
+    def __init__(self, others: Products, choose: Choice, scratch: ProductScratch) -> None:
+        super().__init__(others.ops, others.eps, others.activation)
         self._choose, self._scratch = choose, scratch
 
-    def product(self, linear: PlainLinear, x_TK: Tensor, out_TN: Tensor | None = None) -> Tensor:
-        method = self._choose(shape_of("plain", linear, len(x_TK)))
+    def plain(self, linear: Linear, x_TK: Tensor, addend: Addend | None = None, out_TN: Tensor | None = None) -> Tensor:
+        method = self._method("plain", linear, x_TK)
+        if method is None:
+            return super().plain(linear, x_TK, addend, out_TN)
         if method == "split-k":
-            return multiply(x_TK, linear.weight_NK, linear.bias_N, self._scratch, out_TN=out_TN)[1]
-        with preferred(method):
-            return linear(x_TK) if out_TN is None else linear.into(x_TK, out_TN)
+            assert isinstance(linear, PlainLinear)
+            _, out_TN = multiply(x_TK, linear.weight_NK, linear.bias_N, self._scratch, out_TN=out_TN)
+        else:
+            with preferred(method):
+                out_TN = super().plain(linear, x_TK, None, out_TN)
+        if addend is not None:
+            addend(x_TK, out_TN)
+        return out_TN
 
     def normed(
-        self, linear: PlainLinear, x_TK: Tensor, delta_TK: Tensor | None, norm_K: Tensor, eps: float
+        self, linear: Linear, x_TK: Tensor, delta_TK: Tensor | None, norm_K: Tensor, addend: Addend | None = None
     ) -> tuple[Tensor, Tensor]:
-        method = self._choose(shape_of("normed", linear, len(x_TK)))
-        return self._after_norm(method, linear, x_TK, Norm(delta_TK, norm_K, eps))
+        method = self._method("normed", linear, x_TK)
+        if addend is not None or method is None:
+            return super().normed(linear, x_TK, delta_TK, norm_K, addend)
+        return self._after_norm(method, linear, x_TK, delta_TK, norm_K)
 
-    def gated(
+    def mlp(
         self,
-        linear: PlainLinear,
+        gate_up: Linear,
+        down: Linear,
         x_TK: Tensor,
         delta_TK: Tensor | None,
         norm_K: Tensor,
-        eps: float,
-        activation: Activation,
+        added: LayerAddends,
     ) -> tuple[Tensor, Tensor]:
-        method, norm = self._choose(shape_of("gated", linear, len(x_TK))), Norm(delta_TK, norm_K, eps)
+        if added.gate_up is not None or self._method("gated", gate_up, x_TK) is None:
+            return super().mlp(gate_up, down, x_TK, delta_TK, norm_K, added)
+        x_TK, gated_TF = self.normed_gate(gate_up, x_TK, delta_TK, norm_K)
+        return x_TK, self.plain(down, gated_TF, added.down)
+
+    def normed_gate(
+        self, gate_up: Linear, x_TK: Tensor, delta_TK: Tensor | None, norm_K: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """x + delta, and activation(gate) * up of the product of its norm, for few rows."""
+        method = self._method("gated", gate_up, x_TK)
+        assert method is not None
         if method == "split-k":
-            return self._after_norm(method, linear, x_TK, norm, activation)
-        x_TK, out_TN = self._after_norm(method, linear, x_TK, norm)
-        return x_TK, silu_mul(out_TN) if activation == "silu" else gelu_mul(out_TN)
+            return self._after_norm(method, gate_up, x_TK, delta_TK, norm_K, self.activation)
+        x_TK, out_TN = self._after_norm(method, gate_up, x_TK, delta_TK, norm_K)
+        return x_TK, self.gated(out_TN)
+
+    def _method(self, kind: Kind, linear: Linear, x_TK: Tensor) -> Method | None:
+        """None: the product is computed as without this class."""
+        if not isinstance(linear, PlainLinear) or len(x_TK) > MOST_ROWS:
+            return None
+        return self._choose(shape_of(kind, linear, len(x_TK)))
 
     def _after_norm(
-        self, method: Method, linear: PlainLinear, x_TK: Tensor, norm: Norm, gate: Gate = ""
+        self, method: Method, linear: Linear, x_TK: Tensor, delta_TK: Tensor | None, norm_K: Tensor, gate: Gate = ""
     ) -> tuple[Tensor, Tensor]:
+        assert isinstance(linear, PlainLinear)
         if method == "split-k":
+            norm = Norm(delta_TK, norm_K, self.eps)
             return multiply(x_TK, linear.weight_NK, linear.bias_N, self._scratch, norm=norm, gate=gate)
-        if norm.delta_TK is None:
-            normed_TK = norms.rms_norm(x_TK, norm.weight_K, norm.eps)
-        else:
-            normed_TK = norms.add_rms_norm(x_TK, norm.delta_TK, norm.weight_K, norm.eps)
+        normed_TK = self.norm(x_TK, delta_TK, norm_K)
         with preferred(method):
             return x_TK, linear(normed_TK)
 
@@ -135,7 +156,6 @@ class Site:
     kind: Kind
     linears: Sequence[PlainLinear]
     norm_K: Tensor | None = None
-    activation: Activation = "silu"
 
     def inputs(self, num_rows: int, seed: int | None = None) -> tuple[Tensor, Tensor]:
         """x and delta: zeros, or normal numbers."""
@@ -152,15 +172,15 @@ class Site:
         """The last result."""
         for linear in self.linears[:count]:
             if self.norm_K is None:
-                out_TN = few_rows.product(linear, x_TK)
+                out_TN = few_rows.plain(linear, x_TK)
             elif self.kind == "gated":
-                _, out_TN = few_rows.gated(linear, x_TK, delta_TK, self.norm_K, 1e-5, self.activation)
+                _, out_TN = few_rows.normed_gate(linear, x_TK, delta_TK, self.norm_K)
             else:
-                _, out_TN = few_rows.normed(linear, x_TK, delta_TK, self.norm_K, 1e-5)
+                _, out_TN = few_rows.normed(linear, x_TK, delta_TK, self.norm_K)
         return out_TN
 
 
-def sites_of(weights: Weights, activation: Activation) -> list[Site]:
+def sites_of(weights: Weights) -> list[Site]:
     """Equal matrices of all layers form one site."""
     found: dict[Shape, list[PlainLinear]] = {}
     norm_E = weights.norm_E
@@ -176,32 +196,32 @@ def sites_of(weights: Weights, activation: Activation) -> list[Site]:
             add("gated", layer.mlp.gate_up)
             add("plain", layer.mlp.down)
     add("plain", weights.head)
-    return [
-        Site(shape.kind, linears, None if shape.kind == "plain" else norm_E, activation)
-        for shape, linears in found.items()
-    ]
+    return [Site(shape.kind, linears, None if shape.kind == "plain" else norm_E) for shape, linears in found.items()]
 
 
 def open_few_rows(
-    products: Literal["cublas", "cublaslt", "fastest", "split-k"],
+    switch: Literal["cublas", "cublaslt", "fastest", "split-k"],
+    others: Products,
     sites: Sequence[Site],
     device: torch.device,
     num_processors: int,
     seconds: Seconds | None = None,
-) -> FewRows | None:
-    """None: all products are torch's. Measures and compiles before anything is captured."""
-    if products == "cublas":
-        return None
+) -> Products:
+    """`others` if all products are torch's. Measures and compiles before anything is captured."""
+    if switch == "cublas":
+        return others
     scratch = product_scratch(num_processors, device)
-    if products == "fastest":
+    if switch == "fastest":
         began_s = time.monotonic()
-        chosen = measure(sites, scratch, seconds or graph_seconds, lambda: time.monotonic() - began_s < _MOST_SECONDS)
+        chosen = measure(
+            others, sites, scratch, seconds or graph_seconds, lambda: time.monotonic() - began_s < _MOST_SECONDS
+        )
         told = {str(shape): method for shape, method in chosen.items()}
         took_s = round(time.monotonic() - began_s, 2)
         log.info("products of few rows are chosen", extra={"took_s": took_s, "chosen": told})
-        few_rows = FewRows(lambda shape: chosen.get(shape, "cublas"), scratch)
+        few_rows = FewRows(others, lambda shape: chosen.get(shape, "cublas"), scratch)
     else:
-        few_rows = FewRows(partial(_always, products), scratch)
+        few_rows = FewRows(others, partial(_always, switch), scratch)
     with torch.inference_mode():
         for site in sites:
             for num_rows in _BUCKETS:
@@ -217,7 +237,11 @@ def _always(method: Method, shape: Shape) -> Method:
 
 @torch.inference_mode()
 def measure(
-    sites: Sequence[Site], scratch: ProductScratch, seconds: Seconds, goes_on: Callable[[], bool]
+    others: Products,
+    sites: Sequence[Site],
+    scratch: ProductScratch,
+    seconds: Seconds,
+    goes_on: Callable[[], bool],
 ) -> dict[Shape, Method]:
     """The fastest method of each shape that was measured while it `goes_on`, among those whose result is cuBLAS's."""
     chosen: dict[Shape, Method] = {}
@@ -228,7 +252,7 @@ def measure(
             for method in _METHODS:
                 if not goes_on():
                     return chosen
-                few_rows = FewRows(partial(_always, method), scratch)
+                few_rows = FewRows(others, partial(_always, method), scratch)
                 try:
                     result = site.launch(few_rows, *site.inputs(num_rows, seed=1), count=1)
                     took_s[method] = seconds(partial(site.launch, few_rows, x_TK, delta_TK))

@@ -51,8 +51,8 @@ from pdserve.engine.memory.plan import (
 )
 from pdserve.engine.model.attention import EagerAttention
 from pdserve.engine.model.decoder import Decoder
-from pdserve.engine.model.linear import weight_levels
 from pdserve.engine.model.parameters import WHOLE, Shard, Weights
+from pdserve.engine.model.rounded import weight_levels
 from pdserve.engine.rows import warm_rows
 from pdserve.engine.sampling.grammars import open_grammars
 from pdserve.engine.torch_engine import TorchEngine

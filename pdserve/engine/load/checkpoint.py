@@ -19,7 +19,8 @@ from pdserve.core.errors import InternalError, ModelError
 from pdserve.engine.load.checkpoint_files import ITEM_BYTES, Checkpoint, StoredTensor, check_sizes, open_checkpoint
 from pdserve.engine.model.attention import inverse_frequencies
 from pdserve.engine.model.config import ModelConfig, RopeConfig, read_config
-from pdserve.engine.model.linear import Linear, PlainLinear, has_panels
+from pdserve.engine.model.forms import has_panels
+from pdserve.engine.model.linear import Linear, PlainLinear
 from pdserve.engine.model.parameters import WHOLE, Cut, Shard, Span
 from pdserve.engine.model.quantisation import PER_WORD, Axis, PackedScheme, PackedTensor, Quantisation, Scheme
 

@@ -12,12 +12,13 @@ import torch
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Sampling
-from pdserve.engine.cpu.int4 import has_amx, has_kernel
 from pdserve.engine.interface import EngineSpec, Row
 from pdserve.engine.load.checkpoint_files import Checkpoint
 from pdserve.engine.memory.host import free_bytes
 from pdserve.engine.memory.plan import DeviceUse, PoolUnit, runtime_bytes
-from pdserve.engine.model.linear import Rounding, multiplies_bfloat16, reads_bfloat16
+from pdserve.engine.model.forms import multiplies_bfloat16, reads_bfloat16
+from pdserve.engine.model.linear import Rounding
+from pdserve.engine.model.rounded import has_amx, has_int4_kernel
 from pdserve.engine.torch_engine import TorchEngine
 
 
@@ -65,7 +66,7 @@ def choose_precision(dtype: str, device: torch.device, stored: str = "") -> Prec
     if dtype == "fp8" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9)):
         raise ConfigError("dtype", dtype, "int8 on a CPU; fp8 products need CUDA of compute capability 8.9")
     if dtype == "auto":
-        if is_cpu and stored == "int4" and has_kernel():
+        if is_cpu and stored == "int4" and has_int4_kernel():
             dtype = "int4"
         elif not is_cpu or (stored == "bfloat16" and has_fast_bfloat16()):
             dtype = "bfloat16"

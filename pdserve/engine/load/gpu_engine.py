@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 def make_decoder(plan: LoadPlan, weights: Weights, ranks: Ranks | None) -> Decoder:
     device, config = plan.facts.device, plan.model
     model = Decoder(config, weights, ranks, ops)
-    sites = sites_of(weights, config.activation)
-    model.few_rows = open_few_rows(gpu_switches().products, sites, device, _num_processors(device))
+    sites, processors = sites_of(weights), _num_processors(device)
+    model.products = open_few_rows(gpu_switches().products, model.products, sites, device, processors)
     return model
 
 

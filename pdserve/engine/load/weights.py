@@ -18,25 +18,16 @@ from torch import Tensor
 
 from pdserve.bounded_file import MAX_JSON_BYTES, read_bytes
 from pdserve.core.errors import ModelError
-from pdserve.engine.cpu.int4 import Int4Linear
 from pdserve.engine.cpu.kernels.rounding import LEVELS
 from pdserve.engine.load.checkpoint import TORCH_DTYPES, Needs, drop_unused, with_own_head
 from pdserve.engine.load.checkpoint_files import Checkpoint, StoredTensor, split_experts
 from pdserve.engine.load.tensor_reader import LoadScratch, TensorReader, dequantise_groups, load_threads, unpack
 from pdserve.engine.model.config import ModelConfig
-from pdserve.engine.model.linear import (
-    Int8Linear,
-    Linear,
-    Rounding,
-    is_repacked,
-    make_invariant,
-    make_linear,
-    rounding_for,
-    weight_dtype,
-    weight_levels,
-)
+from pdserve.engine.model.forms import is_repacked, make_linear, rounding_for, store, weight_dtype
+from pdserve.engine.model.linear import Linear, Rounding, make_invariant
 from pdserve.engine.model.parameters import WHOLE, Cut, Shard, Source, Span, Weights, build_weights
 from pdserve.engine.model.quantisation import PackedScheme, Quantisation, Scheme
+from pdserve.engine.model.rounded import weight_levels
 
 # --- deterministic mode ---------------------------------------------------------------------------------------
 # The bits of a row's result depend only on the row, not on other rows, chunks or the worker. What could break that, and
@@ -219,18 +210,18 @@ class CheckpointSource:
             scales.append(scale.flatten().expand(part_NK.shape[0]))
             if has_bias:
                 biases.append(self._bias(module, part_NK.shape[0]))
-        return Int8Linear(rounded_NK, torch.cat(scales), torch.cat(biases) if has_bias else None)
+        return store("int8", (rounded_NK, torch.cat(scales)), torch.cat(biases) if has_bias else None)
 
     def _int4_matrix(self, parts: Mapping[str, int], scheme: PackedScheme, has_bias: bool) -> Linear:
         """The same for the groups of a 4-bit checkpoint."""
         groups = [unpack(scheme, module, self._read_raw) for module in parts]
         biases = [self._bias(module, size) for module, size in parts.items()] if has_bias else []
-        return Int4Linear(
+        weights = (
             torch.cat([one.rounded_NK for one in groups]),
             torch.cat([one.scale_NG for one in groups]),
             torch.cat([one.zero_NG for one in groups]),
-            torch.cat(biases) if has_bias else None,
         )
+        return store("int4", weights, torch.cat(biases) if has_bias else None)
 
     def _place(self, num_rows: int, num_columns: int, rounding: Rounding) -> Tensor:
         """The place of a matrix before `make_linear`: new memory if that is its final form, otherwise
@@ -278,7 +269,7 @@ def rounding_beside(quantisation: Quantisation, rounding: Rounding) -> Rounding:
 
 
 def _is_kept(scheme: Scheme | PackedScheme | None) -> bool:
-    """Integers that Int8Linear can multiply unchanged: one scale per output, and no overflow."""
+    """Integers that int8 products can multiply unchanged: one scale per output, and no overflow."""
     return (
         isinstance(scheme, Scheme) and scheme.stored == "I8" and scheme.block[1] is None and weight_levels() == LEVELS
     )

@@ -7,17 +7,18 @@ Prefill chunks and decode rows are multiplied in one packed batch; only attentio
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast, final
+from typing import TYPE_CHECKING, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pdserve.core.errors import InternalError
 from pdserve.engine.cpu import ops as cpu_ops
-from pdserve.engine.cpu.ops import Ops, RoundedOps
+from pdserve.engine.cpu.ops import Ops
 from pdserve.engine.model.attention import AttentionBackend, Heads
 from pdserve.engine.model.config import ExpertsConfig, ModelConfig
-from pdserve.engine.model.linear import FewRows, Linear, PlainLinear, RoundingLinear
+from pdserve.engine.model.linear import Addend, Addends, LayerAddends, Linear, PlainLinear, Products
 from pdserve.engine.model.parameters import ExpertWeights, MlpWeights, Shard, Weights, rank_config
 
 if TYPE_CHECKING:
@@ -77,12 +78,10 @@ class Decoder:
         self.heads = Heads.of(config, weights.norm_E)
         # Rounded to the compute dtype, as in training: 55.5 instead of 55.4256 in bfloat16.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=weights.dtype))
-        self._ops = ops
-        self._gated = ops.silu_mul if config.activation == "silu" else ops.gelu_mul
+        self.products = Products(ops, config.norm_eps, config.activation)  # on a GPU, by a switch, another class
         shards = () if ranks is None else (Shard(rank, ranks.shard.size) for rank in range(ranks.shard.size))
-        head, is_plain = weights.head, ranks is None and config.logit_softcap is None
-        self.few_rows: FewRows | None = None  # on a GPU, by a switch
-        self._plain_head = head if is_plain and isinstance(head, PlainLinear) else None  # its product is the logits
+        # Whether the product of the head is the logits, and can be written to given memory.
+        self._writes_logits = ranks is None and config.logit_softcap is None and isinstance(weights.head, PlainLinear)
         self._tokens_of = tuple(one.span(whole.vocab_size, whole.vocab_size) for one in shards)  # by rank
 
     @property
@@ -105,19 +104,24 @@ class Decoder:
         """Of the first layer's attention."""
         return self._weights.layers[0].window
 
-    def hidden(self, attention: AttentionBackend) -> Tensor:
+    def hidden(self, attention: AttentionBackend, addends: Addends | None = None) -> Tensor:
         """Writes the KV of all tokens; returns the states, after the last norm, of the tokens that are needed, [U, E].
+
+        `addends` add to the products of the batch. A recorded step (load/recorded.py) has none.
 
         Ranks synchronise before the first store, between layers and after the last store, so no rank clears, stores or
         reads a block while another one is in an earlier or later step.
         """
-        return self.through_layers(self.embed(attention.token_T), attention)
+        return self.through_layers(self.embed(attention.token_T), attention, addends)
 
-    def through_layers(self, x_TE: Tensor, attention: AttentionBackend) -> Tensor:
+    def through_layers(self, x_TE: Tensor, attention: AttentionBackend, addends: Addends | None = None) -> Tensor:
         """`hidden` of embedded tokens, which it may overwrite."""
         delta_TE: Tensor | None = None  # output of the previous sublayer, to be added
+        added, products = LayerAddends(), self.products
         for index, layer in enumerate(self._weights.layers):
-            x_TE, qkv_TN = self._normed_product(layer.qkv, x_TE, delta_TE, layer.attention_norm_E)
+            if addends is not None:
+                added = addends.layer(index)
+            x_TE, qkv_TN = products.normed(layer.qkv, x_TE, delta_TE, layer.attention_norm_E, added.qkv)
             qkv_TND = qkv_TN.view(len(x_TE), -1, self._config.head_dim)
             attended_TN = attention.forward(index, layer, qkv_TND)
             if index == self._config.num_layers - 1 and attention.read_U is not None:
@@ -127,28 +131,28 @@ class Decoder:
                     self._sum(x_TE.new_zeros(1))
                     return x_TE[:0]
                 x_TE, attended_TN = x_TE[attention.read_U], attended_TN[attention.read_U]
-            delta_TE = self._sum(self._product(layer.o, attended_TN))
+                if addends is not None:
+                    added = addends.take(attention.read_U).layer(index)
+            delta_TE = self._sum(products.plain(layer.o, attended_TN, added.o))
             if layer.attention_post_norm_E is not None:
-                delta_TE = self._norm(delta_TE, layer.attention_post_norm_E)
-            x_TE, mlp_TE = self._mlp(layer.mlp, x_TE, delta_TE, layer.mlp_norm_E)
+                delta_TE = products.norm(delta_TE, None, layer.attention_post_norm_E)
+            x_TE, mlp_TE = self._mlp(layer.mlp, x_TE, delta_TE, layer.mlp_norm_E, added)
             delta_TE = self._sum(mlp_TE)
             if layer.mlp_post_norm_E is not None:
-                delta_TE = self._norm(delta_TE, layer.mlp_post_norm_E)
-        return self._add_norm(x_TE, delta_TE, self._weights.norm_E)
+                delta_TE = products.norm(delta_TE, None, layer.mlp_post_norm_E)
+        return products.norm(x_TE, delta_TE, self._weights.norm_E)
 
     @property
     def logits_dtype(self) -> torch.dtype:
         """Of `logits` with `out_TV`: that of the head's product, unless more is computed from it in float32."""
-        return torch.float32 if self._plain_head is None else self.dtype
+        return self.dtype if self._writes_logits else torch.float32
 
-    def logits(self, x_TE: Tensor, out_TV: Tensor | None = None) -> Tensor:
-        """Logits of states that `hidden` returned, [T, V]: float32, or of `logits_dtype` in `out_TV`."""
-        if out_TV is not None and self._plain_head is not None:
-            few_rows = self._few_rows_of(self._plain_head, x_TE)
-            if few_rows is not None:
-                return few_rows.product(self._plain_head, x_TE, out_TV)
-            return self._plain_head.into(x_TE, out_TV)
-        logits_TV = self._product(self._weights.head, x_TE)
+    def logits(self, x_TE: Tensor, out_TV: Tensor | None = None, addend: Addend | None = None) -> Tensor:
+        """Logits of states that `hidden` returned, [T, V]: float32, or of `logits_dtype` in `out_TV`. `addend` is the
+        head's, of these states."""
+        if out_TV is not None and self._writes_logits:
+            return self.products.plain(self._weights.head, x_TE, addend, out_TV)
+        logits_TV = self.products.plain(self._weights.head, x_TE, addend)
         if self._ranks is not None:
             logits_TV = self._ranks.concat_columns(logits_TV.float(), [end - begin for begin, end in self._tokens_of])
         logits_TV = logits_TV.float() if out_TV is None else out_TV.copy_(logits_TV)
@@ -171,61 +175,19 @@ class Decoder:
     def _sum(self, x_TE: Tensor) -> Tensor:
         return x_TE if self._ranks is None else self._ranks.sum(x_TE.to(self.dtype))
 
-    def _few_rows_of(self, linear: Linear, x_TK: Tensor) -> FewRows | None:
-        """What computes the product of so few rows; None: the product itself."""
-        few_rows = self.few_rows
-        is_few = few_rows is not None and isinstance(linear, PlainLinear) and len(x_TK) <= few_rows.most_rows
-        return few_rows if is_few else None
-
-    def _product(self, linear: Linear, x_TK: Tensor) -> Tensor:
-        few_rows = self._few_rows_of(linear, x_TK)
-        return linear(x_TK) if few_rows is None else few_rows.product(cast(PlainLinear, linear), x_TK)
-
     def _mlp(
-        self, mlp: MlpWeights | ExpertWeights, x_TE: Tensor, delta_TE: Tensor, norm_E: Tensor
+        self,
+        mlp: MlpWeights | ExpertWeights,
+        x_TE: Tensor,
+        delta_TE: Tensor,
+        norm_E: Tensor,
+        added: LayerAddends,
     ) -> tuple[Tensor, Tensor]:
         """x + delta, and the mlp of its norm. The sum may be in x's memory."""
         if isinstance(mlp, MlpWeights):
-            few_rows = self._few_rows_of(mlp.gate_up, x_TE)
-            if few_rows is not None:
-                gate_up, activation = cast(PlainLinear, mlp.gate_up), self._config.activation
-                x_TE, gated = few_rows.gated(gate_up, x_TE, delta_TE, norm_E, self._config.norm_eps, activation)
-                return x_TE, self._product(mlp.down, gated)
-            x_TE, gate_up_TN = self._normed_product(mlp.gate_up, x_TE, delta_TE, norm_E)
-            rounded = self._rounded(mlp.down)
-            if rounded is None:
-                return x_TE, self._product(mlp.down, self._gated(gate_up_TN))
-            round_gated = rounded.silu_mul if self._config.activation == "silu" else rounded.gelu_mul
-            return x_TE, cast(RoundingLinear, mlp.down).product(*round_gated(gate_up_TN))
+            return self.products.mlp(mlp.gate_up, mlp.down, x_TE, delta_TE, norm_E, added)
         assert self._config.experts is not None
-        normed_TE = self._add_norm(x_TE, delta_TE, norm_E)
-        return x_TE, apply_experts(self._config.experts, mlp, self._gated, normed_TE)
-
-    def _normed_product(
-        self, linear: Linear, x_TE: Tensor, delta_TE: Tensor | None, norm_E: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """x + delta, which may be in x's memory, and `linear` of its norm. For a product that rounds its inputs, the
-        norm is rounded in the same operation."""
-        rounded, eps = self._rounded(linear), self._config.norm_eps
-        few_rows = self._few_rows_of(linear, x_TE)
-        if few_rows is not None:
-            return few_rows.normed(cast(PlainLinear, linear), x_TE, delta_TE, norm_E, eps)
-        if rounded is None:
-            return x_TE, linear(self._add_norm(x_TE, delta_TE, norm_E))
-        product = cast(RoundingLinear, linear).product
-        if delta_TE is None:
-            return x_TE, product(*rounded.rms_norm(x_TE, norm_E, eps))
-        return x_TE, product(*rounded.add_rms_norm(x_TE, delta_TE, norm_E, eps))
-
-    def _rounded(self, linear: Linear) -> RoundedOps | None:
-        """The operations whose results this product takes."""
-        return self._ops.ROUNDED.get(getattr(linear, "rounding", ""))
-
-    def _add_norm(self, x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor) -> Tensor:
-        """The norm of x after `delta_TE`, if any, is added to it in place."""
-        if delta_TE is None:
-            return self._norm(x_TE, weight_E)
-        return self._ops.add_rms_norm(x_TE, delta_TE, weight_E, self._config.norm_eps)
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self._ops.rms_norm(x, weight, self._config.norm_eps)
+        if added.gate_up is not None or added.down is not None:
+            raise InternalError("experts have no place for an addend")
+        normed_TE = self.products.norm(x_TE, delta_TE, norm_E)
+        return x_TE, apply_experts(self._config.experts, mlp, self.products.gated, normed_TE)

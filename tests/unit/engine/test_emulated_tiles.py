@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.engine.cpu import int4
 from pdserve.engine.cpu.kernels import jit
+from pdserve.engine.model.rounded import has_int4_kernel
 
 ROOT = Path(__file__).parents[3]
 FOLDER = "tests/unit/engine"
@@ -51,7 +51,7 @@ def run(command: list[str], cache: Path) -> str:
         [f"{FOLDER}/test_amx_attention.py"],
         pytest.param(
             [f"{FOLDER}/test_int4.py", "-k", "rounded_numbers or overflow or any_batch"],
-            marks=pytest.mark.skipif(not int4.has_kernel(), reason="some of them need AVX-512 VNNI or AVX2"),
+            marks=pytest.mark.skipif(not has_int4_kernel(), reason="some of them need AVX-512 VNNI or AVX2"),
         ),
     ],
 )
@@ -66,8 +66,8 @@ import hashlib, sys
 import torch
 if sys.argv[1] == "emulated":
     import tests.support.emulated_tiles
-from pdserve.engine.cpu.int4 import make_int4_linear
-from pdserve.engine.kernels import amx, amx_gemm, amx_int4
+from pdserve.engine.cpu.kernels import amx, amx_gemm, amx_int4
+from pdserve.engine.model.forms import make_linear
 from tests.unit.engine.test_attention import filled_pool, queries, scattered
 from tests.unit.engine.test_amx_attention import tiled
 
@@ -82,7 +82,7 @@ plan = attention.plan([table], [50], [150])
 for result in (
     amx_gemm.pack_bfloat16(weight.bfloat16())(x.bfloat16()).float(),
     amx_gemm.pack_float32(weight.bfloat16().float())(x),
-    make_int4_linear(weight, None)(x),
+    make_linear(weight, None, "int4")(x),
     attention.attend(1, q_THD, plan, None, None, None),
     attention.attend(1, q_THD, plan, 33, None, 5.0),
 ):

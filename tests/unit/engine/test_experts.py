@@ -21,7 +21,8 @@ from pdserve.engine.load.weights import load_weights
 from pdserve.engine.model.config import ExpertsConfig, read_config
 from pdserve.engine.model.config_schema import ExpertNames
 from pdserve.engine.model.decoder import apply_experts, choose
-from pdserve.engine.model.linear import PlainLinear, Rounding, make_linear
+from pdserve.engine.model.forms import make_linear
+from pdserve.engine.model.linear import PlainLinear, Rounding
 from pdserve.engine.model.parameters import ExpertWeights, MlpWeights
 
 NAMES = ExpertNames(block="mlp", parts=("gate_proj", "up_proj", "down_proj"))

@@ -18,8 +18,6 @@ from torch import Tensor
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError, ModelError
 from pdserve.core.types import Sampling
-from pdserve.engine.cpu import int4
-from pdserve.engine.cpu.int4 import Int4Linear, make_int4_linear, round_groups
 from pdserve.engine.cpu.kernels.rounding import INT4_BYTES
 from pdserve.engine.cpu.ops import quantise
 from pdserve.engine.interface import Engine, Row
@@ -27,10 +25,13 @@ from pdserve.engine.load.checkpoint_files import open_checkpoint
 from pdserve.engine.load.device import choose_precision
 from pdserve.engine.load.load_plan import weight_bytes
 from pdserve.engine.load.weights import load_weights
+from pdserve.engine.model import rounded as rounded_forms
 from pdserve.engine.model.config import read_config
-from pdserve.engine.model.linear import Int8Linear, make_invariant, make_linear
+from pdserve.engine.model.forms import make_linear
+from pdserve.engine.model.linear import make_invariant
 from pdserve.engine.model.parameters import Shard
 from pdserve.engine.model.quantisation import PackedScheme, read_quantisation
+from pdserve.engine.model.rounded import Int4Linear, Int8Linear, has_amx, has_int4_kernel, has_int4_tiles, round_groups
 from pdserve.launch import serve
 
 Json = dict[str, Any]
@@ -43,12 +44,12 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of the outputs in an int32, as AutoAWQ p
 def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How Int4Linear multiplies: on any machine also as on others."""
     if request.param == "kernel":
-        if not int4.has_kernel():
+        if not has_int4_kernel():
             pytest.skip("needs numba, and AVX-512 VNNI or AVX2")
-        monkeypatch.setattr(int4, "has_amx", lambda: False)
+        monkeypatch.setattr(rounded_forms, "has_amx", lambda: False)
     else:
-        monkeypatch.setattr(int4, "has_kernel", lambda: False)
-        monkeypatch.setattr(int4, "has_amx", lambda: request.param == "amx")
+        monkeypatch.setattr(rounded_forms, "has_int4_kernel", lambda: False)
+        monkeypatch.setattr(rounded_forms, "has_amx", lambda: request.param == "amx")
     return str(request.param)
 
 
@@ -104,10 +105,10 @@ def test_the_largest_sums_do_not_overflow(size: int, sign: int, product: str) ->
 
 
 @pytest.mark.skipif(
-    not int4.has_kernel() or (int4.has_amx() and not int4.has_tiles(64)), reason="the rows are multiplied in two ways"
+    not has_int4_kernel() or (has_amx() and not has_int4_tiles(64)), reason="the rows are multiplied in two ways"
 )
 def test_a_row_has_the_same_bits_in_any_batch() -> None:
-    linear = make_int4_linear(torch.randn(130, 200), None)
+    linear = make_linear(torch.randn(130, 200), None, "int4")
     assert make_invariant(linear, 200) is linear
     x = torch.randn(600, 200)  # more than two parts of the kernel for AMX
     whole = linear(x)
@@ -298,7 +299,7 @@ def test_auto_keeps_4_bits_where_the_cpu_multiplies_them(folder: Path) -> None:
     pack_folder(folder, "gptq")
     stored = read_config(folder).stored
     assert stored == "int4"
-    assert choose_precision("auto", CPU, stored).name == ("int4" if int4.has_kernel() else "float32")
+    assert choose_precision("auto", CPU, stored).name == ("int4" if has_int4_kernel() else "float32")
     assert read_config(folder.parent / "reference").stored == "float32"
 
 

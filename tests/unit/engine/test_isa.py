@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pdserve.engine.cpu.kernels import int4_gemm, jit, packed_gemm
-from pdserve.engine.model import linear
+from pdserve.engine.model import rounded
 from tests import isa
 
 pytestmark = [
@@ -51,7 +51,7 @@ def test_this_process_runs_at_the_requested_level() -> None:
 OVERFLOW = """
 import torch
 torch.cpu._is_vnni_supported = lambda: True
-from pdserve.engine.model.linear import weight_levels
+from pdserve.engine.model.rounded import weight_levels
 print(weight_levels())
 """
 
@@ -72,11 +72,11 @@ def test_int8_levels_are_halved_without_vnni() -> None:
 
 def test_weights_use_all_exact_levels() -> None:
     """The chosen level is exact here. If half was chosen, one level more would not be."""
-    levels = linear.weight_levels()
+    levels = rounded.weight_levels()
     assert levels in (63, 127)
-    assert linear.is_exact(levels)
+    assert rounded.is_exact(levels)
     if levels == 63 and not isa.level_of_this_process():
-        assert not (torch.cpu._is_vnni_supported() and linear.is_exact(127))
+        assert not (torch.cpu._is_vnni_supported() and rounded.is_exact(127))
 
 
 @pytest.mark.parametrize(

@@ -161,14 +161,14 @@ def test_argmax_is_the_first_of_the_largest(size: int) -> None:
 # Other threads allocate blocks of the size of the kernel's own memory, and write to them, from the same heap.
 ALLOCATING = """
 import threading, time, torch
-from pdserve.engine.model.linear import PackedLinear, _packed_product
+from pdserve.engine.model.forms import make_linear, packed_product
 ended = threading.Event()
 def allocate():
     while not ended.is_set():
         [b"?" * num_bytes for num_bytes in (8159, 8176, 8192, 8208, 8256) * 50]
-linear, x = PackedLinear(torch.randn(4096, 512), None), torch.randn(32, 512)
-expected = _packed_product(x, linear._packed)
-assert linear._panels is not None
+linear, x = make_linear(torch.randn(4096, 512)), torch.randn(32, 512)
+expected = packed_product(x, linear.packed)
+assert linear.few_rows is not None
 threads = [threading.Thread(target=allocate) for _ in range(2)]
 [thread.start() for thread in threads]
 until_s = time.monotonic() + 1.0

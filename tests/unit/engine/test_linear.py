@@ -12,21 +12,11 @@ from torch import Tensor
 from pdserve.engine.cpu.kernels import amx_gemm, packed_gemm
 from pdserve.engine.cpu.kernels.instructions import LANES
 from pdserve.engine.cpu.kernels.rounding import BFLOAT16_TRIAL
-from pdserve.engine.model import linear as linear_module
-from pdserve.engine.model.linear import (
-    Bf16Linear,
-    FixedRowsLinear,
-    Int8Linear,
-    PackedLinear,
-    PlainLinear,
-    Rounding,
-    fits_bfloat16,
-    make_invariant,
-    make_linear,
-    quantise,
-    round_weights,
-    weight_levels,
-)
+from pdserve.engine.cpu.ops import quantise
+from pdserve.engine.model import forms
+from pdserve.engine.model.forms import PackedLinear, fits_bfloat16, make_linear
+from pdserve.engine.model.linear import FixedRowsLinear, Linear, Rounding, make_invariant
+from pdserve.engine.model.rounded import Int8Linear, weight_levels
 
 SHAPES = [(64, 64), (768, 1280), (70, 129), (2048, 96), (33, 1)]
 
@@ -41,7 +31,8 @@ def tensors(num_inputs: int, num_outputs: int, *, has_bias: bool) -> tuple[Tenso
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), SHAPES)
 def test_packed_equals_plain_for_any_number_of_rows(num_inputs: int, num_outputs: int, has_bias: bool) -> None:
     weight, bias = tensors(num_inputs, num_outputs, has_bias=has_bias)
-    packed = PackedLinear(weight, bias)
+    packed = make_linear(weight, bias)
+    assert packed.form == "float32 packed"
     for rows in (1, 2, 3, 4, 5, 31, 64):
         x = torch.randn(rows, num_inputs)
         torch.testing.assert_close(packed(x), F.linear(x, weight, bias), rtol=0, atol=2e-5)
@@ -76,7 +67,8 @@ def test_few_rows_have_the_same_bits_as_onednn(
         is_other = torch.cpu._is_amx_tile_supported() or (rounding == "int8" and num_inputs % 64 and LANES == 16)
         if rounding == "none" and not is_packed_in_panels(num_inputs, num_outputs):
             is_other = True
-        assert linear._panels is not None or is_other  # type: ignore[attr-defined]
+        assert isinstance(linear, PackedLinear | Int8Linear) or is_other
+        assert is_other or linear.few_rows is not None
         num_rows = BFLOAT16_TRIAL // num_outputs if rounding == "bfloat16" else 40
         x = torch.randn(num_rows, num_inputs)
         whole = linear(x)  # More rows than the kernel accepts.
@@ -95,18 +87,18 @@ def test_weights_of_a_bfloat16_checkpoint_take_half_of_the_memory_and_give_the_s
 ) -> None:
     weight, bias = tensors(num_inputs, num_outputs, has_bias=True)
     weight = weight.bfloat16().float()
-    monkeypatch.setattr(linear_module, "_float32_tiles", lambda _: None)  # they add in another order
+    monkeypatch.setattr(forms, "_has_tiles", lambda *_: False)  # they add in another order
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
         if not packed_gemm.is_supported() or not is_packed_in_panels(num_inputs, num_outputs):
             pytest.skip("oneDNN multiplies on this machine")
-        linear = PackedLinear(weight.clone(), bias)
-        assert linear._panels._kept[0].nbytes == 2 * weight.numel()  # type: ignore[union-attr]
-        assert not hasattr(linear, "_packed")
-        monkeypatch.setattr(linear_module, "fits_bfloat16", lambda _: False)
-        wide = PackedLinear(weight.clone(), bias)
-        assert wide._packed is not None
+        linear = make_linear(weight.clone(), bias)
+        assert linear.form == "widened"
+        assert linear.kernel._kept[0].nbytes == 2 * weight.numel()  # type: ignore[attr-defined]
+        monkeypatch.setattr(forms, "fits_bfloat16", lambda _: False)
+        wide = make_linear(weight.clone(), bias)
+        assert wide.form == "float32 packed"
         for rows in (1, 2, 3, 4, 6, 7, 13, 33, 96, 97, 200):
             x = torch.randn(rows, num_inputs)
             assert torch.equal(linear(x), wide(x))
@@ -118,10 +110,9 @@ def test_weights_of_a_bfloat16_checkpoint_take_half_of_the_memory_and_give_the_s
 def test_with_amx_weights_of_a_bfloat16_checkpoint_take_half_of_the_memory() -> None:
     weight, bias = tensors(768, 128, has_bias=True)
     weight = weight.bfloat16().float()
-    linear = PackedLinear(weight.clone(), bias)
-    assert linear.reads_bfloat16
-    assert linear._panels._packed.nbytes == 2 * weight.numel()  # type: ignore[union-attr]
-    assert not hasattr(linear, "_packed")
+    linear = make_linear(weight.clone(), bias)
+    assert linear.form == "float32 tiles"
+    assert linear.kernel._packed.nbytes == 2 * weight.numel()  # type: ignore[attr-defined]
     x = torch.randn(40, 768)
     expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     torch.testing.assert_close(linear(x).double(), expected, rtol=0, atol=1e-5)
@@ -133,14 +124,14 @@ def test_one_weight_that_bfloat16_cannot_hold_keeps_float32() -> None:
     assert fits_bfloat16(torch.tensor([[float("inf"), float("nan"), -0.0, 1e-39]]).bfloat16().float())
     weight[63, 127] = 1 + 2**-8
     assert not fits_bfloat16(weight)
-    assert torch.equal(PackedLinear(weight, None)(torch.eye(128)), weight.t())
+    assert torch.equal(make_linear(weight)(torch.eye(128)), weight.t())
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), SHAPES)
 def test_int8_multiplies_the_rounded_numbers(num_inputs: int, num_outputs: int, has_bias: bool) -> None:
     weight, bias = tensors(num_inputs, num_outputs, has_bias=has_bias)
-    linear = Int8Linear(*round_weights(weight), bias)
+    linear = make_linear(weight, bias, "int8")
     levels = weight_levels()
     scale_N = weight.abs().amax(1) / levels
     weight_NK = (weight / scale_N[:, None]).round().double() * scale_N[:, None].double()
@@ -163,7 +154,7 @@ def test_bfloat16_multiplies_the_rounded_numbers(
     is_packed: bool, num_inputs: int, num_outputs: int, has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_packed:  # As on a CPU without such a product in oneDNN.
-        monkeypatch.setattr(linear_module, "multiplies_bfloat16", lambda: False)
+        monkeypatch.setattr(forms, "multiplies_bfloat16", lambda: False)
     weight, bias = tensors(num_inputs, num_outputs, has_bias=has_bias)
     linear = make_linear(weight, bias, "bfloat16")
     for rows in (1, 4, 33):
@@ -183,7 +174,7 @@ def test_the_largest_int8_sums_do_not_overflow(num_inputs: int) -> None:
     """Without VNNI, products are added in 16 bits."""
     sign = torch.ones(64)
     sign[::2] = -1
-    linear = Int8Linear(*round_weights(sign[:, None].repeat(1, num_inputs)), None)
+    linear = make_linear(sign[:, None].repeat(1, num_inputs), None, "int8")
     for rows in (1, 4, 33, 65, 193):
         x = torch.ones(rows, num_inputs)
         x[1::2] = -1
@@ -195,15 +186,14 @@ def test_weights_that_could_overflow_16_bits_are_left_to_onednn(level: int) -> N
     """A CPU with VNNI may be told to compile kernels for AVX2; weights then have all 127 levels."""
     rounded = torch.ones(64, 64, dtype=torch.int8)
     rounded[5, 7] = 63 if level > 0 else -63
-    is_packed = packed_gemm.pack_int8_panels(rounded, torch.ones(64), 128) is not None
-    assert is_packed == (LANES == 8 and packed_gemm.is_supported(torch.int8))
+    assert packed_gemm.fits_int8_panels(rounded) == (LANES == 8 and packed_gemm.is_supported(torch.int8))
     rounded[5, 7] = level
-    assert packed_gemm.pack_int8_panels(rounded, torch.ones(64), 128) is None
+    assert not packed_gemm.fits_int8_panels(rounded)
 
 
 def test_an_int8_row_does_not_depend_on_its_batch() -> None:
     weight, _ = tensors(768, 512, has_bias=False)
-    linear = Int8Linear(*round_weights(weight), None)
+    linear = make_linear(weight, None, "int8")
     x = torch.randn(16, 768)
     company = x.clone()
     company[1:] *= 1000
@@ -213,15 +203,15 @@ def test_an_int8_row_does_not_depend_on_its_batch() -> None:
 
 def test_a_token_of_zeros_stays_zero() -> None:
     weight, _ = tensors(64, 64, has_bias=False)
-    assert not Int8Linear(*round_weights(weight), None)(torch.zeros(2, 64)).any()
+    assert not make_linear(weight, None, "int8")(torch.zeros(2, 64)).any()
 
 
 def test_the_form_follows_the_weight() -> None:
     weight, _ = tensors(64, 64, has_bias=False)
-    assert isinstance(make_linear(weight), PackedLinear)
-    assert isinstance(make_linear(weight.bfloat16()), PlainLinear)
-    assert isinstance(make_linear(weight.bfloat16(), rounding="int8"), Int8Linear)
-    assert isinstance(make_linear(weight, rounding="bfloat16"), Bf16Linear)
+    assert make_linear(weight).form == "float32 packed"
+    assert make_linear(weight.bfloat16()).form == "plain"
+    assert make_linear(weight.bfloat16(), rounding="int8").form.startswith("int8 ")
+    assert make_linear(weight, rounding="bfloat16").form.startswith("bfloat16 ")
     x = torch.randn(3, 64).bfloat16()
     assert torch.equal(make_linear(weight.bfloat16())(x), F.linear(x, weight.bfloat16()))
 
@@ -241,10 +231,9 @@ def test_packed_and_int8_rows_have_the_same_bits_in_any_number(rounding: Roundin
 def test_a_batch_dependent_product_gets_a_fixed_size() -> None:
     weight, _ = tensors(96, 32, has_bias=False)
 
-    class Fickle:
-        num_outputs, num_bytes = 32, weight.nbytes
-
-        def __call__(self, x_TK: Tensor) -> Tensor:
+    class Fickle(Linear):
+        def product(self, *inputs: Tensor) -> Tensor:
+            (x_TK,) = inputs
             return F.linear(x_TK, weight) + x_TK.shape[0] * 1e-3
 
     linear = make_invariant(Fickle(), 96)

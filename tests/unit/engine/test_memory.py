@@ -17,9 +17,9 @@ from pdserve.engine.load.checkpoint_files import Checkpoint, StoredTensor
 from pdserve.engine.load.device import available_bytes, reads_bfloat16_of
 from pdserve.engine.load.load_plan import check_fits, weight_bytes
 from pdserve.engine.memory.host import cgroup_bytes, free_bytes, host_bytes, usable_cores
-from pdserve.engine.model import linear
+from pdserve.engine.model import forms
 from pdserve.engine.model.config import read_config
-from pdserve.engine.model.linear import PackedLinear, reads_bfloat16
+from pdserve.engine.model.forms import form_of, has_panels, reads_bfloat16
 
 
 def test_the_estimate_counts_every_matrix(tiny: Callable[[str], Path]) -> None:
@@ -45,8 +45,8 @@ def test_large_matrices_of_a_bfloat16_checkpoint_count_two_bytes_per_weight(
     config = read_config(tiny("llama"))
     whole = weight_bytes(config, torch.float32, rounding="none")
     assert weight_bytes(config, torch.float32, rounding="none", halves_float32=True) == whole  # these are small
-    monkeypatch.setattr(linear, "_TRIED_SIZE", 64)
-    monkeypatch.setattr(linear, "_LEAST_INPUTS", 64)
+    monkeypatch.setattr(forms, "_TRIED_SIZE", 64)
+    monkeypatch.setattr(forms, "_LEAST_INPUTS", 64)
     layer = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 96
     kept = weight_bytes(config, torch.float32, rounding="none", halves_float32=True)
     assert kept == 2 * (3 * layer + 384 * 64) + 4 * 384 * 64
@@ -77,9 +77,10 @@ def test_weights_are_kept_in_bfloat16_if_all_matrices_are_stored_so(
 
 @pytest.mark.parametrize("shape", [(4096, 768), (768, 4096), (2304, 768), (8192, 128)])
 def test_the_trial_answers_what_large_products_do(shape: tuple[int, int], one_thread: None) -> None:
-    assert linear.has_panels(*shape)
-    assert reads_bfloat16() == PackedLinear(torch.randn(shape).bfloat16().float(), None).reads_bfloat16
-    assert not PackedLinear(torch.randn(shape), None).reads_bfloat16
+    assert has_panels(*shape)
+    is_halved = form_of("none", torch.randn(shape).bfloat16().float()).name in ("widened", "float32 tiles")
+    assert reads_bfloat16() == is_halved
+    assert form_of("none", torch.randn(shape)).name == "float32 packed"
 
 
 def test_a_model_that_does_not_fit_names_both_sizes() -> None:

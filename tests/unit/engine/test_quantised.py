@@ -16,11 +16,14 @@ from torch import Tensor
 from pdserve.core.errors import ModelError
 from pdserve.core.types import Sampling
 from pdserve.engine.interface import Engine, Row
+from pdserve.engine.load import weights as weights_module
 from pdserve.engine.load.checkpoint_files import open_checkpoint
 from pdserve.engine.load.weights import load_weights
+from pdserve.engine.model import forms
 from pdserve.engine.model.config import read_config
-from pdserve.engine.model.linear import Int8Linear, weight_levels
+from pdserve.engine.model.linear import Linear, Rounding
 from pdserve.engine.model.quantisation import PLAIN, ModuleRule, read_quantisation
+from pdserve.engine.model.rounded import weight_levels
 
 CPU = torch.device("cpu")
 Json = dict[str, Any]
@@ -147,13 +150,15 @@ def test_int8_keeps_the_checkpoints_own_integers(folder: Path, monkeypatch: pyte
     name = "model.layers.1.mlp.down_proj.weight"
     rewrite(folder, lambda all_: all_.update({name: all_[name].clamp(-100, 100)}))
     seen: list[tuple[Tensor, Tensor]] = []
-    prepare = Int8Linear.__init__
+    store = forms.store
 
-    def noting(self: Int8Linear, rounded: Tensor, scale: Tensor, bias: Tensor | None) -> None:
-        seen.append((rounded.clone(), scale.clone()))
-        prepare(self, rounded, scale, bias)
+    def noting(rounding: Rounding, weights: tuple[Tensor, ...], bias: Tensor | None) -> Linear:
+        if rounding == "int8":
+            seen.append((weights[0].clone(), weights[1].clone()))
+        return store(rounding, weights, bias)
 
-    monkeypatch.setattr(Int8Linear, "__init__", noting)
+    for module in (forms, weights_module):
+        monkeypatch.setattr(module, "store", noting)
     load(folder, rounding="int8")
     stored = load_file(folder / "model.safetensors")
     if weight_levels() == 127:

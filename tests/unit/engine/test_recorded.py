@@ -12,9 +12,9 @@ from torch import Tensor
 
 from pdserve.core.types import Sampling
 from pdserve.engine import torch_engine
-from pdserve.engine.cpu import int4
 from pdserve.engine.interface import Row
 from pdserve.engine.load.cpu_engine import RecordedSteps
+from pdserve.engine.model.rounded import has_int4_kernel
 from pdserve.engine.torch_engine import TorchEngine
 
 BUNDLED = str(Path("pdserve/models/stdlib-5m").absolute())
@@ -89,7 +89,7 @@ def test_repeated_steps_match_computed_ones(
             histories[index].append(token)
 
 
-@pytest.mark.skipif(not int4.has_kernel(), reason="products are torch's")
+@pytest.mark.skipif(not has_int4_kernel(), reason="products are torch's")
 @pytest.mark.parametrize(
     ("name", "is_repeated"),
     [
@@ -112,7 +112,7 @@ def test_steps_of_kernels_alone_are_repeated(
     assert (recorded._recorded[1] is not None) == is_repeated
 
 
-@pytest.mark.skipif(not int4.has_kernel(), reason="products are torch's")
+@pytest.mark.skipif(not has_int4_kernel(), reason="products are torch's")
 def test_steps_are_recorded_again_after_any_step_with_more_threads(
     open_engine: Callable[..., TorchEngine], make_prompt: Callable[[int], list[int]]
 ) -> None:

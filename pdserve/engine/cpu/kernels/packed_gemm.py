@@ -7,7 +7,7 @@ Here a block of weights is multiplied with all rows while the next block is pref
 int8 weights in panels; they are then packed here, and all products are the kernel's.
 
 An output is added in oneDNN's order: by fused instructions over k, with partial sums of `chunk` inputs. The bits are
-therefore equal, and a row may use either product. `_find_chunk` tests this before the kernel is used for a
+therefore equal, and a row may use either product. `find_chunk` tests this before the kernel is used for a
 weight; sums of integers are exact in any order.
 """
 
@@ -182,31 +182,29 @@ def is_supported(dtype: torch.dtype = torch.float32) -> bool:
 def make_panels(packed: Tensor, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> Panels | None:
     """For float32 and bfloat16. None if oneDNN packs or adds differently on this machine, or if the CPU lacks the
     kernel's instructions."""
-    num_bytes = dtype.itemsize * num_outputs * num_inputs
-    is_whole = num_outputs % PANEL == num_inputs % _STEP_INPUTS[dtype] == 0
-    if not is_whole or torch.ops.mkldnn._nbytes(packed) != num_bytes or not is_supported(dtype):
+    chunk = find_chunk(lambda: packed, num_outputs, num_inputs, dtype)
+    return None if chunk is None else Panels(packed, num_outputs, num_inputs, dtype, chunk)
+
+
+def find_chunk(pack: Callable[[], Tensor], num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int | None:
+    """The number of inputs in oneDNN's partial sums: the one that gives the same bits, for few rows and for more. None
+    as for `make_panels`. `pack` returns the weights that oneDNN packed; the first ones of each shape are tried."""
+    if num_outputs % PANEL or num_inputs % _STEP_INPUTS[dtype] or not is_supported(dtype):
         return None
     shape = num_outputs, num_inputs, dtype
     key = *shape, torch.get_num_threads()
     if key not in _chunk_of:
-        _chunk_of[key] = _find_chunk(packed, *shape)
-    chunk = _chunk_of[key]
-    return None if chunk is None else Panels(packed, num_outputs, num_inputs, dtype, chunk)
+        packed, num_bytes = pack(), dtype.itemsize * num_outputs * num_inputs
+        is_panels = torch.ops.mkldnn._nbytes(packed) == num_bytes
+        tried = (*_TRIED_ROWS, -(-BFLOAT16_TRIAL // num_outputs)) if dtype == torch.bfloat16 else _TRIED_ROWS
+        chunks = [one for one in _CHUNKS if one < 2 * num_inputs] if is_panels else []
+        equal = (one for one in chunks if all(_agree(packed, *shape, one, num_rows) for num_rows in tried))
+        _chunk_of[key] = next(equal, None)
+    return _chunk_of[key]
 
 
 # oneDNN chooses the layout and the order by the shape and the number of threads.
 _chunk_of: Final[dict[tuple[int, int, torch.dtype, int], int | None]] = {}
-
-
-def _find_chunk(packed: Tensor, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int | None:
-    """The number of inputs in oneDNN's partial sums: the one that gives the same bits, for few rows and for more."""
-    tried = (*_TRIED_ROWS, -(-BFLOAT16_TRIAL // num_outputs)) if dtype == torch.bfloat16 else _TRIED_ROWS
-    for chunk in _CHUNKS:
-        if chunk < 2 * num_inputs and all(
-            _agree(packed, num_outputs, num_inputs, dtype, chunk, rows) for rows in tried
-        ):
-            return chunk
-    return None
 
 
 def _agree(packed: Tensor, num_outputs: int, num_inputs: int, dtype: torch.dtype, chunk: int, num_rows: int) -> bool:
@@ -247,13 +245,17 @@ def make_int8_panels(
     return panels
 
 
-def pack_int8_panels(rounded_NK: Tensor, w_scale_N: Tensor, zero_point: int) -> Panels | None:
-    """For int8 weights with AVX2, where oneDNN does not store panels. The result serves any number of rows.
+def fits_int8_panels(rounded_NK: Tensor) -> bool:
+    """Whether `pack_int8_panels` takes the weights: with AVX2, where oneDNN does not store panels.
 
-    None if a weight is beyond 63 in magnitude, because two products with uint8 are added in 16 bits.
+    No weight may be beyond 63 in magnitude, because two products with uint8 are added in 16 bits.
     """
-    if not _fits_int8(rounded_NK) or LANES == 16 or rounded_NK.min() < -_AVX2_LEVELS or rounded_NK.max() > _AVX2_LEVELS:
-        return None
+    is_served = LANES == 8 and _fits_int8(rounded_NK)
+    return is_served and bool(rounded_NK.min() >= -_AVX2_LEVELS and rounded_NK.max() <= _AVX2_LEVELS)
+
+
+def pack_int8_panels(rounded_NK: Tensor, w_scale_N: Tensor, zero_point: int) -> Panels:
+    """The result serves any number of rows."""
     step = _STEP_INPUTS[torch.int8]
     packed = rounded_NK.view(-1, PANEL, rounded_NK.shape[1] // step, step).transpose(1, 2).contiguous()
     return _int8_panels(packed, rounded_NK, w_scale_N, zero_point)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from functools import cache
 from itertools import cycle
@@ -43,12 +43,9 @@ MAX_ROWS = 3
 @contextmanager
 def plain_products() -> Iterator[None]:
     """Weights that are loaded in it are stored as on a GPU."""
-    from pdserve.engine.load import weights
-    from pdserve.engine.model import linear
+    from pdserve.engine.model import forms
 
-    with ExitStack() as stack:
-        for module in (linear, weights):
-            stack.enter_context(mock.patch.object(module, "is_repacked", return_value=False))
+    with mock.patch.object(forms, "FORMS", [one for one in forms.FORMS if one.rounding != "none"]):
         yield
 
 
@@ -56,9 +53,9 @@ def few_rows_of(model: Any, products: Any) -> Any:
     """As build_engine opens them; `fastest` finds each method fastest in turn."""
     from pdserve.engine.gpu.few_rows import open_few_rows, sites_of
 
-    turn, sites = cycle(range(5)), sites_of(model._weights, model._config.activation)
+    turn, sites = cycle(range(5)), sites_of(model._weights)
     assert sites or products == "cublas"
-    return open_few_rows(products, sites, DEVICE, 4, lambda run: float(next(turn)))
+    return open_few_rows(products, model.products, sites, DEVICE, 4, lambda run: float(next(turn)))
 
 
 @pytest.fixture(scope="session")
@@ -99,7 +96,7 @@ def make_pair(tiny: Callable[[str], Path], open_engine: Callable[..., Any]) -> C
         if grammars is not None:
             eager.grammars = inner.grammars = grammars
         model = copy(inner.model)  # the eager engine keeps its own products
-        model.few_rows = few_rows_of(model, products)
+        model.products = few_rows_of(model, products)
         decode = StaticDecode(
             model,
             inner.pool,

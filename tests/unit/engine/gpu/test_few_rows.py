@@ -17,22 +17,28 @@ from pdserve.config import WorkerConfig
 from pdserve.engine.gpu import few_rows
 from pdserve.engine.gpu.few_rows import FewRows, Shape, Site, measure, open_few_rows, shape_of
 from pdserve.engine.gpu.graphs import StaticDecode
+from pdserve.engine.gpu.kernels import ops as gpu_ops
 from pdserve.engine.gpu.kernels.products import product_scratch
 from pdserve.engine.gpu.kernels.switches import gpu_switches
 from pdserve.engine.gpu.resample import Resampler
 from pdserve.engine.load import build_engine
 from pdserve.engine.load.build_engine import open_torch_engine
+from pdserve.engine.load.checkpoint_files import open_checkpoint
 from pdserve.engine.load.gpu_engine import with_graphs
-from pdserve.engine.model.linear import PlainLinear
+from pdserve.engine.load.weights import load_weights
+from pdserve.engine.model.config import read_config
+from pdserve.engine.model.linear import PlainLinear, Products
 from tests.gpu.compile_budget import count_compiled
 from tests.gpu.strict_capture import strict_capture
 from tests.support.slow import slow_except
 from tests.unit.engine.gpu.conftest import plain_products
 from tests.unit.engine.gpu.test_compile_budget import open_triton, row  # noqa: F401
 from tests.unit.engine.gpu.test_graph_engine import requests
+from tests.unit.engine.test_addends import TOKENS, logits_of, lora_of, sequence
 
 pytestmark = pytest.mark.gpu_checks
 
+OTHERS = Products(gpu_ops, 1e-5, "silu")
 ALL = "merge=fused,pdl=on,products=split-k"
 SWITCHES = ["merge=fused", "pdl=on", "products=cublaslt", "products=split-k", "products=fastest", ALL]
 
@@ -145,6 +151,24 @@ def test_random_steps_compile_nothing(
         assert compiled.variants()["_product"] == warmed["_product"]
 
 
+@pytest.mark.parametrize("method", ["cublas", "cublaslt", "split-k"])
+def test_products_of_few_rows_take_addends(method: Any, tiny: Callable[[str], Path], preferred: list[str]) -> None:
+    """Norm and gate are then operations of their own."""
+    folder = tiny("llama-tied-biased")
+    config = read_config(folder)
+    with plain_products():
+        weights = load_weights(config, open_checkpoint(folder), torch.device("cpu"), torch.float32)
+    scratch = product_scratch(2, torch.device("cpu"))
+    rows = [sequence(index) for index in range(len(TOKENS))]
+    without = logits_of(config, weights, rows, None)
+    for projection in ("q", "gate", "down", "head", "all"):
+        lora = lora_of(config, projection, torch.float32)
+        expected = logits_of(config, weights, rows, lora)
+        got = logits_of(config, weights, rows, lora, lambda own: FewRows(own, lambda _: method, scratch))
+        assert (got - expected).norm() < 1e-4 * (expected - without).norm()
+    assert ("cublaslt" in preferred) == (method == "cublaslt")
+
+
 def test_wrong_and_failing_methods_are_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -159,7 +183,7 @@ def test_wrong_and_failing_methods_are_not_used(
         seconds = iter([2.0, 3.0, 1.0])
         scratch = product_scratch(2, torch.device("cpu"))
         goes_on = iter([True] * 3 + [False]).__next__
-        return list(measure([site("normed", 64, 32)], scratch, lambda run: next(seconds), goes_on).values())
+        return list(measure(OTHERS, [site("normed", 64, 32)], scratch, lambda run: next(seconds), goes_on).values())
 
     assert chosen() == ["split-k"]
     monkeypatch.setattr(few_rows, "multiply", doubled)
@@ -180,7 +204,7 @@ def test_the_fastest_method_of_each_shape_is_chosen() -> None:
     """The measured calls are those of the method; shapes without a measurement are computed by cuBLAS."""
     scratch, sites = product_scratch(2, torch.device("cpu")), [site("plain", 64, 32), site("gated", 64, 32)]
     seconds = iter([3.0, 1.0, 2.0, 3.0, 2.0, 1.0, 1.0, 2.0, 2.0])
-    chosen = measure(sites, scratch, lambda run: next(seconds), iter([True] * 9 + [False] * 9).__next__)
+    chosen = measure(OTHERS, sites, scratch, lambda run: next(seconds), iter([True] * 9 + [False] * 9).__next__)
     assert chosen == {
         Shape("plain", 64, 32, 1): "cublaslt",
         Shape("gated", 64, 32, 1): "split-k",
@@ -194,11 +218,11 @@ def test_rows_belong_to_the_next_bucket() -> None:
 
 
 def test_the_library_is_restored_after_an_error(preferred: list[str]) -> None:
-    rows = FewRows(lambda shape: "cublaslt", product_scratch(2, torch.device("cpu")))
+    rows = FewRows(OTHERS, lambda shape: "cublaslt", product_scratch(2, torch.device("cpu")))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        rows.product(PlainLinear(torch.ones(4, 8), None), torch.ones(2, 9))
+        rows.plain(PlainLinear(torch.ones(4, 8), None), torch.ones(2, 9))
     assert preferred == ["cublas", "cublaslt", "cublas"]
 
 
 def test_the_default_leaves_products_to_torch() -> None:
-    assert open_few_rows("cublas", [], torch.device("cpu"), 4) is None
+    assert open_few_rows("cublas", OTHERS, [], torch.device("cpu"), 4) is OTHERS

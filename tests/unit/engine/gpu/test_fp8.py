@@ -18,7 +18,7 @@ from pdserve.engine.model.attention import EagerAttention
 from pdserve.engine.model.batch import pack
 from pdserve.engine.model.config import read_config
 from pdserve.engine.model.decoder import Decoder
-from pdserve.engine.model.fp8 import Fp8Linear
+from pdserve.engine.model.rounded import Fp8Linear
 from tests.gpu.case_fp8 import CASES
 from tests.gpu.cases import Case
 from tests.unit.engine.gpu.fp8_sums import errors
@@ -39,14 +39,14 @@ def test_fusing_rounding_into_norms_and_gates_keeps_accuracy(
     weights = load_weights(config, checkpoint, device, torch.bfloat16, rounding="fp8")
     exact = load_weights(config, checkpoint, device, torch.float32)
     num_rounded = 0
-    product = Fp8Linear.__call__
+    round_alone = Fp8Linear.round
 
-    def round_and_multiply(linear: Fp8Linear, x_TK: torch.Tensor) -> torch.Tensor:
+    def counted(linear: Fp8Linear, x_TK: torch.Tensor) -> tuple[torch.Tensor, ...]:
         nonlocal num_rounded
         num_rounded += 1
-        return product(linear, x_TK)
+        return round_alone(linear, x_TK)
 
-    monkeypatch.setattr(Fp8Linear, "__call__", round_and_multiply)
+    monkeypatch.setattr(Fp8Linear, "round", counted)
     row = Row(tokens=list(range(3, 9)), start=0, blocks=[0], targets=list(range(4, 10)))
     logits = []
     # Fused: all products except the one of attention's output.
