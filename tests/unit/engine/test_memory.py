@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from pdserve.engine.load import device as memory
 from pdserve.engine.load.checkpoint_files import Checkpoint, StoredTensor
 from pdserve.engine.load.device import available_bytes, reads_bfloat16_of
 from pdserve.engine.load.load_plan import check_fits, weight_bytes
-from pdserve.engine.memory.host import cgroup_bytes, free_bytes, host_bytes, usable_cores
+from pdserve.engine.memory.host import HostMemory, cgroup_bytes, free_bytes, host_bytes, is_sealed, usable_cores
 from pdserve.engine.model import forms
 from pdserve.engine.model.config import read_config
 from pdserve.engine.model.forms import form_of, has_panels, reads_bfloat16
@@ -135,3 +138,63 @@ def test_the_tightest_group_counts(tmp_path: Path) -> None:
 def test_unknown_memory_is_not_checked(tmp_path: Path) -> None:
     assert free_bytes(tmp_path, tmp_path) is None
     assert usable_cores(tmp_path, tmp_path) >= 1
+
+
+# --- memory that processes share ------------------------------------------------------------------------------
+# The access that another process has to a pool's shared memory.
+
+
+def test_another_mapping_sees_what_is_written_and_cannot_write() -> None:
+    memory = HostMemory(10_000)
+    assert (len(memory.buffer), memory.descriptor is not None) == (10_000, True)
+    assert memory.descriptor is not None
+    theirs = mmap.mmap(memory.descriptor, 10_000, prot=mmap.PROT_READ)
+    memory.buffer[9_999] = 7
+    assert theirs[9_999] == 7
+    with pytest.raises(PermissionError):
+        mmap.mmap(memory.descriptor, 10_000)
+    with pytest.raises(PermissionError):
+        os.pwrite(memory.descriptor, b"x", 0)
+    with pytest.raises(PermissionError):
+        os.ftruncate(memory.descriptor, 0)
+    with pytest.raises(PermissionError):
+        os.ftruncate(memory.descriptor, 2**20)
+    assert is_sealed(memory.descriptor)
+
+
+def test_owners_join_only_before_the_seal() -> None:
+    memory = HostMemory(10_000, is_sealed=False)
+    assert memory.descriptor is not None
+    assert not is_sealed(memory.descriptor)
+    other = HostMemory(10_000, os.dup(memory.descriptor))
+    with pytest.raises(ValueError, match="length"):
+        HostMemory(20_000, os.dup(memory.descriptor))
+    memory.seal()
+    other.buffer[9_999] = 7
+    memory.buffer[0] = 8
+    assert (memory.buffer[9_999], other.buffer[0]) == (7, 8)
+    with pytest.raises(PermissionError):
+        HostMemory(10_000, os.dup(memory.descriptor))
+    assert is_sealed(memory.descriptor)
+
+
+def test_a_reopened_memory_file_cannot_be_written() -> None:
+    memory = HostMemory(4096)
+    again = os.open(f"/proc/self/fd/{memory.descriptor}", os.O_RDWR)
+    with pytest.raises(PermissionError):
+        mmap.mmap(again, 4096)
+    os.close(again)
+
+
+def test_the_descriptor_ends_with_the_memory() -> None:
+    memory = HostMemory(4096)
+    descriptor = memory.descriptor
+    assert descriptor is not None
+    del memory
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+def test_an_empty_memory_file() -> None:
+    assert len(HostMemory(0).buffer) == 0
