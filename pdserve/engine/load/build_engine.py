@@ -1,6 +1,6 @@
 """From a model folder to an engine, in three steps (`open_rank`).
 
-plan        load_plan.py decides, from the settings, the files' headers and the device, or refuses
+plan        load_plan.py decides, from the settings, the files' headers and the device, or rejects the model
 load        weights.py reads each tensor once, into its final form
 assemble    cpu_engine.py or gpu_engine.py makes pool and kernels around the loaded weights
 """
@@ -146,11 +146,11 @@ def open_rank(
     )
     if plan.num_blocks is None:
         assert meter is not None
-        use = measure_rank(rank, meter, ranks, graphs)
+        memory_plan = measure_rank(rank, meter, ranks, graphs)
     else:
-        use = plain_plan(str(device), facts.free_bytes, plan.weight_bytes, plan.num_blocks, plan.unit)
-    engine = assemble(rank, use.kv_pool // plan.shape.block_bytes)
-    engine.memory = use
+        memory_plan = plain_plan(str(device), facts.free_bytes, plan.weight_bytes, plan.num_blocks, plan.unit)
+    engine = assemble(rank, memory_plan.kv_pool // plan.shape.block_bytes)
+    engine.memory = memory_plan
     _log_loaded(engine, plan, opened.checkpoint, time.monotonic() - began_s, load_s)
     return engine
 
