@@ -126,14 +126,15 @@ class Front:
             case pr.Reserve() | pr.Prefill():
                 self._order(command)
             case pr.Admit():
-                key = self._key(command)
-                self._send(command.worker_id, "admit", key, command.first_token_id)
+                key, first_token = self._key(command), command.first_token_id
+                self._send(command.worker_id, lambda machine: machine.admit(key, first_token))
             case pr.Cancel():
-                self._send(command.worker_id, "cancel", self._key(command))
+                key = self._key(command)
+                self._send(command.worker_id, lambda machine: machine.cancel(key))
             case pr.DrainWorker():
-                self._send(command.worker_id, "drain")
+                self._send(command.worker_id, lambda machine: machine.drain())
             case pr.UndrainWorker():
-                self._send(command.worker_id, "undrain")
+                self._send(command.worker_id, lambda machine: machine.undrain())
             case interface.FinishRequest():
                 self._row(command.request_id).cached_tokens = command.usage.cached_prompt_tokens
                 self._end(command.request_id, command.outcome, command.timings)
@@ -170,11 +171,13 @@ class Front:
             deadline_s=command.deadline_s,
         )
         if isinstance(command, pr.Prefill):
-            self._send(command.worker_id, "prefill", order, command.grant)
+            grant = command.grant
+            self._send(command.worker_id, lambda machine: machine.prefill(order, grant))
         else:
             if row.predicted_ttft_s is None:
                 self._note_prediction(command.request_id, row)
-            self._send(command.worker_id, "reserve", order, command.is_local)
+            is_local = command.is_local
+            self._send(command.worker_id, lambda machine: machine.reserve(order, is_local))
 
     def _note_prediction(self, name: str, row: RequestRow) -> None:
         found = self.state.explain(name)
@@ -188,10 +191,10 @@ class Front:
                 row.predicted_tpot_s = one.tpot_s
                 return
 
-    def _send(self, worker_id: str, what: str, *details: object) -> None:
+    def _send(self, worker_id: str, message: Callable[[AnyMachine], None]) -> None:
         machine = self._machines(worker_id)
         if machine is not None:  # otherwise WorkerLost is about to arrive
-            self._agenda.after(self._config.message_s, machine.deliver, getattr(machine, what), *details)
+            self._agenda.after(self._config.message_s, machine.deliver, message, machine)
 
     def _key(self, command: pr.Reserve | pr.Prefill | pr.Admit | pr.Cancel) -> AttemptKey:
         return AttemptKey(self._number, command.request_id, command.attempt)

@@ -157,7 +157,7 @@ class Machine(ABC, Generic[Step, Effect]):
     # -- messages ------------------------------------------------------------------------------------------------
 
     def deliver(self, action: Callable[..., None], *details: Any) -> None:
-        """`action` is one of this machine's methods; it runs between steps."""
+        """Runs `action` between steps."""
         if self.is_dead:
             return
         if self.is_stalled:
@@ -179,6 +179,15 @@ class Machine(ABC, Generic[Step, Effect]):
         while self.inbox:
             action, details = self.inbox.popleft()
             action(*details)
+
+    def prefill(self, order: Order, encoded: bytes) -> None:
+        raise AssertionError("only prefill workers have grants of others")
+
+    def reserve(self, order: Order, is_local: bool) -> None:
+        raise AssertionError("only decode workers reserve blocks")
+
+    def admit(self, key: AttemptKey, first_token: int) -> None:
+        raise AssertionError("only decode workers continue texts")
 
     def cancel(self, key: AttemptKey) -> None:
         self.act(self.scheduler.cancel(key))
