@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+import numpy as np
+
 from pdserve.config import WorkerConfig
 from pdserve.core.attempt import blocks_for
 from pdserve.core.cost.latency import CostModel, CostPrior
@@ -169,21 +171,11 @@ def _fit(samples: Sequence[StepSample]) -> tuple[float, float, float]:
 
 
 def _least_squares(samples: Sequence[StepSample], active: Sequence[int]) -> list[float] | None:
-    """Solves the normal equations by elimination; None if there is no unique solution."""
+    """None if there is no unique solution."""
     weighted = [[sample.factors[index] / sample.seconds for index in active] for sample in samples if sample.seconds]
-    size = len(active)
-    scale = [max((abs(row[i]) for row in weighted), default=0.0) for i in range(size)]
-    if not all(scale):
+    matrix = np.array(weighted).reshape(-1, len(active))
+    scale = np.abs(matrix).max(axis=0, initial=0.0)
+    if not scale.all():
         return None
-    rows = [[row[i] / scale[i] for i in range(size)] for row in weighted]
-    matrix = [[sum(r[i] * r[j] for r in rows) for j in range(size)] + [sum(r[i] for r in rows)] for i in range(size)]
-    for i in range(size):
-        pivot = max(range(i, size), key=lambda r: abs(matrix[r][i]))
-        matrix[i], matrix[pivot] = matrix[pivot], matrix[i]
-        if abs(matrix[i][i]) < 1e-12:
-            return None
-        for r in range(size):
-            if r != i:
-                ratio = matrix[r][i] / matrix[i][i]
-                matrix[r] = [a - ratio * b for a, b in zip(matrix[r], matrix[i], strict=True)]
-    return [matrix[i][size] / matrix[i][i] / scale[i] for i in range(size)]
+    found, _, rank, _ = np.linalg.lstsq(matrix / scale, np.ones(len(matrix)), rcond=1e-6)
+    return [float(one) for one in found / scale] if rank == len(active) else None
