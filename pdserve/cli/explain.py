@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
+from pdserve.cli import table
 from pdserve.client.results import ExplainedCandidate, Explanation
 from pdserve.client.target_flags import add_target_flags, connect
 from pdserve.core.errors import ConfigError, NotFound, PdserveError
@@ -106,7 +107,7 @@ def render(explanation: Explanation) -> str:
         lines.append(f"client     to retry after {one.retry_after_s:.2f} s")
     lines += ["", *_outcome(one)]
     if one.candidates:
-        lines += ["", *_table([HEAD, *map(_row, one.candidates)]), "", *NOTES]
+        lines += ["", *table([HEAD, *map(_row, one.candidates)]), "", *NOTES]
     if any(each.cost is not None for each in one.candidates):
         lines += COST_NOTES
     return "\n".join(lines)
@@ -128,7 +129,7 @@ def _outcome(one: Explanation) -> list[str]:
     rows = [("", "SLO", "PREDICTED", "ACTUAL", "OFF BY")]
     rows.append(("TTFT", *_against(one.slo_ttft_s, one.predicted_ttft_s, one.actual_ttft_s)))
     rows.append(("TPOT", *_against(one.slo_tpot_s, one.predicted_tpot_s, one.actual_tpot_s)))
-    return _table(rows)
+    return table(rows)
 
 
 def _against(slo_s: float, predicted_s: float | None, actual_s: float | None) -> tuple[str, str, str, str]:
@@ -156,11 +157,6 @@ def _row(candidate: ExplainedCandidate) -> tuple[str, ...]:
 
 def _ms(seconds: float | None) -> str:
     return "-" if seconds is None or not math.isfinite(seconds) else f"{1000.0 * seconds:,.1f} ms"
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 # --- figure of an explanation ---------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 from typing import Final
 
-from pdserve.cli import Command
+from pdserve.cli import Command, table
 from pdserve.client.results import Topology, Worker
 from pdserve.client.target_flags import add_target_flags, async_client, connect
 from pdserve.core.installation import versions_text
@@ -31,9 +31,7 @@ def _topology(args: argparse.Namespace) -> int:
 def render(topology: Topology) -> str:
     """Formats a table. Pure."""
     head = ("WORKER", "ROLE", "STATE", "RUNNING", "WAITING", "FREE BLOCKS", "CACHED", "ENDPOINT")
-    rows = [head, *(_row(worker) for worker in topology.workers)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = table([head, *map(_row, topology.workers)])
     summary = (
         f"{topology.router_id}: {topology.running_requests} running, {topology.queued_requests} queued, "
         f"up {topology.uptime_s:.0f} s"
