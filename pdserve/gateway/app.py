@@ -196,8 +196,8 @@ class Gateway:
                 self._open_route("/health", "GET", self._answer_health),
                 self._open_route("/ping", "GET", self._answer_health, "POST"),
                 self._open_route("/openapi.json", "GET", self._openapi),
-                self._open_route("/docs", "GET", self._docs),
-                self._open_route("/ui", "GET", self._live_page),
+                self._open_route("/docs", "GET", self._page(docs_page)),
+                self._open_route("/ui", "GET", self._page(page)),
                 self._open_route("/", "GET", self._root),
             ],
             exception_handlers={404: _no_such_path, 405: _wrong_method},
@@ -264,10 +264,15 @@ class Gateway:
         await send_json(send, 200, openapi.body())
         return 200
 
-    async def _docs(self, scope: Any, receive: Any, send: Any, given: Headers) -> int:
-        body, pairs = docs_page()
-        await send_whole(send, 200, body, ((name.encode(), value.encode()) for name, value in pairs.items()))
-        return 200
+    def _page(self, make: Callable[[], tuple[bytes, Mapping[str, str]]]) -> OpenHandler:
+        """Needs no token: a page contains no data, and the viewer enters the token in it."""
+
+        async def handle(scope: Any, receive: Any, send: Any, given: Headers) -> int:
+            body, pairs = make()
+            await send_whole(send, 200, body, ((name.encode(), value.encode()) for name, value in pairs.items()))
+            return 200
+
+        return handle
 
     async def _root(self, scope: Any, receive: Any, send: Any, given: Headers) -> int:
         await send_whole(send, 307, b"", ((b"location", b"/ui"),))
@@ -279,12 +284,6 @@ class Gateway:
             return await _send(send, 503, {"status": "shutting down"})
         is_serving = await self._health.is_serving()
         return await _send(send, 200 if is_serving else 503, {"status": "ok" if is_serving else "unavailable"})
-
-    async def _live_page(self, scope: Any, receive: Any, send: Any, given: Headers) -> int:
-        """Needs no token: the page contains no data, and the viewer enters the token in it."""
-        body, pairs = page()
-        await send_whole(send, 200, body, ((name.encode(), value.encode()) for name, value in pairs.items()))
-        return 200
 
     async def _live_events(self, scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
         if scope["method"] == "HEAD":

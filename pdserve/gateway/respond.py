@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, final
 
 from pdserve.client.aio import AsyncClient, AsyncStream
@@ -273,96 +274,88 @@ class Responder:
                 eos_token_ids=model.eos_token_ids,
                 reasoning=answers.reasoning,
             )
-            writer = WRITERS[endpoint](head, call, self._tokens)
-            headers = _headers(answers.request_id, call.ignored)
-            is_scored = call.shown.logprobs is not None
-            if call.shown.is_streamed:
-                return await self._stream(
-                    writer, answers, echoes, is_scored, first, pieces, client, watch, send, headers
-                )
-            return await self._whole(writer, answers, echoes, is_scored, pieces, client, watch, send, headers)
+            answer = _Answer(
+                writer=WRITERS[endpoint](head, call, self._tokens),
+                answers=answers,
+                echoes=echoes,
+                is_scored=call.shown.logprobs is not None,
+                client=client,
+                tokens=self._tokens,
+                watch=watch,
+                send=send,
+                headers=_headers(answers.request_id, call.ignored),
+            )
+            return await (answer.stream(first, pieces) if call.shown.is_streamed else answer.whole(pieces))
         finally:
             answers.close()
             watch.cancel()
 
-    async def _whole(
-        self,
-        writer: Writer,
-        answers: Answers,
-        echoes: Sequence[EchoedPrompt],
-        is_scored: bool,
-        pieces: AsyncIterator[Piece],
-        client: AsyncClient,
-        watch: asyncio.Task[None],
-        send: Sender,
-        headers: tuple[tuple[bytes, bytes], ...],
-    ) -> int:
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """One request whose first piece has come."""
+
+    writer: Writer
+    answers: Answers
+    echoes: Sequence[EchoedPrompt]
+    is_scored: bool
+    client: AsyncClient
+    tokens: TokenTable
+    watch: asyncio.Task[None]  # ends when the client has disconnected
+    send: Sender
+    headers: tuple[tuple[bytes, bytes], ...]
+
+    async def whole(self, pieces: AsyncIterator[Piece]) -> int:
         async for _ in pieces:
             pass
-        if watch.done():
+        if self.watch.done():
             raise Cancelled("the client has disconnected")
-        completions = answers.completions
+        writer, completions = self.writer, self.answers.completions
         for number, one in enumerate(completions):
-            await self._begin_prompt(writer, echoes, number, one.prompt_logprobs, client)
+            await self._begin_prompt(number, one.prompt_logprobs)
             for choice in one.choices:
-                await self._learn(client, choice.logprobs)
+                await self._learn(choice.logprobs)
         # Written in a thread if it may be long, so that others do not wait for it.
-        answer = await asyncio.to_thread(writer.answer, completions) if is_scored else writer.answer(completions)
-        await send_json(send, 200, await encoded(answer), headers)
+        body = await asyncio.to_thread(writer.answer, completions) if self.is_scored else writer.answer(completions)
+        await send_json(self.send, 200, await encoded(body), self.headers)
         return 200
 
-    async def _stream(
-        self,
-        writer: Writer,
-        answers: Answers,
-        echoes: Sequence[EchoedPrompt],
-        is_scored: bool,
-        piece: Piece | None,
-        pieces: AsyncIterator[Piece],
-        client: AsyncClient,
-        watch: asyncio.Task[None],
-        send: Sender,
-        headers: tuple[tuple[bytes, bytes], ...],
-    ) -> int:
-        await send.begin_stream(writer.error, headers)
+    async def stream(self, piece: Piece | None, pieces: AsyncIterator[Piece]) -> int:
+        """`piece` is the first one, and not in `pieces`."""
+        answers = self.answers
+        await self.send.begin_stream(self.writer.error, self.headers)
         begun: set[int] = set()
         while piece is not None:
             prompt = answers.prompt_of(piece.index)
             if prompt not in begun:
                 begun.add(prompt)
-                await self._begin_prompt(writer, echoes, prompt, answers.prompt_logprobs(prompt), client)
+                await self._begin_prompt(prompt, answers.prompt_logprobs(prompt))
             if piece.logprobs:
-                await self._tokens.learn(client, logprobs.token_ids(piece.logprobs))
-            prompt_tokens = answers.prompt_tokens[prompt]
-            frames = writer.pieces((piece,), prompt_tokens)
-            if is_scored and echoes:  # The prompt's tokens come in one frame.
+                await self.tokens.learn(self.client, logprobs.token_ids(piece.logprobs))
+            frames = self.writer.pieces((piece,), answers.prompt_tokens[prompt])
+            if self.is_scored and self.echoes:  # The prompt's tokens come in one frame.
                 frames = [await asyncio.to_thread(b"".join, frames)]
             async for part in _parts(frames):
-                await send({"type": "http.response.body", "body": part, "more_body": True})
+                await self.send({"type": "http.response.body", "body": part, "more_body": True})
             piece = await anext(pieces, None)
-        if watch.done():
+        if self.watch.done():
             return 499
-        await send.end_stream(writer.end(answers.completions))
+        await self.send.end_stream(self.writer.end(answers.completions))
         return 200
 
-    async def _begin_prompt(
-        self,
-        writer: Writer,
-        echoes: Sequence[EchoedPrompt],
-        number: int,
-        scored: Sequence[TokenLogprob | None],
-        client: AsyncClient,
-    ) -> None:
+    async def _begin_prompt(self, number: int, scored: Sequence[TokenLogprob | None]) -> None:
         """Before the first piece of a prompt's answers."""
-        await self._learn(client, scored)
-        if echoes:
-            await self._tokens.learn(client, set(echoes[number].token_ids))
-            writer.repeat(number, dataclasses.replace(echoes[number], scored=tuple(scored)))
+        await self._learn(scored)
+        if self.echoes:
+            echoed = self.echoes[number]
+            await self.tokens.learn(self.client, set(echoed.token_ids))
+            self.writer.repeat(number, dataclasses.replace(echoed, scored=tuple(scored)))
 
-    async def _learn(self, client: AsyncClient, scored: Sequence[TokenLogprob | None]) -> None:
+    async def _learn(self, scored: Sequence[TokenLogprob | None]) -> None:
         """Learns the tokens of one answer or prompt. Others of the event loop run in between."""
         for start in range(0, len(scored), LEARNED_TOKENS):
-            await self._tokens.learn(client, logprobs.token_ids(scored[start : start + LEARNED_TOKENS]))
+            await self.tokens.learn(self.client, logprobs.token_ids(scored[start : start + LEARNED_TOKENS]))
             await asyncio.sleep(0)
 
 
