@@ -103,21 +103,20 @@ REMEMBER_S: Final = 0.5
 
 @final
 class Health:
-    def __init__(self, client: AsyncClient, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, client: AsyncClient) -> None:
         self._client = client
-        self._clock = clock
         self._asking = asyncio.Lock()
         self._is_serving = False
         self._until_s = -float("inf")
 
     async def is_serving(self) -> bool:
         async with self._asking:
-            if self._clock() >= self._until_s:
+            if time.monotonic() >= self._until_s:
                 try:
                     self._is_serving = await self._client.is_serving()
                 except PdserveError:
                     self._is_serving = False
-                self._until_s = self._clock() + REMEMBER_S
+                self._until_s = time.monotonic() + REMEMBER_S
             return self._is_serving
 
 
@@ -193,12 +192,12 @@ class Gateway:
                 self._route("/ui/workers/{worker_id}/undrain", "POST", self._live_command(AsyncClient.undrain)),
                 self._route("/ui/workers/{worker_id}/log", "GET", self._live_worker_log),
                 self._route("/metrics", "GET", self._metrics_text),
-                self._open_route("/health", "GET", self._answer_health),
-                self._open_route("/ping", "GET", self._answer_health, "POST"),
-                self._open_route("/openapi.json", "GET", self._openapi),
-                self._open_route("/docs", "GET", self._page(docs_page)),
-                self._open_route("/ui", "GET", self._page(page)),
-                self._open_route("/", "GET", self._root),
+                self._open_route("/health", self._answer_health),
+                self._open_route("/ping", self._answer_health, "POST"),
+                self._open_route("/openapi.json", self._openapi),
+                self._open_route("/docs", self._page(docs_page)),
+                self._open_route("/ui", self._page(page)),
+                self._open_route("/", self._root),
             ],
             exception_handlers={404: _no_such_path, 405: _wrong_method},
         )
@@ -355,8 +354,8 @@ class Gateway:
 
         return Route(path, _Endpoint(self, path, admit), methods=[method])
 
-    def _open_route(self, path: str, method: str, handler: OpenHandler, *more_methods: str) -> BaseRoute:
-        methods = [method, *more_methods]
+    def _open_route(self, path: str, handler: OpenHandler, *more_methods: str) -> BaseRoute:
+        methods = ["GET", *more_methods]
         assert all(OPERATIONS[one, path].is_open for one in methods)
         return Route(path, _Endpoint(self, path, handler), methods=methods)
 

@@ -134,7 +134,6 @@ class LauncherReport:
         log_dir: Path | None = None,
         log_limits: LogLimits | None = None,
         *,
-        is_quiet: bool = False,
         is_json: bool = False,
         holds_details: bool = False,
     ) -> None:
@@ -144,7 +143,7 @@ class LauncherReport:
         self._held: deque[str] | None = deque(maxlen=_MOST_HELD) if holds_details else None
         self._began_s = time.monotonic()
         self._log_dir, self._log_limits = log_dir, log_limits or LogLimits()
-        self._is_quiet, self._is_json = is_quiet, is_json
+        self._is_json = is_json
         self._files: dict[str, LogFile] = {}
         self._phases: list[tuple[str, float]] = []
         self._plans: dict[str, MemoryPlan] = {}
@@ -162,7 +161,7 @@ class LauncherReport:
         if self._is_json:
             words = {"about": name, "elapsed_s": round(self.elapsed_s, 3), "message": text}
             self._err(json_line("launcher", json.dumps(words)))
-        elif not self._is_quiet:
+        else:
             self._err(f"{self.elapsed_s:7.2f} s  {name:<{_WIDTH}} {text}")
 
     def relay(self, name: str) -> Callable[[str], None]:
@@ -229,7 +228,7 @@ class LauncherReport:
     def tick(self) -> None:
         """Draws the status line of a terminal, or writes a line every few seconds."""
         progress, now_s = self._progress, time.monotonic()
-        if progress is None or progress.is_over or self._is_quiet or now_s < self._next_s:
+        if progress is None or progress.is_over or now_s < self._next_s:
             return
         words = progress.what, progress.share, progress.time_text(now_s), progress.detail(now_s)
         if self._status.is_terminal and not self._is_json:
@@ -280,7 +279,7 @@ class LauncherReport:
     def table(self) -> None:
         """The times of the start, and each worker's memory. Workers load in parallel, so the times may add up to more
         than the total."""
-        if self._is_quiet or self._is_json:
+        if self._is_json:
             return
         longest_s = max((took_s for _, took_s in self._phases), default=0.0) or 1.0
         lines = [f"start took {self.elapsed_s:.1f} s:"]

@@ -96,12 +96,12 @@ class RenderedChat:
 class ChatTokens:
     """Converts rendered chats to token ids. Thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, sources: Sequence[str], nonce: str = "") -> None:
-        """`sources` are the templates. `nonce` is that of the secret names of another process."""
+    def __init__(self, tokenizer: Tokenizer, sources: Sequence[str]) -> None:
+        """`sources` are the templates."""
         self.tokenizer = tokenizer
         self.control_tokens = tokenizer.control_tokens("\n".join(sources))
         self._control_ids = frozenset(self.control_tokens.values())
-        self.names = secret_names(self.control_tokens, nonce)
+        self.names = secret_names(self.control_tokens)
         self._lock = threading.Lock()
         self._renamed: Callable[[str], list[int]] | None = None
 
@@ -154,6 +154,7 @@ class ChatTokens:
 
 
 def secret_names(control_tokens: Iterable[str], nonce: str = "") -> SecretNames:
+    """`nonce` is that of the names of another process."""
     return SecretNames([*control_tokens, *THINK_MARKS, *MISTRAL_MARKS], nonce)
 
 
@@ -220,9 +221,9 @@ class ChatRenderer:
 class ChatEncoder:
     """Both, where the tokenizer's patterns have no end that is known either."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, nonce: str = "") -> None:
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         both = (template,) if template.tool_use is None else (template, template.tool_use)
-        self.tokens = ChatTokens(tokenizer, [one.source for one in both], nonce)
+        self.tokens = ChatTokens(tokenizer, [one.source for one in both])
         self.tokenizer, self.control_tokens = tokenizer, self.tokens.control_tokens
         self.takes_tools = both[-1].takes_tools
         self._renderer = ChatRenderer(template, self.control_tokens, self.tokens.names)

@@ -50,7 +50,7 @@ class Tokenizer(Protocol):
         encode() raises InternalError, and a child process encodes (pdserve/text/child.py)."""
         ...
 
-    def encode_tail(self, text: str, num_tokens: int, *, has_special_tokens: bool = True) -> list[int]:
+    def encode_tail(self, text: str, num_tokens: int) -> list[int]:
         """The last `num_tokens` of encode(text). Reads only the required part of the text, if it is known.
 
         Raises InvalidRequest if it would have to read more than MAX_WHOLE_CHARS.
@@ -172,9 +172,8 @@ class HuggingFaceTokenizer:
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=has_special_tokens)[0].ids
         return ids
 
-    def encode_tail(self, text: str, num_tokens: int, *, has_special_tokens: bool = True) -> list[int]:
-        tail = text[self.tail_start(text, num_tokens) :]
-        return self.encode(tail, has_special_tokens=has_special_tokens)[-num_tokens:]
+    def encode_tail(self, text: str, num_tokens: int) -> list[int]:
+        return self.encode(text[self.tail_start(text, num_tokens) :])[-num_tokens:]
 
     def tail_start(self, text: str, num_tokens: int) -> int:
         start = self.bounds.tail_start(text, num_tokens)
@@ -278,7 +277,7 @@ class ToyTokenizer:
     def encode(self, text: str, *, has_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
-    def encode_tail(self, text: str, num_tokens: int, *, has_special_tokens: bool = True) -> list[int]:
+    def encode_tail(self, text: str, num_tokens: int) -> list[int]:
         return list(text[-num_tokens:].encode())[-num_tokens:]
 
     def tail_start(self, text: str, num_tokens: int) -> int:

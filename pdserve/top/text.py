@@ -192,6 +192,9 @@ def tile_lines(tiles: Tiles) -> tuple[str, str]:
     )
 
 
+KV_CHARS: Final = 12  # of a worker's bar
+
+
 def kv_bar(worker: LiveWorker, width: int) -> str:
     """`#` blocks in use, `:` cached, `.` free."""
     total = max(worker.num_blocks, 1)
@@ -207,14 +210,14 @@ def worker_state(worker: LiveWorker) -> str:
     return "drained" if worker.is_drained else "draining" if worker.is_draining else "ready"
 
 
-def worker_row(worker: LiveWorker, width: int = 12) -> tuple[str, ...]:
+def worker_row(worker: LiveWorker) -> tuple[str, ...]:
     return (
         worker.worker_id[:16],
         worker.role.value,
         worker_state(worker),
         str(worker.running),
         str(worker.waiting),
-        kv_bar(worker, width),
+        kv_bar(worker, KV_CHARS),
         seconds(worker.step_s) if worker.step_s else NONE,
     )
 

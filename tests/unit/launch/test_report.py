@@ -284,7 +284,7 @@ def test_log_files_are_renamed_at_their_size(tmp_path: Path, kept: int, expected
 
 
 def test_a_log_file_that_was_renamed_is_opened_again(tmp_path: Path) -> None:
-    report = LauncherReport(tmp_path, is_quiet=True)
+    report = LauncherReport(tmp_path)
     write = report.relay("p0")
     write("before")
     (tmp_path / "p0.log").rename(tmp_path / "p0.old")

@@ -57,7 +57,7 @@ class GatedTokenizer:
             assert self.gate.wait(30)
         return self._toy.encode(text)
 
-    def encode_tail(self, text: str, num_tokens: int, *, has_special_tokens: bool = True) -> list[int]:
+    def encode_tail(self, text: str, num_tokens: int) -> list[int]:
         return self.encode(text)[-num_tokens:]
 
     def decode(self, token_ids: Sequence[int], *, has_special_tokens: bool = False) -> str:

@@ -47,7 +47,7 @@ class RecordingTokenizer:
         self.num_chars.append(len(text))
         return self._inner.encode(text, has_special_tokens=has_special_tokens)
 
-    def encode_tail(self, text: str, num_tokens: int, *, has_special_tokens: bool = True) -> list[int]:
+    def encode_tail(self, text: str, num_tokens: int) -> list[int]:
         return self.encode(text[self._inner.bounds.tail_start(text, num_tokens) :])[-num_tokens:]
 
 
