@@ -1,4 +1,4 @@
-"""The router's streams to all workers: one session per endpoint, from a list and from the registry.
+"""The router's streams to all workers: one per endpoint, from a list and from the registry.
 
 It decides which workers belong to the cluster: a worker must serve the same model, in the same form, as the attached
 ones. It converts their messages to events for the runtime, asks them for their logs, and keeps the KV links that they
@@ -29,7 +29,7 @@ from pdserve.v1 import worker_pb2
 from pdserve.wire.codec import Codec
 from pdserve.wire.protocol import COST, FINGERPRINT, decode_response
 from router.service.model import ModelFacts, difference, facts_of
-from router.service.session import SILENCE_S, WorkerSession
+from router.service.worker_stream import SILENCE_S, WorkerStream
 from router.state.interface import Event, WorkerConnected, WorkerForgotten, WorkerLost
 
 # --- logs of workers ------------------------------------------------------------------------------------------
@@ -158,8 +158,8 @@ class Workers:
         self._on_unproven = on_unproven
         self._on_crash = on_crash
         self._tls = tls
-        self._tasks: dict[str, tuple[WorkerSession, asyncio.Task[None]]] = {}  # by endpoint
-        self._attached: dict[str, WorkerSession] = {}  # by worker id
+        self._tasks: dict[str, tuple[WorkerStream, asyncio.Task[None]]] = {}  # by endpoint
+        self._attached: dict[str, WorkerStream] = {}  # by worker id
         self._roles: dict[str, Role] = {}
         self._outages = OutageLog(log, "a worker is lost", "a worker is attached")
         self._lines = PeerLog(log)
@@ -211,8 +211,8 @@ class Workers:
                 self._on_event(WorkerForgotten(worker_id=worker_id))
 
     def send(self, worker_id: str, message: worker_pb2.AttachRequest) -> bool:
-        session = self._attached.get(worker_id)
-        return session is not None and session.send(message)
+        stream = self._attached.get(worker_id)
+        return stream is not None and stream.send(message)
 
     async def close(self) -> None:
         """Ends all streams without further reports."""
@@ -226,30 +226,30 @@ class Workers:
 
     # -- reports of sessions ------------------------------------------------------------------------------------
 
-    def attached(self, session: WorkerSession, hello: worker_pb2.WorkerHello) -> str | None:
-        complaint = self._complaint(session, hello)
+    def attached(self, stream: WorkerStream, hello: worker_pb2.WorkerHello) -> str | None:
+        complaint = self._complaint(stream, hello)
         if complaint is not None:
-            self._complain(session.endpoint, complaint, hello.worker_id)
+            self._complain(stream.endpoint, complaint, hello.worker_id)
             return complaint
-        self._complaints.pop(session.endpoint, None)
+        self._complaints.pop(stream.endpoint, None)
         fingerprint = FINGERPRINT.decode(hello.fingerprint)
         block_bytes = fingerprint.block_bytes * fingerprint.shape.tp_degree
         version = hello.version[:MAX_CHARS]
-        event = _HELLO.decode(hello, endpoint=session.endpoint, block_bytes=block_bytes, version=version)
+        event = _HELLO.decode(hello, endpoint=stream.endpoint, block_bytes=block_bytes, version=version)
         former = self._attached.get(hello.worker_id)
         if former is not None:  # the new incarnation has connected before the stream of the old one ended
             self._lose(former, "another incarnation came")
             former.hang_up()
         if not self._attached:
             self.model = facts_of(hello, self._served_names)
-        self._attached[hello.worker_id] = session
+        self._attached[hello.worker_id] = stream
         if hello.worker_id in self._forgetting:
             self._forgetting.pop(hello.worker_id).cancel()
         self._roles[hello.worker_id] = event.role
         if event.role is Role.DECODE:
             self._contexts[hello.worker_id] = hello.max_context_tokens
             self._set_context()
-        extra = {"worker_id": hello.worker_id, "role": event.role.value, "endpoint": session.endpoint}
+        extra = {"worker_id": hello.worker_id, "role": event.role.value, "endpoint": stream.endpoint}
         extra["version"] = version
         self._outages.recovered(hello.worker_id, **extra)
         if version != FULL_VERSION:
@@ -260,41 +260,39 @@ class Workers:
         self._on_change()
         return None
 
-    def received(self, session: WorkerSession, message: worker_pb2.AttachResponse) -> None:
-        if self._attached.get(session.worker_id) is not session:
+    def received(self, stream: WorkerStream, message: worker_pb2.AttachResponse) -> None:
+        if self._attached.get(stream.worker_id) is not stream:
             return
         try:
             if message.HasField("kv_events"):
-                self._feed_index(session, message.kv_events)
+                self._feed_index(stream, message.kv_events)
                 return
             if message.HasField("prompt_scored"):
                 self._on_scored(message.prompt_scored)
                 return
             if message.HasField("kv_links"):
-                self.links.reported(session.worker_id, message.kv_links.links)
+                self.links.reported(stream.worker_id, message.kv_links.links)
                 return
             if message.HasField("log"):
-                self.logs.reported(session.worker_id, message.log.lines)
+                self.logs.reported(stream.worker_id, message.log.lines)
                 return
-            event = decode_response(session.worker_id, message)
+            event = decode_response(stream.worker_id, message)
         except InvalidRequest as error:
             self.num_invalid += 1
-            name = session.worker_id
+            name = stream.worker_id
             self._lines.line(logging.ERROR, "a worker sent an invalid message", name, worker_id=name, why=error.message)
-            session.hang_up()
+            stream.hang_up()
             return
         if event is not None:
             self._on_event(event)
 
-    def detached(self, session: WorkerSession, reason: str) -> None:
-        if self._attached.get(session.worker_id) is session and not self._is_closing:
-            self._outages.failed(session.worker_id, worker_id=session.worker_id, why=reason)
-            self._lose(session, reason)
-            if session.worker_id in self._unregistered:
+    def detached(self, stream: WorkerStream, reason: str) -> None:
+        if self._attached.get(stream.worker_id) is stream and not self._is_closing:
+            self._outages.failed(stream.worker_id, worker_id=stream.worker_id, why=reason)
+            self._lose(stream, reason)
+            if stream.worker_id in self._unregistered:
                 later = asyncio.get_running_loop().call_later
-                self._forgetting[session.worker_id] = later(
-                    self._redial_s, self._forget_unregistered, session.worker_id
-                )
+                self._forgetting[stream.worker_id] = later(self._redial_s, self._forget_unregistered, stream.worker_id)
             self._on_change()
 
     # ------------------------------------------------------------------------------------------------------------
@@ -312,14 +310,14 @@ class Workers:
         ):
             self._complaints[endpoint] = why
 
-    def _complaint(self, session: WorkerSession, hello: worker_pb2.WorkerHello) -> str | None:
+    def _complaint(self, stream: WorkerStream, hello: worker_pb2.WorkerHello) -> str | None:
         if not hello.worker_id or not hello.incarnation:
             return "it does not name itself"
         former = self._attached.get(hello.worker_id)
         if former is not None and former.incarnation == hello.incarnation:
             return f"it is attached already, as {former.endpoint}"
-        is_new_home = self._registered.get(hello.worker_id) == session.endpoint
-        if former is not None and former.endpoint != session.endpoint and not is_new_home:
+        is_new_home = self._registered.get(hello.worker_id) == stream.endpoint
+        if former is not None and former.endpoint != stream.endpoint and not is_new_home:
             return f"its id is that of the worker at {former.endpoint}; give each worker an id of its own"
         if not is_compatible(FULL_VERSION, hello.version):
             return mismatch(FULL_VERSION, hello.version)
@@ -351,25 +349,25 @@ class Workers:
             self._reconcile()
             self._on_event(WorkerForgotten(worker_id=worker_id))
 
-    def _lose(self, session: WorkerSession, reason: str) -> None:
-        del self._attached[session.worker_id]
-        self._roles.pop(session.worker_id, None)
-        self.links.forget(session.worker_id)
-        if self._contexts.pop(session.worker_id, None) is not None:
+    def _lose(self, stream: WorkerStream, reason: str) -> None:
+        del self._attached[stream.worker_id]
+        self._roles.pop(stream.worker_id, None)
+        self.links.forget(stream.worker_id)
+        if self._contexts.pop(stream.worker_id, None) is not None:
             self._set_context()
         if self._index is not None:
-            self._index.remove(session.worker_id, session.incarnation)
-        self._on_event(WorkerLost(worker_id=session.worker_id, reason=reason))
+            self._index.remove(stream.worker_id, stream.incarnation)
+        self._on_event(WorkerLost(worker_id=stream.worker_id, reason=reason))
 
-    def _feed_index(self, session: WorkerSession, change: worker_pb2.KvEvents) -> None:
+    def _feed_index(self, stream: WorkerStream, change: worker_pb2.KvEvents) -> None:
         if self._index is None:
             return
         for one in (*change.stored, *change.removed):
             if len(one) != HASH_BYTES:
                 raise InvalidRequest("kv_events", f"a hash of {len(one)} bytes", f"{HASH_BYTES} bytes")
         self._index.apply(
-            session.worker_id,
-            session.incarnation,
+            stream.worker_id,
+            stream.incarnation,
             CacheChange(
                 sequence=change.sequence,
                 stored=tuple(change.stored),
@@ -387,7 +385,7 @@ class Workers:
             self._complaints.pop(endpoint, None)
         for endpoint in wanted:
             if endpoint not in self._tasks:
-                session = WorkerSession(
+                stream = WorkerStream(
                     endpoint,
                     partial(self._greeting, endpoint),
                     self,
@@ -396,9 +394,9 @@ class Workers:
                     partial(self._unproven, endpoint),
                     self._tls,
                 )
-                task = asyncio.create_task(session.run(), name=f"worker-{endpoint}")
+                task = asyncio.create_task(stream.run(), name=f"worker-{endpoint}")
                 task.add_done_callback(self._session_ended)
-                self._tasks[endpoint] = (session, task)
+                self._tasks[endpoint] = (stream, task)
 
     def _greeting(self, endpoint: str) -> worker_pb2.RouterHello:
         """The router's hello to an endpoint, with an id of its own. A worker keeps one stream per router id. With one
@@ -412,6 +410,6 @@ class Workers:
     def _session_ended(self, task: asyncio.Task[None]) -> None:
         """Sessions run until they are cancelled. Any other end is an internal error."""
         if not task.cancelled():
-            error = task.exception() or RuntimeError("a session returned")
-            log.critical("the session of a worker crashed", exc_info=error)
+            error = task.exception() or RuntimeError("a stream returned")
+            log.critical("the stream of a worker crashed", exc_info=error)
             self._on_crash(error)

@@ -21,6 +21,7 @@ from pdserve.listening import ignore_poller_races
 from pdserve.plot.drawing import figure_svg
 from pdserve.plot_flag import check_plot, origin, write_plot
 from pdserve.progress import ProgressLine
+from simulator.bench.benchmark import Benchmark, BenchObserver, BenchPlan
 from simulator.bench.load import DEFAULT_IDS, LoadLevel, LoadPlan, SyntheticLoad
 from simulator.bench.report import (
     NO_TARGET_S,
@@ -32,7 +33,6 @@ from simulator.bench.report import (
     vllm_fields,
 )
 from simulator.bench.server import BenchAnswer, BenchOutcome, BenchServer, RequestOptions
-from simulator.bench.session import BenchObserver, BenchPlan, BenchSession
 from simulator.bench.statistics import BenchResult
 from simulator.commands.flags import COMPARE_TOKEN_ENV
 from simulator.commands.simulation import check_writable
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     servers = _servers(args, slo)
     with ProgressLine("connecting") as line:
         progress = BenchProgress(line, total=plan.load.num_requests, duration_s=plan.load.duration_s)
-        result = asyncio.run(_run(BenchSession(servers, plan, slo, progress)))
+        result = asyncio.run(_run(Benchmark(servers, plan, slo, progress)))
     if args.rows:
         Path(args.rows).write_text("".join(to_json(row) + "\n" for row in rows_of(result)), encoding="utf-8")
     if args.plot:
@@ -231,18 +231,18 @@ def _with_target(args: argparse.Namespace, address: str) -> argparse.Namespace:
     return argparse.Namespace(**{**vars(args), "target": address})
 
 
-async def _run(session: BenchSession) -> BenchResult:
+async def _run(benchmark: Benchmark) -> BenchResult:
     """The first Ctrl-C ends the benchmark with a report; the second one ends it immediately."""
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(ignore_poller_races)
 
     def interrupt() -> None:
         loop.remove_signal_handler(signal.SIGINT)
-        session.interrupt()
+        benchmark.interrupt()
 
     loop.add_signal_handler(signal.SIGINT, interrupt)
     try:
-        return await session.run()
+        return await benchmark.run()
     finally:
         loop.remove_signal_handler(signal.SIGINT)
 

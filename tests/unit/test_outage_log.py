@@ -21,7 +21,7 @@ from pdserve.v1 import transfer_pb2, worker_pb2
 from pdserve.worker.session import SessionOutbox, WorkerServicer
 from router.service.measure import Measure
 from router.service.runtime import Runtime
-from router.service.session import WorkerSession
+from router.service.worker_stream import WorkerStream
 from router.service.workers import Workers
 from router.state.interface import FailKind, FailRequest, Outcome, RouterSettings
 from router.state.state import RouterState
@@ -145,8 +145,8 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Workers:
     return Workers(worker_pb2.RouterHello, lambda event: None, identity=ROUTER, model_name="toy")
 
 
-def attach(workers: Workers, worker_id: str, number: int, **fields: Any) -> WorkerSession:
-    session = WorkerSession(f"127.0.0.1:{fields.pop('port', 1)}", worker_pb2.RouterHello, workers, ROUTER)
+def attach(workers: Workers, worker_id: str, number: int, **fields: Any) -> WorkerStream:
+    session = WorkerStream(f"127.0.0.1:{fields.pop('port', 1)}", worker_pb2.RouterHello, workers, ROUTER)
     session.worker_id, session.incarnation = worker_id, str(number)
     workers.attached(session, hello(worker_id, number, **fields))
     return session

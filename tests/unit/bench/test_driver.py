@@ -6,9 +6,9 @@ import asyncio
 import time
 from typing import Any
 
+from simulator.bench.benchmark import Benchmark, BenchObserver, BenchPlan
 from simulator.bench.load import DEFAULT_IDS, LoadLevel, LoadPlan, SyntheticLoad
 from simulator.bench.server import BenchAnswer, BenchOutcome, BenchServer, ServerReply
-from simulator.bench.session import BenchObserver, BenchPlan, BenchSession
 from simulator.bench.statistics import BenchResult
 from tests.unit.bench.given import SLO, ScriptedServer
 
@@ -23,7 +23,7 @@ def plan(*levels: LoadLevel, requests: int = 20, **values: Any) -> BenchPlan:
 
 
 async def run(plan: BenchPlan, *servers: BenchServer, observer: BenchObserver | None = None) -> BenchResult:
-    return await BenchSession(servers, plan, SLO, observer).run()
+    return await Benchmark(servers, plan, SLO, observer).run()
 
 
 async def complete(number: int, reply: ServerReply) -> None:
@@ -91,7 +91,7 @@ async def test_an_interrupted_turn_keeps_its_results() -> None:
             if answer.number == 4:
                 session.interrupt()
 
-    session = BenchSession([server], plan(CLOSED, turns=3), SLO, StopAfterFive())
+    session = Benchmark([server], plan(CLOSED, turns=3), SLO, StopAfterFive())
     found = await session.run()
     [level] = found.levels
     [turn] = level.turns

@@ -12,11 +12,11 @@ from urllib.parse import urlsplit
 import pytest
 
 from pdserve.core.errors import ConfigError, Unauthenticated, Unavailable
+from simulator.bench.benchmark import Benchmark, BenchPlan
 from simulator.bench.http_server import HttpServer, base_url
 from simulator.bench.load import DEFAULT_IDS, LoadLevel, LoadPlan, SyntheticLoad
 from simulator.bench.router_server import GrpcServer
 from simulator.bench.server import BenchOutcome, BenchServer, RequestOptions, ServerReply
-from simulator.bench.session import BenchPlan, BenchSession
 from simulator.bench.statistics import BenchResult
 from tests.unit.gateway.conftest import Served, serve
 
@@ -40,7 +40,7 @@ async def load(*servers: BenchServer, turns: int = 1) -> BenchResult:
         turns=turns,
         token_ids=DEFAULT_IDS,
     )
-    return await BenchSession(servers, plan, None).run()
+    return await Benchmark(servers, plan, None).run()
 
 
 async def test_router_and_gateway_give_the_same_counts(toy: Served) -> None:
@@ -88,7 +88,7 @@ async def test_an_error_is_named_by_its_status(toy: Served) -> None:
         levels=[LoadLevel(concurrency=1)],
         token_ids=DEFAULT_IDS,
     )
-    found = await BenchSession([router(toy.router)], plan, None).run()
+    found = await Benchmark([router(toy.router)], plan, None).run()
     assert found.levels[0].summary.errors == {"gRPC CONTEXT_LENGTH_EXCEEDED": 1}
 
 

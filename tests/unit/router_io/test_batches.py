@@ -9,8 +9,8 @@ import grpc.aio
 import pytest
 
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
-from router.service import session
-from router.service.session import WorkerSession
+from router.service import worker_stream
+from router.service.worker_stream import WorkerStream
 from tests.support.cluster_secret import ROUTER, proofs, protect
 from tests.unit.router_io.conftest import until
 
@@ -35,13 +35,13 @@ class Ears:
     def __init__(self) -> None:
         self.heard: list[worker_pb2.AttachResponse] = []
 
-    def attached(self, one: WorkerSession, hello: worker_pb2.WorkerHello) -> str | None:
+    def attached(self, one: WorkerStream, hello: worker_pb2.WorkerHello) -> str | None:
         return None
 
-    def received(self, one: WorkerSession, message: worker_pb2.AttachResponse) -> None:
+    def received(self, one: WorkerStream, message: worker_pb2.AttachResponse) -> None:
         self.heard.append(message)
 
-    def detached(self, one: WorkerSession, reason: str) -> None: ...
+    def detached(self, one: WorkerStream, reason: str) -> None: ...
 
 
 async def exchange(worker: Worker, *, say: int, hear: int) -> Ears:
@@ -52,7 +52,7 @@ async def exchange(worker: Worker, *, say: int, hear: int) -> Ears:
     port = server.add_insecure_port("127.0.0.1:0")
     protect(server, interceptor, f"127.0.0.1:{port}")
     await server.start()
-    one = WorkerSession(f"127.0.0.1:{port}", lambda: worker_pb2.RouterHello(router_id="r"), ears, ROUTER)
+    one = WorkerStream(f"127.0.0.1:{port}", lambda: worker_pb2.RouterHello(router_id="r"), ears, ROUTER)
     task = asyncio.create_task(one.run())
     try:
         await until(lambda: one.is_attached)
@@ -72,7 +72,7 @@ def attempts(worker: Worker) -> list[int]:
 
 
 async def test_waiting_messages_are_sent_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "MAX_BATCH", 10)
+    monkeypatch.setattr(worker_stream, "MAX_BATCH", 10)
     worker = Worker(reads_batches=True)
     await exchange(worker, say=25, hear=0)
     assert attempts(worker) == list(range(25))
@@ -80,7 +80,7 @@ async def test_waiting_messages_are_sent_together(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_batch_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "MAX_BATCH_BYTES", 1)
+    monkeypatch.setattr(worker_stream, "MAX_BATCH_BYTES", 1)
     worker = Worker(reads_batches=True)
     await exchange(worker, say=3, hear=0)
     assert attempts(worker) == [0, 1, 2]

@@ -13,7 +13,7 @@ from pdserve.v1 import inference_pb2, worker_pb2
 from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
 from router.service.answer import Answer
 from router.service.inference import InferenceServicer
-from router.service.session import WorkerSession
+from router.service.worker_stream import WorkerStream
 from tests.support.cluster_secret import ROUTER
 from tests.unit.router_io.conftest import Connect, until
 from tests.unit.router_io.processes import Program, Start
@@ -166,15 +166,15 @@ class Ears:
         self.complaint = complaint
         self.heard: list[str] = []
 
-    def attached(self, session: WorkerSession, hello: worker_pb2.WorkerHello) -> str | None:
+    def attached(self, session: WorkerStream, hello: worker_pb2.WorkerHello) -> str | None:
         self.heard.append(f"attached {hello.worker_id}")
         return self.complaint
 
-    def received(self, session: WorkerSession, message: worker_pb2.AttachResponse) -> None:
+    def received(self, session: WorkerStream, message: worker_pb2.AttachResponse) -> None:
         if message.HasField("load") and "load" not in self.heard:
             self.heard.append("load")
 
-    def detached(self, session: WorkerSession, reason: str) -> None:
+    def detached(self, session: WorkerStream, reason: str) -> None:
         self.heard.append("detached")
 
 
@@ -184,7 +184,7 @@ def hello() -> worker_pb2.RouterHello:
 
 async def test_a_session_reconnects_after_hanging_up(decode: Program) -> None:
     ears = Ears()
-    session = WorkerSession(decode.address, hello, ears, ROUTER)
+    session = WorkerStream(decode.address, hello, ears, ROUTER)
     task = asyncio.create_task(session.run())
     await until(lambda: "load" in ears.heard)
     session.hang_up()
@@ -198,7 +198,7 @@ async def test_a_session_reconnects_after_hanging_up(decode: Program) -> None:
 
 async def test_a_rejected_worker_is_reported_once(decode: Program) -> None:
     ears = Ears(complaint="not ours")
-    task = asyncio.create_task(WorkerSession(decode.address, hello, ears, ROUTER).run())
+    task = asyncio.create_task(WorkerStream(decode.address, hello, ears, ROUTER).run())
     await until(lambda: ears.heard.count("attached d0") == 2)
     task.cancel()
     await asyncio.wait([task])

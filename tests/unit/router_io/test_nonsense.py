@@ -13,7 +13,7 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.core.types import TokenOut
 from pdserve.v1 import worker_pb2
 from pdserve.wire.protocol import decode_response
-from router.service.session import WorkerSession
+from router.service.worker_stream import WorkerStream
 from router.service.workers import Workers
 from tests.support.cluster_secret import ROUTER
 
@@ -56,13 +56,13 @@ async def test_a_worker_with_zero_capacity_is_rejected(field: str) -> None:
         **{**facts, field: 0},
     )
     workers = Workers(worker_pb2.RouterHello, lambda event: None, identity=ROUTER, model_name="toy")
-    session = WorkerSession("127.0.0.1:1", worker_pb2.RouterHello, workers, ROUTER)
+    session = WorkerStream("127.0.0.1:1", worker_pb2.RouterHello, workers, ROUTER)
     assert workers.attached(session, hello) == f"its {field} is 0, expected at least 1"
 
 
 def test_invalid_messages_are_counted() -> None:
     workers = Workers(worker_pb2.RouterHello, lambda event: None, identity=ROUTER, model_name="toy")
-    session = WorkerSession("127.0.0.1:1", worker_pb2.RouterHello, workers, ROUTER)
+    session = WorkerStream("127.0.0.1:1", worker_pb2.RouterHello, workers, ROUTER)
     session.worker_id = "d0"
     workers._attached["d0"] = session
     workers.received(session, worker_pb2.AttachResponse(**messages_with("queue_s", math.nan)))

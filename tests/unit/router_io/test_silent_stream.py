@@ -8,7 +8,7 @@ from typing import Any
 import grpc.aio
 
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
-from router.service.session import WorkerSession
+from router.service.worker_stream import WorkerStream
 from tests.support.cluster_secret import ROUTER, proofs, protect
 from tests.unit.router_io.conftest import until
 
@@ -35,13 +35,13 @@ class Ears:
         self.heard = 0
         self.reasons: list[str] = []
 
-    def attached(self, one: WorkerSession, hello: worker_pb2.WorkerHello) -> str | None:
+    def attached(self, one: WorkerStream, hello: worker_pb2.WorkerHello) -> str | None:
         return None
 
-    def received(self, one: WorkerSession, message: worker_pb2.AttachResponse) -> None:
+    def received(self, one: WorkerStream, message: worker_pb2.AttachResponse) -> None:
         self.heard += 1
 
-    def detached(self, one: WorkerSession, reason: str) -> None:
+    def detached(self, one: WorkerStream, reason: str) -> None:
         self.reasons.append(reason)
 
 
@@ -53,7 +53,7 @@ async def listen(worker: Worker, silence_s: float, is_enough: Any) -> Ears:
     protect(server, interceptor, f"127.0.0.1:{port}")
     await server.start()
     hello = worker_pb2.RouterHello(router_id="r")
-    task = asyncio.create_task(WorkerSession(f"127.0.0.1:{port}", lambda: hello, ears, ROUTER, silence_s).run())
+    task = asyncio.create_task(WorkerStream(f"127.0.0.1:{port}", lambda: hello, ears, ROUTER, silence_s).run())
     try:
         await until(lambda: is_enough(ears))
     finally:

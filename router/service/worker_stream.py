@@ -44,17 +44,17 @@ _UNPROVEN: Final = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENT
 class Listener(Protocol):
     """Called on the event loop, in the order of the stream."""
 
-    def attached(self, session: WorkerSession, hello: worker_pb2.WorkerHello) -> str | None:
+    def attached(self, stream: WorkerStream, hello: worker_pb2.WorkerHello) -> str | None:
         """Returns why this worker is rejected, or None. No other method is called for a rejected worker."""
         ...
 
-    def received(self, session: WorkerSession, message: worker_pb2.AttachResponse) -> None: ...
+    def received(self, stream: WorkerStream, message: worker_pb2.AttachResponse) -> None: ...
 
-    def detached(self, session: WorkerSession, reason: str) -> None: ...
+    def detached(self, stream: WorkerStream, reason: str) -> None: ...
 
 
 @final
-class WorkerSession:
+class WorkerStream:
     """`run` returns only when it is cancelled or after `close`."""
 
     def __init__(
@@ -67,7 +67,7 @@ class WorkerSession:
         on_unproven: Callable[[str], None] = lambda reason: None,
         tls: ReloadingCertificates | None = None,
     ) -> None:
-        """If a worker sends nothing for `silence_s`, not even its load, the session closes the stream and reconnects.
+        """If a worker sends nothing for `silence_s`, not even its load, the stream is closed and opened again.
 
         It sends no message before the worker has proven that it knows the secret of `identity`. If the worker has not,
         or rejects the router's proof, `on_unproven` is called with the reason.
@@ -102,7 +102,7 @@ class WorkerSession:
         return True
 
     def hang_up(self) -> None:
-        """Ends the stream. The session reconnects."""
+        """Ends the connection. The stream is opened again."""
         if self._call is not None:
             self._call.cancel()
 

@@ -212,7 +212,7 @@ class BenchObserver:
 
 
 @final
-class BenchSession:
+class Benchmark:
     def __init__(
         self, servers: Sequence[BenchServer], plan: BenchPlan, slo: Slo | None, observer: BenchObserver | None = None
     ) -> None:
