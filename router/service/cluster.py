@@ -90,7 +90,7 @@ _EXPLANATION: Final = Codec(
     DecisionRecord,
     cluster_pb2.ExplainResponse,
     special={"outcome": Special(lambda outcome: outcome.value, Outcome)},
-    given=("decision", "decided_s", "slo"),
+    given=("decision", "slo"),
     ignored=("decision", "reason", "candidates", "slo_ttft_s", "slo_tpot_s", "router_id"),
 )
 

@@ -28,7 +28,6 @@ NEVER_PLACED: Final = "no worker was needed"
 class DecisionRecord:
     request_id: str
     decision: Decision
-    decided_s: float
     waited_s: float  # from arrival to the decision; predictions count from the decision
     slo: Slo
     tenant: str = ""
@@ -104,7 +103,6 @@ def _explanation(request: Request, decision: Decision, now_s: float) -> Decision
     return DecisionRecord(
         request_id=request.request_id,
         decision=decision,
-        decided_s=now_s,
         waited_s=now_s - request.arrived_s,
         slo=facts.slo,
         tenant=facts.tenant,

@@ -29,13 +29,6 @@ Draw = Callable[[random.Random], int]  # a number of tokens, at least 1
 BLOCK_TOKENS: Final = 512
 
 
-def lengths_of(values: tuple[int, ...]) -> Draw:
-    """Each of `values` is equally likely. A list of a real service's lengths is the best distribution."""
-    if not values or min(values) < 1:
-        raise ConfigError("lengths", values[:5], "at least one number of tokens, each at least 1")
-    return lambda rng: rng.choice(values)
-
-
 def uniform(low: int, high: int) -> Draw:
     """Each number from `low` to `high` is equally likely."""
     if not 1 <= low <= high:

@@ -18,7 +18,7 @@ from pdserve.core.types import Role, Slo
 from router.state.interface import RouterSettings
 from simulator.cluster.world import World
 from simulator.model import RequestRow, SimConfig, SimResult, WorkerShape
-from simulator.traces.workloads import Poisson, lengths_of
+from simulator.traces.workloads import Poisson
 
 NOISE = 0.3  # Relative standard deviation: it gives error bands of 0.6, twice as much.
 WARM_S, END_S = 8.0, 14.0
@@ -137,7 +137,7 @@ def slow_world(rate_rps: float, seed: int = 0) -> World:
     trace = Poisson(
         rate_rps=rate_rps,
         duration_s=SLOW_END_S,
-        prompts=lengths_of((40, 60, 90, 120, 160, 400, 700, 1000)),
+        prompts=lambda rng: rng.choice((40, 60, 90, 120, 160, 400, 700, 1000)),
         outputs=lambda rng: 40,
         block_tokens=16,
         seed=seed,

@@ -17,7 +17,6 @@ from simulator.traces.workloads import (
     chat,
     first,
     jittered,
-    lengths_of,
     log_normal,
     rate_scaled,
     window,
@@ -106,7 +105,9 @@ def test_consecutive_traces_share_no_prefix() -> None:
 
 
 def test_poisson_arrivals_have_their_rate_and_their_spread() -> None:
-    trace = Poisson(rate_rps=20.0, duration_s=500.0, prompts=lengths_of((5, 7)), outputs=lengths_of((3,)), seed=4)
+    trace = Poisson(
+        rate_rps=20.0, duration_s=500.0, prompts=lambda rng: rng.choice((5, 7)), outputs=lambda rng: 3, seed=4
+    )
     requests = list(trace)
     assert len(requests) == pytest.approx(10_000, rel=0.05)
     assert {one.prompt_tokens for one in requests} == {5, 7}
