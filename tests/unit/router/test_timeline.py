@@ -14,6 +14,7 @@ from pdserve.core.types import FinishReason, TokenOut
 from router.state.interface import ClientLeft, EndCancelled, FailRequest, FinishRequest, RouterSettings, StopMatched
 from router.state.lifecycle import LIVE, Move, Stage
 from router.state.request import MAX_SLICES, STANDS_FOR, Timeline
+from scripts.drawn_pages import COMMAND, DOCS, with_section
 from tests.unit.router.given import Given
 
 Make = Callable[[], Given]
@@ -357,3 +358,11 @@ def test_reported_times_are_summed_over_attempts(given: Given) -> None:
     assert end.timings is not None
     assert (end.timings.grant_s, end.timings.attempts) == (0.75, 2)
     assert (end.timings.transfer_s, end.timings.transfer_busy_s, end.timings.transfer_bytes) == (0.05, 0.04, 4096)
+
+
+# --- table of phases in the docs ------------------------------------------------------------------------------
+
+
+def test_the_generated_phase_table_is_current() -> None:
+    text = (DOCS / "telemetry.md").read_text()
+    assert with_section("telemetry.md", text) == text, f"run {COMMAND}"
