@@ -19,7 +19,7 @@ from kvtransfer.protocol.plan import WHOLE, Part
 from kvtransfer.protocol.session import RECEIVER_MOVES, Event, Session, State
 from kvtransfer.protocol.transfers import OUTCOMES, Claim, ReceiveTransfer, ShardWriter
 from kvtransfer.protocol.transport import Received, TransferStats, count_end
-from pdserve.core.alarms import Alarms
+from pdserve.core.durations import Alarms
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.kv.kv_shape import Grant, TransferKey
 from pdserve.core.kv.stamps import BlockStamps

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, fields
 from itertools import chain, islice
 from typing import Final
 
-from pdserve.core.alarms import Alarms
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.cost.latency import CostPrior
+from pdserve.core.durations import Alarms
 from pdserve.core.live import LiveFrame, LiveTotals, LiveWorker
 from pdserve.core.protocol import Cancel, Load
 from pdserve.core.types import Role
