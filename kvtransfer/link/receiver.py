@@ -342,8 +342,8 @@ class PlainReceiver:
             sock, _ = listener.accept()
             if not transport.admits(sock):
                 raise OSError("it is another user's")
-            self._make_room()
             accepted = Accepted(sock, transport, self.clock())
+            self._make_room()
             self._selector.register(sock, selectors.EVENT_READ, accepted)
             self._accepted[accepted] = accepted.host
         # the peer has disconnected already, or the process has no more descriptors

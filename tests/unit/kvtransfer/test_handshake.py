@@ -493,3 +493,23 @@ def test_a_silent_connection_has_no_thread_and_ends_with_the_receiver(pair: Pair
         assert not pair.receiver._connections
         pair.receiver.close()
         assert silent.recv(1) == b""
+
+
+def test_a_connection_that_is_gone_takes_no_place(
+    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtransfer.link.receiver.MAX_PENDING", 4)
+    pair = make_pair("tcp")
+    answer = pair.host.open(pair.sender)
+
+    def gone(*_: object) -> None:
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    with contextlib.ExitStack() as stack:
+        for _ in range(4):
+            stack.enter_context(connect(pair, answer))
+        wait_for(lambda: len(pair.receiver._accepted) == 4, "the connections")
+        with monkeypatch.context() as patch:
+            patch.setattr(socket.socket, "getpeername", gone)
+            assert stack.enter_context(connect(pair, answer)).recv(1) == b""
+        assert len(pair.receiver._accepted) == 4
