@@ -6,7 +6,8 @@ import asyncio
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final, final
@@ -252,15 +253,14 @@ FIRST_TOKEN: Final = "first token"
 ROUTER_SOCKET: Final = "router.sock"
 
 
-@final
-class LocalCluster:
-    """`start`, then `run`, then `stop`; `stop` is safe at any point."""
+class LaunchedCluster(ABC):
+    """`start`, then `run`, then `stop`; `stop` is safe at any point. A subclass says where the workers run."""
 
-    def __init__(self, spec: ClusterSpec, report: LauncherReport) -> None:
-        self._report = report
-        self._held = HeldPorts()
+    def __init__(self, spec: ClusterSpec, report: LauncherReport, *, ray: str | None = None) -> None:
+        """`ray` as in `with_ports`."""
+        self._report, self._held = report, HeldPorts()
         self._has_own_redis = not spec.redis
-        spec, self._sockets = with_sockets(with_ports(spec, self._held))
+        spec, self._sockets = with_sockets(with_ports(spec, self._held, ray=ray))
         self.spec, self._certificates = make_certificates(spec)
         self._metrics = LauncherMetrics(self.spec)
         self._supervisor = Supervisor(report, self._held, self._metrics.process_started)
@@ -268,15 +268,15 @@ class LocalCluster:
     async def start(self) -> str:
         """Returns the router's address after a real token has come through it. Raises the error otherwise."""
         self._metrics.start()
-        self._report.expect("starting", start_steps(self.spec, has_own_redis=self._has_own_redis))
+        self._report.expect("starting", self._steps())
         if self._has_own_redis:
             await self._supervisor.start_redis(redis_path(self._sockets))
         else:
-            await check_alone(self.spec)
-        *workers, last = processes(self.spec)
-        await side_by_side(self._supervisor.start(supervised(process)) for process in workers)
-        await self._supervisor.start(supervised(last))
-        address = self._supervisor.address(last.name)
+            await self._check_redis()
+        *workers, router = self._processes()
+        await self._start_workers(workers)
+        await self._supervisor.start(supervised(router))
+        address = self._supervisor.address(router.name)
         await self._supervisor.unless_ended(ask_first(self.spec, address, self._report))
         await start_gateway(self._supervisor, self.spec, address)
         self._supervisor.keep()
@@ -292,13 +292,13 @@ class LocalCluster:
         """Gives the processes of this host new values of the settings that may change."""
         self.spec = dataclasses.replace(self.spec, settings=settings)
         http = gateway(self.spec, "")
-        self._supervisor.reload([*processes(self.spec), *([] if http is None else [http])], log_level)
+        self._supervisor.reload([*self._processes(), *([] if http is None else [http])], log_level)
 
     async def stop(self, *, is_graceful: bool) -> None:
         """Stops the gateway and the router first, so that no new work comes, then the workers together, Redis last."""
         await self._supervisor.release()
         # The first two drain together, so that one drain_s bounds both.
-        stages = ([GATEWAY, "router"], self.spec.worker_ids)
+        stages = ([GATEWAY, "router"], self._names_of_workers())
         if is_graceful:
             self._supervisor.expect_stop(stages, await open_requests(self.spec))
         for names in stages:
@@ -310,6 +310,40 @@ class LocalCluster:
         self._sockets.remove()
         if self._certificates is not None:
             self._certificates.remove()
+
+    # -- where the workers run -------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _processes(self) -> list[Process]:
+        """The workers that are processes of this host, then the router."""
+
+    @abstractmethod
+    async def _start_workers(self, workers: Sequence[Process]) -> None: ...
+
+    @abstractmethod
+    def _names_of_workers(self) -> Sequence[str]:
+        """Of the processes that end with the workers."""
+
+    def _steps(self) -> list[str]:
+        return start_steps(self.spec, has_own_redis=self._has_own_redis)
+
+    async def _check_redis(self) -> None:
+        """Of a Redis that is not the launcher's own."""
+        await check_alone(self.spec)
+
+
+@final
+class LocalCluster(LaunchedCluster):
+    """The workers are processes of this host."""
+
+    def _processes(self) -> list[Process]:
+        return processes(self.spec)
+
+    async def _start_workers(self, workers: Sequence[Process]) -> None:
+        await side_by_side(self._supervisor.start(supervised(process)) for process in workers)
+
+    def _names_of_workers(self) -> Sequence[str]:
+        return self.spec.worker_ids
 
 
 def with_ports(spec: ClusterSpec, held: HeldPorts, *, ray: str | None = None) -> ClusterSpec:

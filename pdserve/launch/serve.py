@@ -6,10 +6,10 @@ import asyncio
 import importlib.util
 import math
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from pdserve.config import WorkerConfig
 from pdserve.core.access.hosts import is_any_host, is_loopback_host, join
@@ -23,8 +23,7 @@ from pdserve.engine.memory.host import free_bytes, usable_cores
 from pdserve.engine.memory.plan import PoolUnit, host_blocks
 from pdserve.engine.model.config import ModelConfig, read_config
 from pdserve.engine.toy import CELL_BYTES
-from pdserve.launch.keys import Kind, Value
-from pdserve.launch.local import LocalCluster, degradations
+from pdserve.launch.local import LaunchedCluster, LocalCluster, degradations
 from pdserve.launch.report import LauncherReport
 from pdserve.launch.settings import Asked, merge
 from pdserve.launch.spec import ClusterSpec, gateway, processes, router, served_names, worker_config
@@ -168,19 +167,6 @@ INTERRUPTED: Final = 130
 TICK_S: Final = 0.25  # between two draws of the status line
 
 
-class ServedCluster(Protocol):
-    @property
-    def spec(self) -> ClusterSpec: ...
-
-    async def start(self) -> str: ...
-
-    async def run(self, stop: asyncio.Event) -> None: ...
-
-    async def stop(self, *, is_graceful: bool) -> None: ...
-
-    def reload(self, settings: Mapping[Kind, Mapping[str, Value]], log_level: str) -> None: ...
-
-
 async def serve(asked: Asked, read_again: Callable[[], Asked]) -> int:
     """Returns the exit status. After SIGHUP, settings that may change become those of `read_again`.
 
@@ -230,7 +216,7 @@ async def serve(asked: Asked, read_again: Callable[[], Asked]) -> int:
 
 async def _follow_hangups(
     hangup: asyncio.Event,
-    cluster: ServedCluster,
+    cluster: LaunchedCluster,
     report: LauncherReport,
     asked: Asked,
     read_again: Callable[[], Asked],
@@ -294,7 +280,7 @@ def _say_security(spec: ClusterSpec, report: LauncherReport) -> None:
         report.say("launcher", f"INSECURE: {spec.host} serves plain text, which others on the network can read")
 
 
-def _cluster(asked: Asked, report: LauncherReport) -> ServedCluster:
+def _cluster(asked: Asked, report: LauncherReport) -> LaunchedCluster:
     if asked.ray is None:
         return LocalCluster(asked.spec, report)
     if importlib.util.find_spec("ray") is None:
@@ -302,7 +288,7 @@ def _cluster(asked: Asked, report: LauncherReport) -> ServedCluster:
     return RayCluster(asked.spec, asked.ray, report)
 
 
-async def _unless_set(stop: asyncio.Event, cluster: ServedCluster) -> str | None:
+async def _unless_set(stop: asyncio.Event, cluster: LaunchedCluster) -> str | None:
     """The address of the started cluster; None if `stop` came first."""
     starting, stopping = asyncio.ensure_future(cluster.start()), asyncio.ensure_future(stop.wait())
     await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -314,7 +300,7 @@ async def _unless_set(stop: asyncio.Event, cluster: ServedCluster) -> str | None
     return None
 
 
-async def _stop(cluster: ServedCluster, hurry: asyncio.Event, *, is_graceful: bool) -> None:
+async def _stop(cluster: LaunchedCluster, hurry: asyncio.Event, *, is_graceful: bool) -> None:
     draining, hurrying = (
         asyncio.ensure_future(cluster.stop(is_graceful=is_graceful)),
         asyncio.ensure_future(hurry.wait()),

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, final
@@ -22,24 +22,10 @@ from pdserve.config import RAY_TOKEN_ENV, REDIS_ENV, SECRET_ENV
 from pdserve.core.errors import Unavailable
 from pdserve.core.progress import phase_of
 from pdserve.core.urls import place
-from pdserve.launch.confine import make_certificates
-from pdserve.launch.keys import Kind, Value
-from pdserve.launch.local import (
-    GATEWAY,
-    ask_first,
-    check_alone,
-    open_requests,
-    redis_path,
-    redis_trouble,
-    start_gateway,
-    start_steps,
-    with_ports,
-    with_sockets,
-)
-from pdserve.launch.ports import HeldPorts
+from pdserve.launch.local import LaunchedCluster, redis_trouble, start_steps
 from pdserve.launch.report import LauncherReport, memory_of
-from pdserve.launch.spec import ClusterSpec, ClusterTls, gateway, router, worker_config
-from pdserve.launch.supervisor import REDIS, StartFailed, SupervisedProcess, Supervisor, supervised
+from pdserve.launch.spec import ClusterSpec, ClusterTls, Process, router, worker_config
+from pdserve.launch.supervisor import REDIS, StartFailed, SupervisedProcess
 
 # --- messages -------------------------------------------------------------------------------------------------
 # Messages from Ray's driver to the launcher, and from the actors to the driver; what is said of actors that start.
@@ -134,70 +120,38 @@ _TOOK: Final = re.compile(rf"^{TOOK}(\d+\.\d+) s$")
 
 
 @final
-class RayCluster:
-    """`start`, then `run`, then `stop`, like LocalCluster. `address` of a Ray cluster; empty starts one here."""
+class RayCluster(LaunchedCluster):
+    """The workers are actors of Ray, which Ray itself restarts."""
 
     def __init__(self, spec: ClusterSpec, address: str, report: LauncherReport) -> None:
-        self._report = report
-        self._held = HeldPorts()
-        self._supervisor = Supervisor(report, self._held)
-        self._has_own_redis = not spec.redis
-        spec, self._sockets = with_sockets(with_ports(spec, self._held, ray=address))
-        spec, self._certificates = make_certificates(spec)
-        self.spec = dataclasses.replace(spec, worker_ports=())
+        """`address` of a Ray cluster; empty starts one here."""
+        super().__init__(spec, report, ray=address)
+        self.spec = dataclasses.replace(self.spec, worker_ports=())
+        drains_s = [worker_config(self.spec, index)[1].drain_s for index in range(len(self.spec.worker_ids))]
         self._driver = SupervisedProcess(
             name=DRIVER,
             program=("pdserve.launch.ray_cluster", address, spec_to_json(self.spec)),
             env=tuple(_driver_env(self.spec).items()),
             start_s=DRIVER_START_S,
-            drain_s=SHUTDOWN_S + max(worker_config(spec, index)[1].drain_s for index in range(len(spec.worker_ids))),
+            drain_s=SHUTDOWN_S + max(drains_s),
             on_line=partial(show, report),
         )
 
-    async def start(self) -> str:
-        """Returns the router's address after a real token has come through it. Raises the error otherwise."""
-        self._report.expect("starting", ray_start_steps(self.spec, has_own_redis=self._has_own_redis))
-        if self._has_own_redis:
-            await self._supervisor.start_redis(redis_path(self._sockets))
-        else:
-            await check_redis(self.spec, self._report)
-            await check_alone(self.spec)
+    def _processes(self) -> list[Process]:
+        return [router(self.spec, ())]
+
+    async def _start_workers(self, workers: Sequence[Process]) -> None:
         await self._supervisor.start(self._driver)
-        process = router(self.spec, ())
-        await self._supervisor.start(supervised(process))
-        address = self._supervisor.address(process.name)
-        await self._supervisor.unless_ended(ask_first(self.spec, address, self._report))
-        await start_gateway(self._supervisor, self.spec, address)
-        self._supervisor.keep()
-        return address
 
-    async def run(self, stop: asyncio.Event) -> None:
-        """Returns when `stop` is set. Ray restarts its actors, the launcher restarts the driver, the router and
-        Redis."""
-        await self._supervisor.run(stop)
+    def _names_of_workers(self) -> Sequence[str]:
+        return [DRIVER]
 
-    def reload(self, settings: Mapping[Kind, Mapping[str, Value]], log_level: str) -> None:
-        """Gives the processes of this host new values of the settings that may change."""
-        self.spec = dataclasses.replace(self.spec, settings=settings)
-        http = gateway(self.spec, "")
-        self._supervisor.reload([router(self.spec, ()), *([] if http is None else [http])], log_level)
+    def _steps(self) -> list[str]:
+        return ray_start_steps(self.spec, has_own_redis=self._has_own_redis)
 
-    async def stop(self, *, is_graceful: bool) -> None:
-        """Stops the gateway and the router first, so that no new work comes, then the workers, Ray if it is ours, and
-        Redis last."""
-        await self._supervisor.release()
-        # The first two drain together, so that one drain_s bounds both.
-        stages = ([GATEWAY, "router"], [DRIVER])
-        if is_graceful:
-            self._supervisor.expect_stop(stages, await open_requests(self.spec))
-        for names in stages:
-            await self._supervisor.stop(names, is_graceful=is_graceful)
-        await self._supervisor.stop_redis()
-        self._supervisor.close()
-        self._held.release()
-        self._sockets.remove()
-        if self._certificates is not None:
-            self._certificates.remove()
+    async def _check_redis(self) -> None:
+        await check_redis(self.spec, self._report)
+        await super()._check_redis()
 
 
 def show(report: LauncherReport, line: str) -> None:
