@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 START_S: Final = 60.0
 MEASURE_EVERY_S: Final = 1.0
 STOP_S: Final = 5.0
-LAST_WORDS_S: Final = 1.0  # in which each request gets its error at the end
+INTERRUPT_S: Final = 1.0  # in which each request gets its error at the end
 FLUSH_S: Final = 1  # after it, in which the errors reach the clients; uvicorn takes whole seconds
 TICKS_S: Final = 0.5  # of uvicorn, which looks at its flags every tenth of a second
 
@@ -91,7 +91,7 @@ class GatewayHost:
         """Ends every request now, with an error that says why. Idempotent."""
         if self._server is not None and not self._has_ended.is_set():
             asyncio.run_coroutine_threadsafe(self._finish(), self._loop)
-            if not self._has_ended.wait(LAST_WORDS_S + FLUSH_S + TICKS_S):
+            if not self._has_ended.wait(INTERRUPT_S + FLUSH_S + TICKS_S):
                 self._loop.call_soon_threadsafe(self._abort)
                 self._has_ended.wait(STOP_S)
         self._end()
@@ -192,7 +192,7 @@ class GatewayHost:
         await self._finish()
 
     async def _finish(self) -> None:
-        await self._shutdown.interrupt(LAST_WORDS_S)
+        await self._shutdown.interrupt(INTERRUPT_S)
         self._exit()
 
     def _abort(self) -> None:

@@ -280,8 +280,8 @@ class LaunchedCluster(ABC):
         await self._supervisor.unless_ended(ask_first(self.spec, address, self._report))
         await start_gateway(self._supervisor, self.spec, address)
         self._supervisor.keep()
-        if words := self._metrics.describe():
-            self._report.say("launcher", words)
+        if text := self._metrics.describe():
+            self._report.say("launcher", text)
         return address
 
     async def run(self, stop: asyncio.Event) -> None:

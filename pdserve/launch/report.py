@@ -159,8 +159,8 @@ class LauncherReport:
     def say(self, name: str, text: str) -> None:
         """A message of the launcher about `name`."""
         if self._is_json:
-            words = {"about": name, "elapsed_s": round(self.elapsed_s, 3), "message": text}
-            self._err(json_line("launcher", json.dumps(words)))
+            fields = {"about": name, "elapsed_s": round(self.elapsed_s, 3), "message": text}
+            self._err(json_line("launcher", json.dumps(fields)))
         else:
             self._err(f"{self.elapsed_s:7.2f} s  {name:<{_WIDTH}} {text}")
 
@@ -230,12 +230,12 @@ class LauncherReport:
         progress, now_s = self._progress, time.monotonic()
         if progress is None or progress.is_over or now_s < self._next_s:
             return
-        words = progress.what, progress.share, progress.time_text(now_s), progress.detail(now_s)
+        shown = progress.what, progress.share, progress.time_text(now_s), progress.detail(now_s)
         if self._status.is_terminal and not self._is_json:
-            self._status.draw(bar_line(*words, self._status.columns))
+            self._status.draw(bar_line(*shown, self._status.columns))
         else:
             self._next_s = now_s + LINE_EVERY_S
-            self.say("launcher", log_text(*words))
+            self.say("launcher", log_text(*shown))
 
     def settled(self) -> None:
         """Ends the status line."""

@@ -175,8 +175,8 @@ async def serve(asked: Asked, read_again: Callable[[], Asked]) -> int:
     if gateway(asked.spec, "") is not None and importlib.util.find_spec("starlette") is None:
         raise ConfigError("http", "no such package as starlette", f"the extra gateway: {advice('gateway')}")
     _allow_descriptors(asked)
-    stop, hurry = asyncio.Event(), asyncio.Event()
-    _on_signals(stop, hurry)
+    stop, force = asyncio.Event(), asyncio.Event()
+    _on_signals(stop, force)
     is_json, holds_details = log_format() == JSON, not asked.is_level_given
     report = LauncherReport(asked.log_dir, asked.log_limits, is_json=is_json, holds_details=holds_details)
     hangup = asyncio.Event()
@@ -208,7 +208,7 @@ async def serve(asked: Asked, read_again: Callable[[], Asked]) -> int:
         return 0
     finally:
         report.failed()
-        await _stop(cluster, hurry, is_graceful=is_graceful)
+        await _stop(cluster, force, is_graceful=is_graceful)
         for task in tasks:
             task.cancel()
         report.close()
@@ -300,13 +300,13 @@ async def _unless_set(stop: asyncio.Event, cluster: LaunchedCluster) -> str | No
     return None
 
 
-async def _stop(cluster: LaunchedCluster, hurry: asyncio.Event, *, is_graceful: bool) -> None:
-    draining, hurrying = (
+async def _stop(cluster: LaunchedCluster, force: asyncio.Event, *, is_graceful: bool) -> None:
+    draining, forcing = (
         asyncio.ensure_future(cluster.stop(is_graceful=is_graceful)),
-        asyncio.ensure_future(hurry.wait()),
+        asyncio.ensure_future(force.wait()),
     )
-    await asyncio.wait([draining, hurrying], return_when=asyncio.FIRST_COMPLETED)
-    hurrying.cancel()
+    await asyncio.wait([draining, forcing], return_when=asyncio.FIRST_COMPLETED)
+    forcing.cancel()
     if not draining.done():
         draining.cancel()
         await asyncio.gather(draining, return_exceptions=True)
@@ -324,10 +324,10 @@ def _allow_descriptors(asked: Asked) -> None:
         allow_descriptors(needed_by(process.config), process.name)
 
 
-def _on_signals(stop: asyncio.Event, hurry: asyncio.Event) -> None:
+def _on_signals(stop: asyncio.Event, force: asyncio.Event) -> None:
     def on_signal() -> None:
         if stop.is_set():
-            hurry.set()
+            force.set()
         stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):

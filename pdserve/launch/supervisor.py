@@ -181,7 +181,7 @@ def end_session(leader_pid: int) -> None:
 # --- all processes --------------------------------------------------------------------------------------------
 
 KILL_AFTER_S: Final = 5.0  # in addition to a process's own drain time
-LAST_WORDS_S: Final = 3.0  # in which a server that ends at once tells its clients
+NOTICE_S: Final = 3.0  # in which a server that ends at once tells its clients
 REDIS: Final = "redis"
 _WATCH_S: Final = 0.2
 _FIRST_BACKOFF_S: Final = 0.25
@@ -201,7 +201,7 @@ class SupervisedProcess:
     env: tuple[tuple[str, str], ...] = ()
     start_s: float
     drain_s: float
-    last_words_s: float = 0.0  # before it is killed, if everything ends at once
+    notice_s: float = 0.0  # before it is killed, if everything ends at once
     is_worker: bool = False
     has_flags_file: bool = False
     on_line: Callable[[str], None] | None = None
@@ -214,7 +214,7 @@ def supervised(process: Process) -> SupervisedProcess:
         env=(*process.env, (PROGRESS_ENV, "1")) if isinstance(process.config, WorkerConfig) else process.env,
         start_s=process.start_s,
         drain_s=process.config.drain_s,
-        last_words_s=LAST_WORDS_S if isinstance(process.config, RouterConfig | GatewayConfig) else 0.0,
+        notice_s=NOTICE_S if isinstance(process.config, RouterConfig | GatewayConfig) else 0.0,
         is_worker=isinstance(process.config, WorkerConfig),
         has_flags_file=True,
     )
@@ -302,7 +302,7 @@ class Supervisor:
 
         async def stop(child: Child) -> None:
             self._report.begins(child.name)
-            grace_s = self._grace_s(child.name) if is_graceful else self._processes[child.name].last_words_s
+            grace_s = self._grace_s(child.name) if is_graceful else self._processes[child.name].notice_s
             await child.stop(grace_s, drains=is_graceful)
             self._report.ends(child.name)
 
