@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from pdserve.isolated.process import outcome
 from pdserve.launch import supervisor
 from pdserve.launch.local import open_requests
+from pdserve.launch.ports import check_free, free_ports, is_free
 from pdserve.launch.spec import ClusterSpec
-from pdserve.launch.supervisor import drain_text
+from pdserve.launch.supervisor import Child, StartFailed, drain_text
+
+from .conftest import is_alive
 
 
 def test_the_drain_says_what_it_waits_for() -> None:
@@ -29,3 +39,149 @@ def test_the_first_start_is_named_only_once(tmp_path: Path, monkeypatch: pytest.
     supervisor._note_first_start()
     assert supervisor.slow_start(is_worker=True) == "still loading"
     assert supervisor.slow_start(is_worker=False) == "still starting"
+
+
+# --- one process ----------------------------------------------------------------------------------------------
+# One supervised process, with small real programs in its place.
+
+WAIT_S = 20.0
+Make = Callable[[str], Child]
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def lines() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def make(tmp_path: Path, lines: list[str]) -> Make:
+    """A child that runs the given source as a module."""
+
+    def build(source: str) -> Child:
+        (tmp_path / "program.py").write_text(source)
+        path = os.pathsep.join((str(tmp_path), *filter(None, sys.path)))
+        return Child("p0", ("program", "--flag=1"), {"PYTHONPATH": path}, lines.append)
+
+    return build
+
+
+LISTENS = "import sys, time; print('program p0 listening on 127.0.0.1:7', flush=True)\n"
+WAITS = LISTENS + "time.sleep(60)\n"
+
+
+async def test_a_start_ends_with_the_address_that_the_process_names(make: Make, lines: list[str]) -> None:
+    child = make(WAITS)
+    assert await child.start(WAIT_S) == "127.0.0.1:7"
+    assert child.is_running
+    await child.stop(1.0)
+    assert not child.is_running
+    assert lines == []
+
+
+async def test_a_process_that_ends_early_is_a_failed_start(make: Make) -> None:
+    child = make("from pdserve.core.errors import ModelError\nraise ModelError('model', '/x', 'a folder')\n")
+    with pytest.raises(StartFailed, match=r"^p0 ended: model: got /x, expected a folder$"):
+        await child.start(WAIT_S)
+
+
+async def test_the_error_line_is_found_among_log_lines_after_it(make: Make) -> None:
+    said = "router: port: got 5, expected 6\n12:00 ERROR log: failed\n12:01 INFO bye\n"
+    child = make(f"import sys\nsys.stderr.write({said!r})\n")
+    with pytest.raises(StartFailed, match=r"^p0 ended: port: got 5, expected 6$"):
+        await child.start(WAIT_S)
+
+
+async def test_a_fault_is_shown_with_its_class_rather_than_the_log_line_after_it(make: Make) -> None:
+    child = make("import sys\ntry:\n    1 / 0\nfinally:\n    sys.excepthook(*sys.exc_info())\n")
+    with pytest.raises(StartFailed, match="ZeroDivisionError: division by zero"):
+        await child.start(WAIT_S)
+
+
+async def test_a_silent_process_is_ended(make: Make) -> None:
+    child = make("import time; time.sleep(60)\n")
+    with pytest.raises(StartFailed, match="did not listen within"):
+        await child.start(0.5)
+    assert not child.is_running
+
+
+async def test_both_outputs_are_relayed_line_by_line(make: Make, lines: list[str]) -> None:
+    child = make(LISTENS + "print('out'); sys.stderr.write('err\\n'); sys.stderr.flush(); time.sleep(60)\n")
+    await child.start(WAIT_S)
+    await until(lambda: sorted(lines) == ["err", "out"])
+    await child.stop(0.0)
+
+
+async def test_an_endless_line_does_not_stop_the_relay(make: Make, lines: list[str]) -> None:
+    child = make(LISTENS + "print('x' * 300_000); print('after', flush=True); time.sleep(60)\n")
+    await child.start(WAIT_S)
+    await until(lambda: "after" in lines)
+    await child.stop(0.0)
+
+
+async def test_flags_reach_the_program(make: Make, lines: list[str]) -> None:
+    child = make(LISTENS + "print(sys.argv[1:], flush=True); time.sleep(60)\n")
+    await child.start(WAIT_S)
+    await until(lambda: lines == ["['--flag=1']"])
+    await child.stop(0.0)
+
+
+async def test_a_process_that_ignores_sigterm_is_killed(make: Make) -> None:
+    child = make("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAITS)
+    await child.start(WAIT_S)
+    await child.stop(0.2)
+    assert outcome(await child.wait()) == "was ended by SIGKILL"
+
+
+async def test_a_process_that_drains_is_not_killed(make: Make) -> None:
+    child = make("import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n" + WAITS)
+    await child.start(WAIT_S)
+    await child.stop(WAIT_S)
+    assert outcome(await child.wait()) == "ended with status 0"
+
+
+def test_children_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(WAITS)
+    launcher = tmp_path / "launcher.py"
+    launcher.write_text(
+        "import asyncio\n"
+        "from pdserve.launch.supervisor import Child\n"
+        "async def main():\n"
+        "    child = Child('p0', ('program',), {}, print)\n"
+        "    await child.start(20)\n"
+        "    print(child.pid, flush=True)\n"
+        "    await child.wait()\n"
+        "asyncio.run(main())\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])])}
+    with subprocess.Popen([sys.executable, str(launcher)], stdout=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        assert is_alive(pid)
+        process.kill()
+        process.wait(WAIT_S)
+    asyncio.run(until(lambda: not is_alive(pid)))
+
+
+def test_free_ports_are_different_and_below_the_ephemeral_range() -> None:
+    ports = free_ports(20)
+    assert len(set(ports)) == 20
+    assert all(is_free("127.0.0.1", port) for port in ports)
+    assert max(ports) < 32_768
+
+
+def test_a_port_in_use_is_refused_by_name() -> None:
+    import socket
+
+    from pdserve.core.errors import ConfigError
+
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port: got {port}"):
+            check_free("port", "127.0.0.1", port)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import pdserve
 from pdserve.core.errors import ModelError
-from pdserve.text.tokenizer import HuggingFaceTokenizer, ToyTokenizer, load_tokenizer
+from pdserve.text.tokenizer import HuggingFaceTokenizer, ToyTokenizer, bad_word_ids, load_tokenizer
 
 TEXTS = ["the cat", " two  spaces ", "naïve café 你好 🙂", "", "<|end|>x", "<s>x"]
 
@@ -124,3 +125,24 @@ def test_a_panic_of_the_library_is_the_models_error(byte_level_folder: Path) -> 
         path.write_text(json.dumps(text | change))
         with pytest.raises(ModelError, match=r"tokenizer\.json"):
             HuggingFaceTokenizer(byte_level_folder, is_limited=is_limited)
+
+
+# --- bad words ------------------------------------------------------------------------------------------------
+# Bad words become the token sequences in which a text can come to contain them.
+
+MODEL = Path(pdserve.__file__).parent / "models" / "stdlib-5m"
+
+
+def test_byte_tokens_need_no_second_sequence() -> None:
+    assert bad_word_ids(["no", " no", "o!"], ToyTokenizer()) == [(110, 111), (111, 33)]
+    assert bad_word_ids(["no", "o"], ToyTokenizer()) == [(111,)]  # a text without "o" has no "no"
+    assert bad_word_ids(["\n"], ToyTokenizer()) == [(10,)]
+    assert bad_word_ids([], ToyTokenizer()) == []
+
+
+def test_a_word_is_banned_at_the_start_and_after_a_space() -> None:
+    tokenizer = HuggingFaceTokenizer(MODEL)
+    [bare, spaced] = bad_word_ids(["return"], tokenizer)
+    assert tokenizer.decode(bare) == "return"
+    assert tokenizer.decode(spaced) == " return"
+    assert bad_word_ids([" return"], tokenizer) == [bare, spaced]
