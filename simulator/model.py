@@ -13,7 +13,7 @@ from typing import Protocol
 
 from pdserve.core.access.key_file import Tenant
 from pdserve.core.cost.latency import CostPrior
-from pdserve.core.errors import ConfigError
+from pdserve.core.errors import ConfigError, shortened
 from pdserve.core.types import Path, Role, Slo
 from router.service.tenants import BURST_S
 from router.state.interface import RouterSettings
@@ -33,6 +33,19 @@ class TraceRequest:
     slo: Slo | None = None  # None: the run's
     cancel_after_s: float | None = None  # the client disconnects this long after its arrival
     max_tokens: int | None = None  # max_tokens of its client; None: the run's
+
+
+NumberedLine = tuple[int, str]  # lines count from 1, as editors do
+
+
+class TraceError(ConfigError):
+    """A trace file has an invalid value: names the line, the column, and the allowed values."""
+
+    reason = "TRACE"
+
+    def __init__(self, trace: str, line: int, column: str, seen: object, expected: str) -> None:
+        super().__init__(f"{trace}, line {line}, {column}", shortened(seen, 60), expected)
+        self.trace, self.line, self.column = trace, line, column
 
 
 class Trace(Protocol):

@@ -37,8 +37,16 @@ from router.state.interface import (
     WorkerForgotten,
     WorkerLost,
 )
-from simulator.model import NetworkLink, SimConfig, TraceRequest, WorkerFault, WorkerFaultKind, WorkerShape
-from simulator.traces.trace_rows import NumberedLine, TraceError
+from simulator.model import (
+    NetworkLink,
+    NumberedLine,
+    SimConfig,
+    TraceError,
+    TraceRequest,
+    WorkerFault,
+    WorkerFaultKind,
+    WorkerShape,
+)
 
 _TRACE_KINDS: Final = (
     WorkerConnected,

@@ -12,7 +12,7 @@ import pytest
 
 from pdserve.cli.main import main
 from simulator.commands import bench_run
-from simulator.traces.trace_rows import MOONCAKE_BLOCK_TOKENS
+from simulator.traces.files import MOONCAKE_BLOCK_TOKENS
 from tests.unit.bench.given import ScriptedServer
 from tests.unit.bench.test_driver import complete
 from tests.unit.gateway.conftest import Served, serve

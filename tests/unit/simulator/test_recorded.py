@@ -18,10 +18,9 @@ from pdserve.core.types import FinishReason, Role, Slo, TokenOut
 from router.recording import replay
 from router.state.interface import ClientLeft, Event, RouterSettings, WorkerLost
 from router.state.state import RouterState
-from simulator.model import TraceRequest, WorkerFault, WorkerFaultKind
+from simulator.model import TraceError, TraceRequest, WorkerFault, WorkerFaultKind
 from simulator.traces.files import FileTrace
 from simulator.traces.recorded import RecordedCluster, read_cluster, read_recording
-from simulator.traces.trace_rows import TraceError
 from tests.support.slow import slow_except
 from tests.unit.router.router_events import arrival, hello
 from tests.unit.router.test_random_runs import run

@@ -14,9 +14,8 @@ from pdserve.core.types import Role, Slo
 from router.recording import replay
 from router.state.interface import Command, Event, RouterSettings
 from simulator.cluster.world import World, simulate
-from simulator.model import SimConfig, SimResult, TraceRequest, WorkerFault, WorkerFaultKind, WorkerShape
+from simulator.model import NumberedLine, SimConfig, SimResult, TraceRequest, WorkerFault, WorkerFaultKind, WorkerShape
 from simulator.traces.recorded import block_tokens, read_cluster, read_recording
-from simulator.traces.trace_rows import NumberedLine
 
 BLOCK = 64
 COST = CostPrior(

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from pdserve.core.errors import ConfigError
-from simulator.model import TraceRequest
-from simulator.traces.files import FileTrace
-from simulator.traces.trace_rows import MAX_TOKENS, TraceError
+from simulator.model import TraceError, TraceRequest
+from simulator.traces.files import MAX_TOKENS, FileTrace
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
 TRACES = Path(os.environ.get("PDSERVE_TRACES", Path(__file__).parents[4] / "shared/traces"))
