@@ -6,14 +6,16 @@ import ipaddress
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import jiter
 
-from pdserve.client.request import Options
 from pdserve.core.access.hosts import is_token
 from pdserve.core.errors import InvalidRequest, Unauthenticated, shortened
 from pdserve.telemetry import trace_context
+
+if TYPE_CHECKING:
+    from pdserve.client.request import Options
 
 REQUEST_ID: Final = "x-request-id"
 SESSION_ID: Final = "x-session-id"
@@ -83,7 +85,7 @@ def options(headers: Mapping[str, str]) -> Options:
     traceparent = headers.get(trace_context.HEADER)
     if trace_context.parse(traceparent) is not None:
         found["traceparent"] = traceparent
-    return cast(Options, found)
+    return cast("Options", found)
 
 
 def _text(header: str, value: str) -> str:
