@@ -136,14 +136,14 @@ def reject_waiting(cluster: ClusterState, request: Request) -> list[Command]:
         return commands
     entry, present = queue.entry(request.request_id), present_capacity(cluster)
     if _misses_tpot(unloaded, request.facts.slo.tpot_s):
-        commands += _give_up(cluster, entry, f"at least {unloaded.tpot_s:.3f} s per token", present)
+        commands += _reject_or_delay(cluster, entry, f"at least {unloaded.tpot_s:.3f} s per token", present)
     elif drain_error(cluster, unloaded) < 1.0:
         error = unloaded.band_s / unloaded.ttft_s / SIGMAS if unloaded.ttft_s > 0.0 else 0.0
         forecast = Forecast(present, _standstill_s(cluster), error)
         by_length = "shortest" in cluster.rules
         while found := excess(queue, entry.level, forecast, cluster.now_s, by_length=by_length):
             message = f"the requests ahead leave no time for its prefill of {found.prefill_s:.3f} s"
-            commands += _give_up(cluster, found, message, present)
+            commands += _reject_or_delay(cluster, found, message, present)
     return commands
 
 
@@ -172,7 +172,7 @@ def excess(queue: Queue, level: Level, forecast: Forecast, now_s: float, *, by_l
     return None
 
 
-def _give_up(cluster: ClusterState, entry: Entry, message: str, present: Capacity) -> list[Command]:
+def _reject_or_delay(cluster: ClusterState, entry: Entry, message: str, present: Capacity) -> list[Command]:
     """Rejects the request, or serves it late if that costs no other request and few late ones wait."""
     queue, request = cluster.queue, cluster.requests[entry.request_id]
     retry_after_s = clamped_retry_s(present.start_in_s(queue.on_time_s))
