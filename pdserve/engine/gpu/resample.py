@@ -28,12 +28,11 @@ from pdserve.engine.gpu.kernels.fixed_shapes import CountSlots
 from pdserve.engine.interface import Row
 from pdserve.engine.model.batch import to_device
 from pdserve.engine.sampling.grammars import Cursor, Grammars, Moves, RowMasks
-from pdserve.engine.sampling.masks import BANS, Draw, forbid, mask, may_ban
-from pdserve.engine.sampling.sampler import keep_top_sigma
+from pdserve.engine.sampling.sampler import BANS, Draw, forbid, keep_top_sigma, mask, may_ban
 
 # --- banned tokens as bits ------------------------------------------------------------------------------------
-# The tokens that a row may sample: grammars and bans. The bits are computed by applying engine/sampling/masks.py, which
-# defines these rules, to a row of zeros.
+# The tokens that a row may sample: grammars and bans. The bits are computed by applying engine/sampling/sampler.py,
+# which defines these rules, to a row of zeros.
 
 # Shapes: V vocabulary, W words of 32 tokens.
 

@@ -13,8 +13,7 @@ import transformers
 from torch import Tensor
 
 from pdserve.core.types import Sampling
-from pdserve.engine.sampling.masks import Draw, is_masked, mask
-from pdserve.engine.sampling.sampler import is_plain, penalise, sample
+from pdserve.engine.sampling.sampler import Draw, is_masked, is_plain, mask, penalise, sample
 
 VOCAB = 40
 EOS = 39

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pdserve.core.types import Sampling
 from pdserve.engine.gpu.kernels.cutoff import EVERYTHING
-from pdserve.engine.sampling.masks import may_ban
+from pdserve.engine.sampling.sampler import may_ban
 
 KEEP_ALL: Final = int(EVERYTHING.value)  # a floor that min_p does not raise
 
