@@ -285,7 +285,7 @@ class CudaDevice:
         after: torch.cuda.Event | None,
         behind: Copying | None = None,
     ) -> CudaCopying:
-        from pdserve.engine.gpu.kernels.relay import relay
+        from pdserve.engine.gpu.kernels.kv import relay
 
         assert isinstance(source, CudaBlocks)
         with self._queued(len(sources) * source.block_bytes, behind) as (index, num_bytes):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pdserve.engine.gpu.kernels.extent import checksum
-from pdserve.engine.gpu.kernels.relay import relay
+from pdserve.engine.gpu.kernels.kv import relay
 from tests.gpu.cases import Case, Launch
 
 

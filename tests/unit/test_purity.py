@@ -21,7 +21,7 @@ PACKAGES = ("pdserve", "router", "prefill_worker", "decode_worker", "kvtransfer"
 #: Modules that decide and never act, but import numpy or torch for arrays, pydantic, jinja2 or protobuf.
 USE_ONE = frozenset(
     {
-        "pdserve.engine.gpu.tables",
+        "pdserve.engine.gpu.plain_rows",
         "pdserve.engine.load.checkpoint",
         "pdserve.engine.load.load_plan",
         "pdserve.engine.model.parameters",

@@ -31,6 +31,8 @@ from pdserve.engine.gpu.inputs import sampling_of
 from pdserve.engine.gpu.kernels import fixed_shapes
 from pdserve.engine.gpu.plain_rows import (
     PlainRows,
+    TableMirror,
+    Update,
     Words,
     drafted_words,
     follow,
@@ -40,7 +42,6 @@ from pdserve.engine.gpu.plain_rows import (
     row_words,
 )
 from pdserve.engine.gpu.resample import NO_EXTRAS, Extras, ResampledRows, Resampler, RowsByNumber
-from pdserve.engine.gpu.tables import TableMirror, Update
 from pdserve.engine.interface import NEW_ROW, ContinuedRows, EngineSpec, Flight, OnLayer, PlainOuts, Row, RowOut
 from pdserve.engine.memory.plan import MemoryPlan
 from pdserve.engine.memory.pool import TorchPool

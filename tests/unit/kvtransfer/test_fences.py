@@ -124,7 +124,7 @@ def test_a_cuda_copy_uses_only_its_fence(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(cuda, "torch", plain)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     sums = SimpleNamespace(relay=lambda source, numbers, *_: torch.zeros(len(numbers), dtype=torch.int64))
-    monkeypatch.setitem(sys.modules, "pdserve.engine.gpu.kernels.relay", sums)
+    monkeypatch.setitem(sys.modules, "pdserve.engine.gpu.kernels.kv", sums)
     device = cuda.CudaDevice(torch.zeros((4, 16), dtype=torch.uint8), CopyLimits(num_streams=2))
     monkeypatch.setattr(device.watcher, "add", lambda copying, wake: None)  # Both streams keep their loads.
     fence = device.fence()

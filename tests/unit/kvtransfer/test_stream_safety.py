@@ -188,7 +188,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
     monkeypatch.setattr(cuda, "torch", fake)
     monkeypatch.setattr(nccl_connection, "torch", fake)
     monkeypatch.setattr(cuda, "driver", lambda: driver)
-    monkeypatch.setitem(sys.modules, "pdserve.engine.gpu.kernels.relay", SimpleNamespace(relay=relay))
+    monkeypatch.setitem(sys.modules, "pdserve.engine.gpu.kernels.kv", SimpleNamespace(relay=relay))
     cupy_cuda = SimpleNamespace(Device=lambda index: nullcontext(), Stream=lambda non_blocking: SimpleNamespace(ptr=1))
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cupy_cuda))
     with Copies(streams):

@@ -16,7 +16,7 @@ then `attention.py`.
     attention_plan.split(start_B, length_B, ..) -> work                 equal shares of all rows' positions
     attention.attend(pool, layer, q_THD, rows, scratch, ..) -> out_TN   in these shares, over the paged pool; drafts too
     sampling.Sampler(..).draw(logits_BV, draws) -> token_B, logprob_B   Gumbel noise, top_k, top_p, min_p
-    relay.relay(..)                                                     whole blocks to another pool, with checksums
+    kv.relay(..)                                                        whole blocks to another pool, with checksums
 
 Modules that decide and import no torch: fixed_shapes, extent, switches.
 """

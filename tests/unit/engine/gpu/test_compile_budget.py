@@ -17,7 +17,7 @@ from pdserve.config import WorkerConfig
 from pdserve.core.types import Sampling
 from pdserve.engine.gpu.graphs import StaticDecode
 from pdserve.engine.gpu.kernels.fixed_shapes import buckets_for
-from pdserve.engine.gpu.kernels.relay import relay
+from pdserve.engine.gpu.kernels.kv import relay
 from pdserve.engine.gpu.resample import forbid_tokens, penalise
 from pdserve.engine.interface import Row
 from pdserve.engine.load import build_engine

@@ -14,8 +14,15 @@ import pytest
 
 from pdserve.core.errors import ConfigError, InternalError
 from pdserve.core.types import Sampling
-from pdserve.engine.gpu.plain_rows import LastBlocks, PlainRows, drafted_words, from_words, plain_words, row_words
-from pdserve.engine.gpu.tables import Update
+from pdserve.engine.gpu.plain_rows import (
+    LastBlocks,
+    PlainRows,
+    Update,
+    drafted_words,
+    from_words,
+    plain_words,
+    row_words,
+)
 from pdserve.engine.interface import NEW_ROW, PENDING, ContinuedRows, Flight, Row
 from pdserve.engine.model.collectives import make_store
 from pdserve.engine.ranks.leader import ParallelFlight, ParallelGraphEngine

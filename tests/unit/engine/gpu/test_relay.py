@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pdserve.core.errors import InternalError
-from pdserve.engine.gpu.kernels.relay import relay
+from pdserve.engine.gpu.kernels.kv import relay
 from tests.gpu.case_relay import CASES
 from tests.gpu.cases import Case
 

@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.core.errors import InternalError
 from pdserve.engine.gpu.kernels.fixed_shapes import SIZES, buckets_for, choose
-from pdserve.engine.gpu.tables import TableMirror
+from pdserve.engine.gpu.plain_rows import TableMirror
 
 
 @pytest.mark.parametrize("seed", range(20))
