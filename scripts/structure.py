@@ -22,7 +22,7 @@ import grimp
 ROOT: Final = Path(__file__).parents[1]
 PACKAGES: Final = ("pdserve", "router", "prefill_worker", "decode_worker", "kvtransfer", "simulator")
 SMALL_LINES: Final = 120
-MAX_SMALL: Final = 15  # small files with exactly one importer
+MAX_SMALL: Final = 8  # small files with exactly one importer
 MAX_FILES: Final = 20  # in a folder, with __init__.py
 GENERATED: Final = "pdserve.v1"
 COMMANDS: Final = "pdserve.cli.main"  # imports each command, a file of its own, once
