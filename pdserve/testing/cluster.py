@@ -38,7 +38,8 @@ class Cluster:
 
     `address` is the target for clients. `router` and `worker` set fields of RouterConfig, and of each worker's
     WorkerConfig: `worker={"toy_step_s": 0.05}` makes steps slow, `router={"max_queue": 0}` rejects requests that would
-    have to wait. The answers of the toy model are those of `toy_answer`.
+    have to wait. The answers of the toy model are those of `toy_answer`. Another model is set on both sides:
+    `router={"model": "FOLDER"}, worker={"model": "FOLDER"}`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Checks of flatten.py against pool.read: rows in order, without gaps."""
+"""Checks of flatten (kv.py) against pool.read: rows in order, without gaps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of forbid.py against a mask that is built token by token."""
+"""Checks of forbid_tokens (resample.py) against a mask that is built token by token."""
 
 from __future__ import annotations
 

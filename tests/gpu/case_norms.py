@@ -1,4 +1,4 @@
-"""Checks of norms.py and gated.py."""
+"""Checks of norms.py."""
 
 from __future__ import annotations
 

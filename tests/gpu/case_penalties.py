@@ -1,4 +1,4 @@
-"""Checks of penalties.py against sampling.penalise on the CPU, bit for bit."""
+"""Checks of penalise (resample.py) against sampling.penalise on the CPU, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of place.py. int8 and fp8 blocks must equal pool.quantise of the same keys, bit for bit."""
+"""Checks of place (kv.py). int8 and fp8 blocks must equal pool.quantise of the same keys, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of relay.py, which every transfer between GPUs uses: copied blocks, unchanged other blocks, checksums."""
+"""Checks of relay (kv.py), which every transfer between GPUs uses: copied blocks, unchanged other blocks, checksums."""
 
 from __future__ import annotations
 

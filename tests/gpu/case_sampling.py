@@ -1,4 +1,4 @@
-"""Checks of sampling.py, cutoff.py and noise.py against the CPU's sampler, noise and truncation."""
+"""Checks of sampling.py and cutoff.py against the CPU's sampler, noise and truncation."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class Decoder:
     def hidden(self, attention: AttentionBackend, addends: Addends | None = None) -> Tensor:
         """Writes the KV of all tokens; returns the states, after the last norm, of the tokens that are needed, [U, E].
 
-        `addends` add to the products of the batch. A recorded step (load/recorded.py) has none.
+        `addends` add to the products of the batch. A recorded step (load/cpu_engine.py) has none.
 
         Ranks synchronise before the first store, between layers and after the last store, so no rank clears, stores or
         reads a block while another one is in an earlier or later step.
