@@ -72,13 +72,14 @@ class RecordedLines:
             opened(self._path, "file") as raw,
             io.TextIOWrapper(raw, encoding="utf-8", errors="replace") as file,
         ):
+            is_file = raw.seekable()  # a pipe, which a shell opens, has no position
             for line in iter(lambda: file.readline(MAX_LINE_CHARS), ""):
                 if len(line) == MAX_LINE_CHARS:
                     raise ConfigError(
                         "file", f"line {self.count + 1} of {self._path}", f"at most {MAX_LINE_CHARS} characters"
                     )
                 self.count += 1
-                self.bytes_read = raw.tell()
+                self.bytes_read = raw.tell() if is_file else 0
                 yield line
 
     @contextmanager

@@ -245,6 +245,8 @@ class FileTrace:
         try:
             # A byte order mark is not part of the first row.
             with opened(self._path, "trace") as raw, io.TextIOWrapper(raw, encoding="utf-8-sig") as file:
+                if not raw.seekable():
+                    raise ConfigError("trace", f"{self.name}, a pipe", "a file, because it is read more than once")
                 size = os.fstat(raw.fileno()).st_size
                 self._on_read(0, size)
                 for text in iter(lambda: file.readline(MAX_LINE_CHARS), ""):

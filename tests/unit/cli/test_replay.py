@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,20 @@ def test_progress_counts_bytes(tmp_path: Path, line: bytes) -> None:
         seen = [lines.bytes_read for _ in read]
     assert seen == sorted(seen)
     assert seen[-1] == path.stat().st_size
+
+
+def test_a_recording_may_come_through_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As from `pdserve replay <(zcat recording.gz)`."""
+    text = recorded(tmp_path).read_bytes()
+    read, write = os.pipe()
+    writer = threading.Thread(target=lambda: os.fdopen(write, "wb").write(text))
+    writer.start()
+    try:
+        assert main(["replay", f"/dev/fd/{read}"]) == 0, capsys.readouterr().err
+    finally:
+        os.close(read)
+        writer.join()
+    assert "the router decided the same" in capsys.readouterr().out
 
 
 def test_a_damaged_line_is_one_line_with_its_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

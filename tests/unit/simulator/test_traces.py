@@ -51,6 +51,16 @@ def test_progress_counts_bytes(tmp_path: Path, text: str) -> None:
     assert seen == sorted(seen)
 
 
+def test_a_pipe_is_no_trace() -> None:
+    read, write = os.pipe()
+    os.close(write)
+    try:
+        with pytest.raises(ConfigError, match="a pipe, expected a file, because it is read more than once"):
+            FileTrace(Path(f"/dev/fd/{read}"))
+    finally:
+        os.close(read)
+
+
 @pytest.mark.parametrize("ends", ["\n", "\r\n"])
 def test_azure_rows_become_requests(tmp_path: Path, ends: str) -> None:
     rows = ("2023-11-16 18:15:59.5000000,374,44", "2023-11-16 18:16:00.7500000,396,109")
