@@ -246,7 +246,9 @@ TOKENS: Final = BarKind(name="tokens", colour=2)
 
 def workers_chart(answers: Sequence[BenchAnswer], title: str) -> Drawing | None:
     """The requests on each worker. None: the server does not report the placement; only a router does."""
-    chosen = sorted((one for one in answers if one.decode_worker), key=lambda one: one.sent_s)[:_MOST_PLACED]
+    chosen = sorted((one for one in answers if one.decode_worker and one.chunk_s), key=lambda one: one.sent_s)[
+        :_MOST_PLACED
+    ]
     if not chosen:
         return None
     spans: dict[str, list[tuple[float, float, BarKind, str]]] = {}
@@ -352,7 +354,7 @@ def panels(result: BenchResult) -> list[Panel]:
 
 
 def focus_level(result: BenchResult) -> LoadLevel | None:
-    """The level whose distributions and timelines are shown: the highest at which a server still served 90 % within
+    """The level whose predictions and placements are shown: the highest at which a server still served 90 % within
     its targets, or the last one."""
     levels = result.shown_levels
     good = [one.level for one in result.levels if (one.summary.attainment or 0.0) >= GOOD_SHARE]

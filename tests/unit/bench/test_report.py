@@ -123,6 +123,15 @@ def test_a_router_s_predictions_and_workers_are_shown() -> None:
     assert len(list(root.iter("rect"))) == 10
 
 
+def test_an_answer_without_tokens_is_not_on_the_page_of_workers() -> None:
+    """A router names the workers also of an answer that turned out empty, which is a failure."""
+    found = result(servers=("one",), rates=(1.0,))
+    found.levels[0].turns[0] = turn(*(placed(number, 0.2, 0.3) for number in range(3)), answer(3, decode_worker="d<0>"))
+    panels = {one.title: one for one in bench_figure(found, caption=["c"]).panels}
+    [workers] = panels["Requests on the workers: one at 1/s, first turn"].drawings
+    assert len(list(ET.fromstring(workers.inline).iter("rect"))) == 6
+
+
 def test_the_svg_of_a_benchmark_is_xml_that_names_the_targets() -> None:
     figure = bench_figure(result(servers=("one", "<two>")), caption=["pdserve bench, seed 3"])
     root = ET.fromstring(figure_svg(figure))
