@@ -30,13 +30,6 @@ class TransferLost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransferCancelled:
-    """The attempt was abandoned before its KV was needed, and its transfer has ended. For statistics only."""
-
-    key: AttemptKey
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PromptScored:
     """Logprobs of the prompt's tokens from `first_position` on. Comes before the attempt's first token."""
 
@@ -82,6 +75,13 @@ class SendAborted:
 
 
 # -- decode ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferCancelled:
+    """The attempt was abandoned before its KV was needed, and its transfer has ended. For statistics only."""
+
+    key: AttemptKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Placement policies: a policy gets a request and the usable workers, and returns a Decision. Pure.
 
 Each file in `policies` is one policy; adding one changes no other file. It imports views and settings of router/state,
-and pdserve.core. Read `interface.py` first, then `policies/goodput.py`, the default.
+pdserve.config and pdserve.core. Read `interface.py` first, then `policies/goodput.py`, the default.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class KvLinks:
         return self._of.get(prefill_worker, {}).get(decode_worker)
 
 
-# --- sessions -------------------------------------------------------------------------------------------------
+# --- streams --------------------------------------------------------------------------------------------------
 
 log = logging.getLogger(__name__)
 
@@ -224,7 +224,7 @@ class Workers:
         if tasks:
             await asyncio.wait(tasks)
 
-    # -- reports of sessions ------------------------------------------------------------------------------------
+    # -- reports of streams -------------------------------------------------------------------------------------
 
     def attached(self, stream: WorkerStream, hello: worker_pb2.WorkerHello) -> str | None:
         complaint = self._complaint(stream, hello)
@@ -377,7 +377,7 @@ class Workers:
         )
 
     def _reconcile(self) -> None:
-        """Starts and ends sessions, so that there is exactly one for each wanted endpoint."""
+        """Starts and ends streams, so that there is exactly one for each wanted endpoint."""
         wanted = dict.fromkeys([*self._static, *self._registered.values(), *self._unregistered.values()])
         for endpoint in [one for one in self._tasks if one not in wanted]:
             _, task = self._tasks.pop(endpoint)
@@ -395,7 +395,7 @@ class Workers:
                     self._tls,
                 )
                 task = asyncio.create_task(stream.run(), name=f"worker-{endpoint}")
-                task.add_done_callback(self._session_ended)
+                task.add_done_callback(self._stream_ended)
                 self._tasks[endpoint] = (stream, task)
 
     def _greeting(self, endpoint: str) -> worker_pb2.RouterHello:
@@ -407,8 +407,8 @@ class Workers:
         hello.router_id = f"{hello.router_id}@{endpoint}"
         return hello
 
-    def _session_ended(self, task: asyncio.Task[None]) -> None:
-        """Sessions run until they are cancelled. Any other end is an internal error."""
+    def _stream_ended(self, task: asyncio.Task[None]) -> None:
+        """Streams run until they are cancelled. Any other end is an internal error."""
         if not task.cancelled():
             error = task.exception() or RuntimeError("a stream returned")
             log.critical("the stream of a worker crashed", exc_info=error)

@@ -104,7 +104,7 @@ Ending = Finish | Disconnect | Expire | Reject | Fail | Lose
 
 
 def apply_ending(cluster: ClusterState, ending: Ending) -> list[Command]:
-    """Carries out an ending at once."""
+    """Applies an ending at once."""
     return APPLY[type(ending)](cluster, ending)
 
 

@@ -332,6 +332,7 @@ class DecodeMachine(Machine[DecodeStep, fx.DecodeEffect]):
         for effect in effects:
             match effect:
                 case fx.TokensSampled():
+                    assert effect.plain is None, "a simulated step has no plain tokens"
                     self._sampled(effect.rows)
                 case pr.Released() | pr.Refused():
                     self._unreported.discard(effect.key)

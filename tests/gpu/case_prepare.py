@@ -1,4 +1,4 @@
-"""Checks of prepare (attention_plan.py) against torch's own lookups, and against the separate kernel that divides tiles."""
+"""Checks of prepare (attention_plan.py) against torch's own lookups, and against the kernel that divides tiles."""
 
 from __future__ import annotations
 
