@@ -25,8 +25,7 @@ from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.tls.reasons import tls_failure
 
 if TYPE_CHECKING:
-    from pdserve.gateway.connection import Connection, Connections
-
+    from pdserve.gateway.connection import Connection
 
 # Connections that wait in the kernel; it has a limit of its own. If there is no room, a client tries again after 1 s.
 KERNEL_BACKLOG: Final = 65_535

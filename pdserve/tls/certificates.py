@@ -25,7 +25,6 @@ from typing import Final, final
 from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_bytes
 from pdserve.core.errors import ConfigError
 from pdserve.core.setting import CA, CallerTlsSettings, TlsSettings
-from pdserve.owned_folder import PREFIX, temporary_folders
 
 log = logging.getLogger(__name__)
 
@@ -255,6 +254,8 @@ def local_ca(port: str) -> str:
     """The path of the CA of this user's cluster that serves `port`; empty if there is none."""
     if not port.isdecimal() or len(port) > 5:
         return ""
+    from pdserve.owned_folder import PREFIX, temporary_folders  # loads archive formats, which few clients need
+
     for parent in temporary_folders():
         for folder in parent.glob(f"{PREFIX}{PURPOSE}-*"):
             if _is_ours(folder) and (folder / _PORT.format(port=int(port))).exists():
