@@ -66,7 +66,7 @@ async def test_request_attributes_reach_state_and_workers(
         (said, said),
         (RequestAttributes().attributes(),) * 2,
     ]
-    recorded = replay.decode(RequestArrived, replay.encode(begun[0][0]))
+    recorded = replay.decode_value(RequestArrived, replay.encode_value(begun[0][0]))
     assert recorded.attributes() == said
 
 
