@@ -207,7 +207,8 @@ def open_few_rows(
     num_processors: int,
     seconds: Seconds | None = None,
 ) -> Products:
-    """`others` if all products are torch's. Measures and compiles before anything is captured."""
+    """`others` if all products are torch's. Measures and compiles before anything is captured, except products without
+    their norm, which only batches with addends use."""
     if switch == "cublas":
         return others
     scratch = product_scratch(num_processors, device)

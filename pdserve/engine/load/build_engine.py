@@ -159,7 +159,7 @@ def open_rank(
 
 
 def find_facts(config: WorkerConfig, opened: OpenedModel, device: torch.device, *, is_measured: bool) -> Facts:
-    """Makes the device current. Raises ConfigError if it cannot compute the dtype."""
+    """Makes the device current. Raises ConfigError if it cannot compute the dtype, and ModelError."""
     precision = choose_precision(config.dtype, device, opened.config.stored)
     if config.dtype == "auto" and device.type == "cpu" and precision.name != "float32":
         log.info(
@@ -169,18 +169,18 @@ def find_facts(config: WorkerConfig, opened: OpenedModel, device: torch.device, 
     use_device(device)
     folder, checkpoint = Path(config.model), opened.checkpoint
     choices = (f"integers to {weight_levels()}",) if precision.rounding in ("int8", "int4") else ()
+    reads_bfloat16 = reads_bfloat16_of(checkpoint, device, precision.compute, precision.rounding)
+    weights_hash = checkpoint_hash(folder, checkpoint, *choices) if checkpoint else dummy_hash(folder, device, *choices)
     return Facts(
         device=device,
         precision=precision,
-        free_bytes=available_bytes(device),
+        free_bytes=available_bytes(device),  # last: the steps before it take memory, for kernels and on the device
         has_triton=is_triton(device),
         has_paged=device.type == "cpu" and jit.is_available(),
         heads_first=stores_heads_first(device),
         is_measured=is_measured,
-        reads_bfloat16=reads_bfloat16_of(checkpoint, device, precision.compute, precision.rounding),
-        weights_hash=(
-            checkpoint_hash(folder, checkpoint, *choices) if checkpoint else dummy_hash(folder, device, *choices)
-        ),
+        reads_bfloat16=reads_bfloat16,
+        weights_hash=weights_hash,
     )
 
 

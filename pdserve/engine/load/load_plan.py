@@ -116,7 +116,11 @@ class LoadedRank:
     is_alone: bool  # it is the only rank
 
     def pool(self, num_blocks: int) -> TorchPool:
+        """Raises ConfigError if the ranks of a shared pool have planned pools of different sizes."""
         plan = self.plan
+        num_bytes = num_blocks * plan.shape.block_bytes
+        if self.memory is not None and len(self.memory.buffer) != num_bytes:
+            raise ConfigError("kv_blocks", num_blocks, f"a pool of {len(self.memory.buffer)} bytes, as the leader's is")
         return TorchPool(
             num_blocks=num_blocks, shape=plan.shape, device=plan.facts.device, memory=self.memory, heads=plan.heads
         )

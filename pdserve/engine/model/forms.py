@@ -281,7 +281,7 @@ class Form:
     keeps_memory: bool = False  # of the given weights; others can be freed
 
 
-#: Tried in order; the last one stores anything.
+#: Tried in order. The last one stores what is not rounded; int8 and int4 need a CPU, as `choose_precision` checks.
 FORMS: Final = (
     Form("fp8", "fp8", round_to_fp8, fits=fits_fp8),
     Form("copied", "fp8", _copied),

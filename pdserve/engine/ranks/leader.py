@@ -357,8 +357,8 @@ def open_parallel_engine(config: WorkerConfig, role: Role) -> ParallelEngine | P
         _meet(store, followers)
         shard = Shard(0, size)
         ranks = Ranks(shard, store, device, config.stall_s, gloo_host(config), secret)
-        meter = _gpu_builder().graphs_meter(each) if has_graphs else None
-        engine = open_rank(each, shard, ranks, memory, graphs=meter)
+        measure_graphs = _gpu_builder().graphs_meter(each) if has_graphs else None
+        engine = open_rank(each, shard, ranks, memory, graphs=measure_graphs)
         _meet(store, followers, "loaded", MEET_S + config.stall_s)
         check_weights(store, followers, engine.spec.weights_hash)
         graphs = _gpu_builder().open_graphs(engine, each) if has_graphs else None

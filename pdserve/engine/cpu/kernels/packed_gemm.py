@@ -146,7 +146,6 @@ class Panels:
         the int32 that is subtracted from each output's sum."""
         step = _STEP_INPUTS[dtype]
         self._out_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-        self.chunk = chunk
         self._kept = packed, w_scale_N, correction_N
         self._weights = torch.ops.mkldnn.data_ptr(packed) if packed.is_mkldnn else packed.data_ptr()
         self._num_outputs, self._num_panels = num_outputs, num_outputs // PANEL
