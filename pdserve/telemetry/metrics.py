@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import select
 import socket
 import socketserver
-import ssl
 import threading
 import wsgiref.simple_server
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Self, final
 
+from pdserve.core.access.hosts import network_of
+from pdserve.core.access.shares import to_close
 from pdserve.core.errors import ConfigError
 from pdserve.listening import bind_error, is_held
 from pdserve.telemetry.metric_names import METRICS, MetricSpec
@@ -24,11 +26,23 @@ from pdserve.telemetry.names import Process
 from pdserve.tls.certificates import ReloadingCertificates
 
 # --- server of /metrics ---------------------------------------------------------------------------------------
-# HTTP or HTTPS: one thread for each connection, at most MAX_CONNECTIONS at a time.
+# HTTP or HTTPS: one thread for each connection, at most MAX_CONNECTIONS at a time. One more closes another one.
 
 MAX_CONNECTIONS: Final = 16
 MAX_REQUEST_BYTES: Final = 16_384  # request line and headers; bodies are not read
 REQUEST_S: Final = 10.0  # time limit of a connection, the TLS handshake included
+_LEAVE_S: Final = 5.0  # within which the thread of a closed connection ends, unless the process is very busy
+
+
+class _Caller:
+    """One connection, whose socket changes with the TLS handshake."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+
+    def hang_up(self) -> None:
+        with contextlib.suppress(OSError):  # it has left
+            socket.socket.shutdown(self.socket, socket.SHUT_RDWR)  # that of SSLSocket would first end the encryption
 
 
 @final
@@ -36,12 +50,16 @@ class MetricsServer(socketserver.ThreadingMixIn, wsgiref.simple_server.WSGIServe
     """Listens at once; `close` ends it. Raises OSError if the port is not available."""
 
     daemon_threads = True
+    request_queue_size = 4096  # connections that wait in the kernel; without room, a client tries again after 1 s
 
     def __init__(self, host: str, port: int, app: Callable[..., Any], tls: ReloadingCertificates | None) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.allow_reuse_port = is_held(port)
         self._tls = tls
         self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._lock = threading.Lock()  # guards the callers, and changes of their sockets
+        self._silent: dict[_Caller, str] = {}  # have sent nothing; with their hosts, oldest first
+        self._active: dict[_Caller, str] = {}  # have sent something, those that did so first come first
         super().__init__((host, port), _Handler)
         self.set_app(app)
         self._thread = threading.Thread(target=self.serve_forever, name="metrics", daemon=True)
@@ -59,32 +77,71 @@ class MetricsServer(socketserver.ThreadingMixIn, wsgiref.simple_server.WSGIServe
         self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._free.acquire(blocking=False):
+        if not self._free.acquire(blocking=False) and not self._make_room():
             self.shutdown_request(request)
             return
+        caller: Any = _Caller(request)  # for the thread, in place of the socket
+        with self._lock:
+            self._silent[caller] = network_of(client_address[0])
         try:
-            super().process_request(request, client_address)
+            super().process_request(caller, client_address)
         except BaseException:  # no thread was started
-            self._free.release()
+            self._leave(caller)
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        held = [request]
-        limit = threading.Timer(REQUEST_S, lambda: _hang_up(held[0]))
+        caller: _Caller = request
+        limit = threading.Timer(REQUEST_S, caller.hang_up)
         limit.daemon = True
         limit.start()
         try:
-            request.settimeout(REQUEST_S)
+            caller.socket.settimeout(REQUEST_S)
+            caller.socket.recv(1, socket.MSG_PEEK)
+            with self._lock:
+                self._has_sent(caller)
             if self._tls is not None and self._tls.files.cert:
                 context = self._tls.current().caller_server
-                held[0] = request = context.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
-                request.do_handshake()
-            super().process_request_thread(request, client_address)
-        except (OSError, ssl.SSLError):  # the handshake failed
-            self.shutdown_request(request)
+                with self._lock:
+                    secured = context.wrap_socket(caller.socket, server_side=True, do_handshake_on_connect=False)
+                    caller.socket = secured
+                secured.do_handshake()
+            super().process_request_thread(caller.socket, client_address)
+        except OSError:  # it sent nothing, or the handshake failed
+            self.shutdown_request(caller.socket)
         finally:
             limit.cancel()
-            self._free.release()
+            self._leave(caller)
+
+    def _make_room(self) -> bool:
+        """Takes the place of another connection, which it closes. False if that one's thread does not end in time."""
+        poll = select.poll()
+        with self._lock:
+            silent = {caller.socket.fileno(): caller for caller in self._silent}
+            for descriptor in silent:
+                if descriptor >= 0:  # its thread has not closed it
+                    poll.register(descriptor, select.POLLIN)
+            for descriptor, _ in poll.poll(0):  # they have sent something that their threads have not read yet
+                self._has_sent(silent[descriptor])
+            closed = to_close(self._silent, self._active)
+            if closed is not None:
+                self._forget(closed)
+                closed.hang_up()
+        return self._free.acquire(timeout=_LEAVE_S)
+
+    def _has_sent(self, caller: _Caller) -> None:
+        """With the lock held."""
+        if caller in self._silent:
+            self._active[caller] = self._silent.pop(caller)
+
+    def _leave(self, caller: _Caller) -> None:
+        with self._lock:
+            self._forget(caller)
+        self._free.release()
+
+    def _forget(self, caller: _Caller) -> None:
+        """With the lock held."""
+        self._silent.pop(caller, None)
+        self._active.pop(caller, None)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that has left is not an error."""
@@ -116,11 +173,6 @@ class _BoundedReader:
         if self._left < 0:
             raise OSError("the request is too long")
         return line
-
-
-def _hang_up(request: Any) -> None:
-    with contextlib.suppress(OSError):
-        request.shutdown(socket.SHUT_RDWR)
 
 
 # --- metrics of a process -------------------------------------------------------------------------------------

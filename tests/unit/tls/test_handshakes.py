@@ -1,4 +1,4 @@
-"""Clients that do not finish a TLS handshake are disconnected in time, and do not delay other clients."""
+"""Clients that send nothing, or do not finish a TLS handshake, are disconnected in time, and do not delay others."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from pdserve.config import GatewayConfig
+from pdserve.core.access.shares import SILENT_SHARE
 from pdserve.gateway.server import GatewayHost
 from pdserve.telemetry.metrics import MAX_CONNECTIONS, MetricsServer
 from pdserve.testing import Cluster
@@ -150,11 +151,51 @@ def test_metrics_are_served_during_a_stalled_handshake(metrics: MetricsServer, o
         assert scrape(metrics, ours).endswith(b"pdserve_up 1")
 
 
-def test_too_many_clients_of_metrics_are_closed(metrics: MetricsServer, ours: TestAuthority) -> None:
+def connected(stack: contextlib.ExitStack, server: MetricsServer, first: bytes, host: str) -> socket.socket:
+    """A connection from an address of this host, which has sent `first`."""
+    address = ("127.0.0.1", server.server_port)
+    sock = stack.enter_context(socket.create_connection(address, source_address=(host, 0)))
+    sock.sendall(first)
+    return sock
+
+
+def is_open(sock: socket.socket) -> bool:
+    sock.setblocking(False)
+    try:
+        return bool(sock.recv(1))
+    except BlockingIOError:
+        return True
+    except ConnectionError:
+        return False
+
+
+@pytest.mark.parametrize("first", [b"", b"\x16", b"\x16\x03\x01\x02\x00\x01"])
+def test_open_connections_do_not_keep_others_from_metrics(
+    metrics: MetricsServer, ours: TestAuthority, first: bytes
+) -> None:
     with contextlib.ExitStack() as stack:
-        for _ in range(MAX_CONNECTIONS):
-            stack.enter_context(socket.create_connection(("127.0.0.1", metrics.server_port)))
-        assert is_closed(stack.enter_context(socket.create_connection(("127.0.0.1", metrics.server_port))))
+        for _ in range(2 * MAX_CONNECTIONS):
+            connected(stack, metrics, first, "127.0.0.1")
+        assert scrape(metrics, ours).endswith(b"pdserve_up 1")
+
+
+def test_a_host_with_many_connections_to_metrics_makes_room(metrics: MetricsServer, ours: TestAuthority) -> None:
+    with contextlib.ExitStack() as stack:
+        other = connected(stack, metrics, b"\x16", "127.0.0.2")
+        waiting = [connected(stack, metrics, b"\x16", "127.0.0.1") for _ in range(2 * MAX_CONNECTIONS)]
+        assert scrape(metrics, ours)
+        assert sum(map(is_open, waiting)) < MAX_CONNECTIONS - 1
+        assert is_open(other)
+
+
+def test_silent_connections_keep_a_quarter_of_the_places_of_metrics(metrics: MetricsServer) -> None:
+    with contextlib.ExitStack() as stack:
+        speaking = [connected(stack, metrics, b"\x16", "127.0.0.1") for _ in range(MAX_CONNECTIONS)]
+        silent = [connected(stack, metrics, b"", "127.0.0.1") for _ in range(4 * MAX_CONNECTIONS)]
+        most = MAX_CONNECTIONS // SILENT_SHARE + 1  # the newest one may be beyond it
+        for one in silent[:-most]:
+            assert is_closed(one), "the oldest ones made room"
+        assert sum(map(is_open, speaking)) == MAX_CONNECTIONS - most
 
 
 def test_metrics_show_a_new_certificate_to_a_new_client(metrics: MetricsServer, ours: TestAuthority) -> None:
