@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, final
 
-from pdserve.gateway.connection import LINGER_BYTES, LINGER_S, Connections
+from pdserve.gateway.connection import LINGER_BYTES, LINGER_S, Connections, host_of
 from pdserve.listening import MAX_ACCEPTED
 from pdserve.outage_log import LogLimit
 from pdserve.tls.certificates import ReloadingCertificates
@@ -219,7 +219,7 @@ class Handshake(asyncio.Protocol):
         self._transport, self._is_open = transport, True
         self._all.num_open += 1
         transport.pause_reading()  # the first bytes belong to the handshake
-        self._all.idle[self] = None
+        self._all.idle[self] = host_of(transport)
         if self._all.make_room():
             self._task = asyncio.get_running_loop().create_task(self._shake_hands())
         else:

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, Final, final
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from pdserve.core.access.shares import closes_silent
+from pdserve.core.access.hosts import network_of
+from pdserve.core.access.shares import closes_silent, first_to_close
 from pdserve.gateway.api import errors, sse
 from pdserve.listening import MAX_LINGERING
 from pdserve.outage_log import LogLimit
@@ -60,12 +61,13 @@ class ConnectionLimits:
 class Connections:
     """All open connections of a server. Those without a request are closed first when there are too many.
 
-    Those that sent nothing give up their places among the lingering ones first, because they cost their clients the
-    least.
+    Of those that have sent something, the host with the most loses one. Those that sent nothing cost their clients the
+    least, so they are closed in the least time, the oldest first whatever its host. For the same reason they give up
+    their places among the lingering ones first.
     """
 
     limits: ConnectionLimits
-    idle: OrderedDict[Connection | Handshake, None] = field(default_factory=OrderedDict)  # longest idle first
+    idle: dict[Connection | Handshake, str] = field(default_factory=dict)  # with their hosts; longest idle first
     silent: OrderedDict[Arrival, None] = field(default_factory=OrderedDict)  # have sent nothing; oldest first
     lingering: OrderedDict[Connection, None] = field(default_factory=OrderedDict)  # oldest first
     rejected: OrderedDict[Arrival, None] = field(default_factory=OrderedDict)  # were silent, and linger; oldest first
@@ -83,11 +85,15 @@ class Connections:
         if self.num_open <= self.limits.max_connections:
             return True
         self.num_dropped += 1
-        waiting = self.silent if closes_silent(len(self.silent), len(self.idle)) else self.idle
-        if not waiting:
+        if closes_silent(len(self.silent), len(self.idle)):
+            oldest, _ = self.silent.popitem(last=False)
+            oldest.end_idle()
+            return True
+        closed = first_to_close(self.idle)
+        if closed is None:
             return False
-        oldest, _ = waiting.popitem(last=False)
-        oldest.end_idle()
+        del self.idle[closed]
+        closed.end_idle()
         return True
 
     def linger(self, connection: Connection | Arrival) -> None:
@@ -123,11 +129,12 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._is_open = True
+        self._host = host_of(transport)
         self._all.num_open += 1
         if not self._all.make_room():
             self._reject_busy()
             return
-        self._all.idle[self] = None
+        self._all.idle[self] = self._host
         self._wait(self._all.limits.header_s)
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -231,7 +238,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
         else:
             self._unset_keepalive_if_required()  # uvicorn's own timer ends with any byte
             self._is_in_head = True
-            self._all.idle[self] = None
+            self._all.idle[self] = self._host
             self._wait(self._all.limits.idle_s)
 
     def send_400_response(self, msg: str) -> None:
@@ -427,6 +434,12 @@ def _rejection(status: int, kind: str, code: str, message: str) -> tuple[bytes, 
 
 _BUSY: Final = (503, "server_error", "too_many_connections", "too many open connections")
 BUSY: Final = b"".join(_rejection(*_BUSY))
+
+
+def host_of(transport: asyncio.BaseTransport) -> str:
+    """Empty if the client has closed the connection."""
+    peer = transport.get_extra_info("peername")
+    return network_of(peer[0]) if peer else ""
 
 
 def _invalid(message: str) -> tuple[int, str, str, str]:

@@ -148,10 +148,11 @@ def closes_silent(num_silent: int, num_active: int) -> bool:
 def to_close(silent: Mapping[Silent, str], active: Mapping[Active, str]) -> Silent | Active | None:
     """Each connection with its caller's host; those that were heard least recently come first. The host with the most
     connections loses its first one, so no host takes the places of others."""
-    return _first(silent) if closes_silent(len(silent), len(active)) else _first(active)
+    return first_to_close(silent) if closes_silent(len(silent), len(active)) else first_to_close(active)
 
 
-def _first(waiting: Mapping[Silent, str]) -> Silent | None:
+def first_to_close(waiting: Mapping[Silent, str]) -> Silent | None:
+    """As in `to_close`. Takes a time in proportion to the connections."""
     num_of = Counter(waiting.values())
     most = max(num_of.values(), default=0)
     return next((one for one, host in waiting.items() if num_of[host] == most), None)

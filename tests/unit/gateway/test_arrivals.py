@@ -138,6 +138,20 @@ def test_connections_that_send_something_leave_silent_ones_a_quarter(toy: Served
         assert status_of(exchange(client, post())) == 200
 
 
+def test_a_host_with_many_connections_makes_room(toy: Served, raw: Connect) -> None:
+    with gateway(toy.router, max_connections=8) as host, socket.socket() as other:
+        other.bind(("127.0.0.2", 0))
+        other.settimeout(WAIT_S)
+        name, port = host.address.split(":")
+        other.connect((name, int(port)))
+        other.sendall(post()[:10])
+        until(lambda: len(host._connections.idle) == 1)
+        for _ in range(20):
+            raw(host.address).sendall(post()[:10])
+        until(lambda: host._connections.num_dropped == 20 + 1 - 8)
+        assert status_of(exchange(other, post()[10:])) == 200
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_request_that_has_come_is_served_before_others_are_accepted(
     toy: Served, raw: Connect, is_first: bool
