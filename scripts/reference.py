@@ -23,13 +23,13 @@ from pdserve.cli.main import make_parsers
 from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
 from pdserve.core.setting import NAME, Range
 from pdserve.gateway.api.field_support import IGNORED, MODELS, REJECTED, Endpoint
-from pdserve.gateway.api.response_models import ADDED, EMPTY, FILLED, AnswerKind
 from pdserve.launch.keys import COMPUTED, TOP
 from pdserve.launch.report import LogLimits
 from pdserve.launch.spec import NUM_WORKERS, ClusterSpec
 from pdserve.telemetry.metric_names import METRICS, LabelValues, MetricSpec
 from pdserve.telemetry.names import ATTRIBUTES, SPANS
 from prefill_worker import prefill_sequence as prefill_lifecycle
+from scripts.answer_fields import ADDED, EMPTY, FILLED, AnswerKind
 
 COMMAND: Final = "make reference"
 FOLDER: Final = "docs/reference"
@@ -381,7 +381,7 @@ def http_page() -> str:
     for answer, title in titles.items():
         lines += ["", f"### {title}", ""]
         lines += table(("field", "filled", "when or why not"), answer_rows(answer))
-    sources = "request_models.py, field_support.py and response_models.py in pdserve/gateway/api"
+    sources = "request_models.py and field_support.py in pdserve/gateway/api, and scripts/answer_fields.py"
     return page("Fields of HTTP requests", sources, *lines)
 
 

@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response
 
 from pdserve.core.errors import KvLost
-from pdserve.gateway.api.response_models import ADDED, EMPTY, FILLED, AnswerKind
+from scripts.answer_fields import ADDED, EMPTY, FILLED, AnswerKind
 from tests.unit.client.conftest import Script, delta, started
 from tests.unit.client.conftest import script as script
 from tests.unit.client.conftest import target as target
