@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pdserve import Client, Completion, Slo
+from pdserve.cli.generate import measured_rate
 from pdserve.core.errors import PdserveError
 from pdserve.launch.running import Running
 
@@ -154,13 +155,13 @@ def timeline(done: Completion) -> str:
         moved.append(f"{times.transfer_saved_bytes / 1024:.0f} KiB already cached")
     if times.transfer_exposed_s:
         moved.append(f"complete {times.transfer_exposed_s * 1e3:.1f} ms after the prefill")
-    rate = f"{1 / times.tpot_s:.0f} tokens/s" if times.tpot_s > 0 else "one token"
-    lines.append(
-        dim(
-            f"  {times.path} on {where}: {done.usage.prompt_tokens} + {done.usage.completion_tokens} tokens, "
-            f"first after {times.ttft_s * 1e3:.0f} ms, then {rate}"
-        )
-    )
+    facts = [
+        f"{done.usage.prompt_tokens} + {done.usage.completion_tokens} tokens",
+        f"first after {times.ttft_s * 1e3:.0f} ms",
+    ]
+    if (rate := measured_rate(done)) is not None:
+        facts.append(f"then {rate:.0f} tokens/s")
+    lines.append(dim(f"  {times.path} on {where}: {', '.join(facts)}"))
     if moved:
         lines.append(dim(f"  {', '.join(moved)}"))
     return "\n".join(lines)

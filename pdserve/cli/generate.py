@@ -160,14 +160,14 @@ LEAST_RATE_S: Final = 0.01  # between the first and the last token
 
 def stats_line(done: Completion, slo: Slo | None) -> str:
     """`slo`: the targets that the request named, if it did. The server's own are not known here."""
-    usage, times = done.usage, done.timings
+    usage, times, rate = done.usage, done.timings, measured_rate(done)
     cached = f" ({usage.cached_prompt_tokens} cached)" if usage.cached_prompt_tokens else ""
     where = " → ".join(worker for worker in (times.prefill_worker, times.decode_worker) if worker)
     parts = [
         f"{usage.prompt_tokens} prompt tokens{cached}",
         f"{usage.completion_tokens} new",
         f"first after {milliseconds(times.ttft_s)}",
-        *_rate(done),
+        *([] if rate is None else [f"{rate:.1f} tokens/s"]),
         f"{times.path or 'unplaced'} {where}".strip(),
         f"ended by {done.finish_reason}",
     ]
@@ -184,12 +184,12 @@ def stats_line(done: Completion, slo: Slo | None) -> str:
     return " · ".join(parts)
 
 
-def _rate(done: Completion) -> list[str]:
-    """Tokens per second after the first token; nothing where too few tokens or too little time would make it noise.
+def measured_rate(done: Completion) -> float | None:
+    """Tokens per second after the first token; None where too few tokens or too little time would make it noise.
     The timings are those of the first answer."""
     num_tokens, tpot_s = len(done.token_ids) or done.usage.completion_tokens, done.timings.tpot_s
     is_measured = num_tokens >= LEAST_RATE_TOKENS and tpot_s * (num_tokens - 1) >= LEAST_RATE_S
-    return [f"{1 / tpot_s:.1f} tokens/s"] if is_measured else []
+    return 1 / tpot_s if is_measured else None
 
 
 def versions_line(router: str, own: str) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 import grpc
 import pytest
 
+from examples.demo import timeline
 from pdserve import Client
 from pdserve.build import FULL_VERSION
 from pdserve.cli import doctor
@@ -103,6 +104,7 @@ def test_stats_show_a_rate_only_where_it_was_measured(num_tokens: int, tpot_s: f
     done = an_answer([num_tokens], tpot_s)
     rates = [part for part in stats_line(done, None).split(" · ") if "tokens/s" in part or part == "one token"]
     assert rates == ([] if rate is None else [rate])
+    assert ("then" in timeline(done)) == (rate is not None), "that of the demo"
 
 
 def test_the_rate_of_several_answers_is_that_of_the_first() -> None:
