@@ -4,7 +4,6 @@ that it reports."""
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 import time
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.core.attempt import AttemptKey, AttemptLedger
+from pdserve.core.attempt import AttemptKey
 from pdserve.core.effects import PlainTokens, PromptScored, StepAccount
 from pdserve.core.errors import InternalError
 from pdserve.core.types import Role, Sampling, TokenOut
@@ -304,39 +303,6 @@ def test_without_a_free_block_several_failed_steps_are_needed() -> None:
         isolation.step([row(7, 0)])
     with pytest.raises(EngineBroken):
         isolation.step([row(7, 0)])
-
-
-# -- the ledger ------------------------------------------------------------------------------------------------
-
-
-def test_the_ledger_distinguishes_new_and_late_attempts() -> None:
-    ledger = AttemptLedger()
-    first, second, other = AttemptKey(1, "r", 1), AttemptKey(1, "r", 2), AttemptKey(2, "r", 1)
-    assert ledger.newest(first) is None
-    assert [ledger.begin(key) for key in (first, first, second, first, other)] == [True, False, True, False, True]
-    assert ledger.newest(first) == second
-    ledger.forget_router(1)
-    assert ledger.begin(first)
-    assert not ledger.begin(other)
-
-
-def test_the_ledger_keeps_newer_attempts() -> None:
-    ledger = AttemptLedger()
-    first, second = AttemptKey(1, "r", 1), AttemptKey(1, "r", 2)
-    assert ledger.begin(first)
-    ledger.forget(first)
-    assert ledger.begin(first)
-    assert ledger.begin(second)
-    ledger.forget(first)
-    assert not ledger.begin(first)
-
-
-def test_the_ledger_is_bounded() -> None:
-    ledger = AttemptLedger(capacity=3)
-    for n in itertools.islice(itertools.count(), 10):
-        ledger.begin(AttemptKey(1, f"r{n}", 1))
-    assert ledger.newest(AttemptKey(1, "r0", 1)) is None
-    assert ledger.newest(AttemptKey(1, "r9", 1)) is not None
 
 
 # -- step times that are reported ------------------------------------------------------------------------------
