@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -23,6 +24,7 @@ from pdserve.tokenizer_json import added_tokens, is_linear, is_rust_error, vocab
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
+_IS_OLDER: Final = tuple(map(int, version("llguidance").split(".")[:2])) < (1, 9)  # in the environment of vLLM
 NO_DOCUMENT: Final = "no document meets it"
 NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 # At most one space after a comma or a colon, and no other whitespace, in which a weak model could loop.
@@ -127,7 +129,7 @@ def _with_json_options(lark: str) -> str:
         except (ValueError, RecursionError):
             continue  # llguidance says why
         if _PER_GRAMMAR not in schema:
-            schema = {**supported(schema), _PER_GRAMMAR: _JSON}
+            schema = {**_supported(schema), _PER_GRAMMAR: _JSON}
         found += lark[end : mark.end()] + json.dumps(schema)
         end = stop
     return found + lark[end:]
@@ -147,7 +149,11 @@ def schema_of(grammar: Grammar) -> dict[str, Any]:
         raise ValueError("a schema is a JSON object, true or false")
     if _PER_GRAMMAR in schema:
         raise ValueError(f'Unimplemented keys: ["{_PER_GRAMMAR}"]')
-    return supported(schema)
+    return _supported(schema)
+
+
+def _supported(schema: dict[str, Any]) -> dict[str, Any]:
+    return supported(schema, has_older_compiler=_IS_OLDER)
 
 
 def _tokenizer_text(model: Path, vocab_size: int) -> tuple[dict[str, Any], int]:

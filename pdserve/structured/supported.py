@@ -126,14 +126,22 @@ _UNSPELLABLE: Final = frozenset(map(chr, (*range(32), 127))) - frozenset("\b\t\n
 EXACT_DIGITS: Final = 15  # a decimal number of so many digits is one float, and the float is that number again
 
 
-def supported(schema: dict[str, Any]) -> dict[str, Any]:
-    """Raises ValueError, which names the keyword, its place and what is possible, or RecursionError."""
-    return _Simplifier(localized(schema)).root()
+Rule = Callable[[dict[str, Any], Path], None]  # changes a schema at its place, or raises ValueError
+
+
+def supported(schema: dict[str, Any], *, has_older_compiler: bool = False) -> dict[str, Any]:
+    """Raises ValueError, which names the keyword, its place and what is possible, or RecursionError.
+
+    `has_older_compiler`: also of what the compiler is known to get wrong before its version 1.9.
+    """
+    rules = (*_OF_OLDER, *_REWRITES) if has_older_compiler else _REWRITES
+    return _Simplifier(localized(schema), rules).root()
 
 
 @final
 class _Simplifier:
-    def __init__(self, document: dict[str, Any]) -> None:
+    def __init__(self, document: dict[str, Any], rules: Sequence[Rule]) -> None:
+        self._rules = rules
         self._document: dict[str, Any] = {"": document}  # so that the root has a place, like every other schema
         self._pending: list[Path] = [("",)]
         self._seen: dict[Path, dict[str, Any]] = {}
@@ -172,8 +180,8 @@ class _Simplifier:
                 _refuse(keyword, path, "$ref is followed instead")
         if _is_true(node.get("not", False)):
             return False
-        for rewrite in _REWRITES:
-            rewrite(node, path)
+        for rule in self._rules:
+            rule(node, path)
         return node
 
     def _check_min_properties(self, node: dict[str, Any], path: Path) -> None:
@@ -388,7 +396,23 @@ def _plain(value: Decimal) -> int | float:
     return int(value) if value == value.to_integral_value() and abs(value) <= 2**53 else float(value)
 
 
-_REWRITES: Final[tuple[Callable[[dict[str, Any], Path], None], ...]] = (
+def _multiples(node: dict[str, Any], path: Path) -> None:
+    """An older compiler finds no negative multiple."""
+    least = [node[name] for name in ("minimum", "exclusiveMinimum") if _is_number(node.get(name))]
+    if "multipleOf" in node and max(least, default=-1) < 0:
+        _refuse("multipleOf", path, 'this worker\'s llguidance, before 1.9, needs a "minimum" of at least 0 beside it')
+
+
+def _free_names(node: dict[str, Any], path: Path) -> None:
+    """An older compiler lets a free name spell a listed one with an escape, so that it has two values."""
+    for keyword in ("patternProperties", "additionalProperties"):
+        if node.get(keyword) and node.get("properties"):
+            why = 'this worker\'s llguidance, before 1.9, tells no free name from those in "properties"; '
+            _refuse(keyword, path, why + 'put "additionalProperties": false')
+
+
+_OF_OLDER: Final[tuple[Rule, ...]] = (_multiples, _free_names)
+_REWRITES: Final[tuple[Rule, ...]] = (
     _types,
     _conditions,
     _arrays,

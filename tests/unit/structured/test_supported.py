@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from typing import Any
@@ -297,3 +298,39 @@ def test_a_reference_into_a_condition_is_refused_wherever_it_is(compiler: Compil
     schema = {"type": "object", "components": definitions, "allOf": parts, "minProperties": 3}
     reason = reason_against(compiler, json_schema(schema))
     assert "#/components/a/then" in str(reason)
+
+
+# --- compilers before 1.9, as vLLM's environment has ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        ({"type": "integer", "multipleOf": 5}, "multipleOf"),
+        ({"type": "number", "minimum": -5, "exclusiveMaximum": -4, "multipleOf": 0.25}, "multipleOf"),
+        ({"items": {"anyOf": [{"multipleOf": 2, "exclusiveMinimum": -1}]}}, "multipleOf"),
+        ({**LISTED, "additionalProperties": {"type": "string"}}, "additionalProperties"),
+        ({**LISTED, "additionalProperties": True}, "additionalProperties"),
+        ({**LISTED, "patternProperties": {"^b": {"type": "null"}}}, "patternProperties"),
+    ],
+    ids=str,
+)
+def test_an_older_compiler_refuses_what_it_gets_wrong(schema: dict[str, Any], keyword: str) -> None:
+    supported(copy.deepcopy(schema))
+    with pytest.raises(ValueError, match=f'"{keyword}" at #.* is not supported: .*llguidance, before 1.9'):
+        supported(copy.deepcopy(schema), has_older_compiler=True)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "multipleOf": 5, "minimum": 0},
+        {"type": "number", "multipleOf": 0.5, "exclusiveMinimum": 0},
+        {**LISTED, "additionalProperties": False},
+        {"type": "object", "additionalProperties": {"type": "string"}},
+    ],
+    ids=str,
+)
+def test_an_older_compiler_keeps_the_rest(schema: dict[str, Any]) -> None:
+    expected = supported(copy.deepcopy(schema))
+    assert supported(copy.deepcopy(schema), has_older_compiler=True) == expected
