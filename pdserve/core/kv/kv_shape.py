@@ -19,7 +19,16 @@ from typing import Final
 
 from pdserve.core.errors import ConfigError
 
-ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1, "uint64": 8}  # bytes of one value
+#: Bytes of one value. float16 and uint8 are only of opaque layouts.
+ITEM_BYTES: Final = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int8": 1,
+    "float8_e4m3fn": 1,
+    "uint8": 1,
+    "uint64": 8,
+}
 SCALED: Final = ("int8", "float8_e4m3fn")  # stored relative to a scale for each token and head
 SCALE_BYTES: Final = 4  # float32
 ALIGNMENT: Final = 64  # alignment of a scaled block's values and of its scales

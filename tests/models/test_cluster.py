@@ -1,0 +1,99 @@
+"""A real cluster whose workers run vLLM in an environment of their own: prefill, transfer, decode, prefix hits, and
+killed workers, judged by transformers in float64."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pdserve import AsyncClient
+from pdserve.core.types import Sampling
+from tests.cluster.cluster import Cluster
+from tests.cluster.families import BUNDLED, prompts
+from tests.cluster.faults import all_have, decode_worker_of
+from tests.cluster.suite import LENGTHS, generate_all, tokens_of
+from tests.models.far_oracle import FarOracle
+
+pytestmark = pytest.mark.timeout(900)
+
+TOKENS = 32
+MOST_TURNS = 3  # to kill a worker in the middle of a text
+GREEDY = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    config: Path = tmp_path_factory.mktemp("cluster") / "vllm.toml"
+    config.write_text(
+        f'[worker]\nengine = "vllm"\nengine_python = "{sys.executable}"\ndtype = "float32"\ncuda_graphs = false\n'
+        "kv_blocks = 200\nthreads = 1\nmax_batch_tokens = 96\n"
+    )
+    with Cluster("--model", str(BUNDLED), "--decode", "2", "--config", str(config), start_s=600.0) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def oracle() -> FarOracle:
+    return FarOracle(BUNDLED)
+
+
+def test_answers_match_transformers_remote_local_and_cached(cluster: Cluster, oracle: FarOracle) -> None:
+    texts = prompts(LENGTHS)
+    done = generate_all(cluster, texts, **GREEDY)
+    oracle.assert_exact(texts, tokens_of(done, TOKENS))
+    assert {one.timings.path for one in done} == {"remote", "local"}
+    again = generate_all(cluster, texts, **GREEDY)
+    oracle.assert_exact(texts, tokens_of(again, TOKENS))
+    assert sum(one.usage.cached_prompt_tokens for one in again) > 0
+    cluster.wait_until_idle()
+
+
+def test_a_grammar_is_followed(cluster: Cluster) -> None:
+    assert cluster.client.generate("x = (", max_tokens=20, regex="[0-9]{3}-[a-f]{2}").text[3] == "-"
+
+
+def test_answers_survive_the_death_of_the_prefill_worker(cluster: Cluster, oracle: FarOracle) -> None:
+    cluster.kill("p0")
+    texts = prompts(LENGTHS)[-3:]
+    done = generate_all(cluster, texts, **GREEDY)
+    oracle.assert_exact(texts, tokens_of(done, TOKENS))
+
+
+def test_answers_survive_the_death_of_their_decode_worker(cluster: Cluster, oracle: FarOracle) -> None:
+    """Greedy and seeded texts go on with their next token on the other worker."""
+    texts = prompts([20, 130, 260, 40], seed=1)
+    asked = [Sampling(temperature=0.9 if at % 2 else 0.0, seed=at) for at in range(len(texts))]
+
+    async def turn_of(client: AsyncClient, turn: int) -> tuple[list[list[int]], int]:
+        seen: list[list[int]] = [[] for _ in texts]
+        attempts = [0] * len(texts)
+
+        async def follow(at: int) -> None:
+            options = {"temperature": asked[at].temperature, "seed": asked[at].seed, "ignore_eos": True}
+            stream = client.stream(texts[at], max_tokens=400, request_id=f"text-{turn}-{at}", **options)
+            async for piece in stream:
+                seen[at].extend(piece.token_ids)
+            attempts[at] = stream.completion.timings.attempts
+
+        streams = [asyncio.create_task(follow(at)) for at in range(len(texts))]
+        await all_have(12, seen, streams)
+        cluster.kill(await decode_worker_of(client, f"text-{turn}-1"))
+        await asyncio.gather(*streams)
+        return seen, max(attempts)
+
+    async def run() -> list[list[int]]:
+        async with AsyncClient(cluster.target) as client:
+            for turn in range(MOST_TURNS):
+                seen, attempts = await turn_of(client, turn)
+                if attempts > 1:
+                    return seen
+                await asyncio.to_thread(cluster.wait_until_idle, within_s=300)
+        raise AssertionError(f"no text was on the killed worker, {MOST_TURNS} times")
+
+    answers = asyncio.run(asyncio.wait_for(run(), 800))
+    assert [len(tokens) for tokens in answers] == [400] * len(texts)
+    oracle.assert_exact(texts, answers, sampling=[one if one.temperature else None for one in asked])
