@@ -85,9 +85,15 @@ class WorkerConfig(TlsSettings):
         "transport for KV blocks; auto chooses one for each pair of workers", "auto", choices=TRANSPORTS
     )
     engine: str = setting(
-        "engine: torch, toy, or the name of an installed one; auto takes toy for a toy model, otherwise torch",
+        "engine: own (torch, or toy for a toy model), vllm, or the name of an installed one; auto is own, and vllm for "
+        "a model that only vLLM serves",
         AUTO,
         is_name=True,
+    )
+    engine_python: str = setting(
+        "python of another environment in which the worker runs, such as .venv-vllm/bin/python of `make vllm-env`; "
+        "that of its launcher when empty",
+        "",
     )
     device: str = setting("device of the model; auto takes CUDA if a GPU is there", "auto", choices=DEVICES)
     dtype: str = setting(
@@ -111,7 +117,7 @@ class WorkerConfig(TlsSettings):
         "auto",
         choices=RANK_POOLS,
     )
-    cuda_graphs: bool = setting("capture decode steps as CUDA graphs and replay them", True)
+    cuda_graphs: bool = setting("capture decode steps as CUDA graphs and replay them; vllm also compiles", True)
     deterministic: str = setting(
         "compute bitwise identical logits for any batch and chunk, on a CPU: on, off, or auto (on with bfloat16)",
         "auto",

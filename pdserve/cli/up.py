@@ -158,6 +158,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="with --ray: how long Ray may take to place the workers; more if it starts nodes on demand (10.0)",
     )
     add("--transport", choices=TRANSPORTS, default=keep, help="transport for KV blocks (auto)")
+    add(
+        "--engine",
+        default=keep,
+        metavar="auto|own|vllm",
+        help="engine of the workers: own, vllm in the environment of `make vllm-env`, or the name of an installed one; "
+        "auto takes own where it serves the model (auto)",
+    )
     add("--device", choices=DEVICES, default=keep, help="device of the model (auto)")
     add(
         "--load",

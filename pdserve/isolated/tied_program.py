@@ -19,9 +19,10 @@ from pdserve.isolated.child import tie_to_parent
 PROGRAM: Final = "pdserve.isolated.tied_program"
 
 
-def tied_command(module: str, *arguments: str) -> list[str]:
-    """The command line of `python -m MODULE ARGUMENT ...`, as a program that ends when this process ends."""
-    return [sys.executable, "-m", PROGRAM, str(os.getpid()), module, *arguments]
+def tied_command(module: str, *arguments: str, python: str = "") -> list[str]:
+    """The command line of `python -m MODULE ARGUMENT ...`, as a program that ends when this process ends. `python`
+    empty: the one of this process."""
+    return [python or sys.executable, "-m", PROGRAM, str(os.getpid()), module, *arguments]
 
 
 def main() -> None:

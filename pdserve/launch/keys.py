@@ -55,6 +55,7 @@ TOP: Final[Mapping[str, type]] = {
     "insecure": bool,
     # Settings of all processes; each process's own table overrides them.
     "transport": str,
+    "engine": str,
     "device": str,
     "dtype": str,
     "kv_dtype": str,

@@ -273,7 +273,7 @@ class RayDriver:
             max_restarts=-1,
             max_task_retries=0,  # a generation is not idempotent
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, self._bundles.index((worker_id, 0))),
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(config.threads), **waiting_env(os.environ)}},
+            runtime_env=_environment(config),
         )
         self._actors[worker_id] = options.remote(
             MODULES[role], to_flags(config), to_env(config), self._is_on_many_hosts
@@ -304,7 +304,7 @@ class RayDriver:
                     num_gpus=self._resources(worker_id, count).get("GPU", 0),
                     max_restarts=-1,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, first + number),
-                    runtime_env={"env_vars": {"OMP_NUM_THREADS": str(config.threads), **waiting_env(os.environ)}},
+                    runtime_env=_environment(config),
                 )
                 .remote(address, count, config.model, to_env(config), START_S, tls)
                 for number, count in enumerate(remote_ranks(config), 1)
@@ -382,6 +382,12 @@ class RayDriver:
             if health.memory:
                 emit(worker_id, f"memory {health.memory}")
         self._last[worker_id] = health
+
+
+def _environment(config: WorkerConfig) -> dict[str, Any]:
+    """Ray's runtime environment of a worker's actors."""
+    python = {"py_executable": config.engine_python} if config.engine_python else {}
+    return {"env_vars": {"OMP_NUM_THREADS": str(config.threads), **waiting_env(os.environ)}, **python}
 
 
 def main(address: str, spec: str, folder: OwnedFolder | None) -> int:

@@ -22,12 +22,12 @@ from pdserve.config_flags import words
 from pdserve.core.access.key_file import parse
 from pdserve.core.errors import ConfigError
 from pdserve.core.setting import AUTO
-from pdserve.engine.load_engine import OURS, registered
+from pdserve.engine.load_engine import BUILT_IN, OURS, VLLM, registered
 from pdserve.engine.memory.host import usable_cores
-from pdserve.engine.model.config import read_config
 from pdserve.key_file_access import read_bytes
 from pdserve.launch import confine
 from pdserve.launch.confine import of_operator
+from pdserve.launch.engines import choose_engines
 from pdserve.launch.keys import KINDS, Kind, check_command_line, check_settings, check_top, fields_of
 from pdserve.launch.report import LogLimits
 from pdserve.launch.spec import ClusterSpec, ClusterTls, Process, gateway, processes
@@ -38,7 +38,7 @@ _NOT_ASKED: Final = {"settings", "cores", "gpus"}  # of a ClusterSpec, that `mer
 _OF_WORKER_TABLES: Final = ("worker", "prefill_worker", "decode_worker")
 _WORKER_COUNTS: Final[Mapping[Kind, str]] = {"prefill_worker": "prefill", "decode_worker": "decode"}
 _OF_ROUTER: Final = ("otlp", "generation_config", "served_model_name")
-_OF_WORKERS: Final = ("transport", "device", "dtype", "kv_dtype", "load")
+_OF_WORKERS: Final = ("transport", "engine", "device", "dtype", "kv_dtype", "load")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,10 +122,12 @@ def read(
         )
     engines = _of_workers("engine", AUTO, found, tables)
     if found.get("ray") is None:  # each host of a Ray cluster has its own engines
-        for engine in engines.keys() - OURS:
+        for engine in engines.keys() - OURS - BUILT_IN.keys():
             registered(engine)
-    model = _model(found.get("model"), is_here=not found.get("ray"), is_ours=engines.keys() <= OURS)
+    model = _model(found.get("model"), is_here=not found.get("ray"))
     _check_engines(model, engines, _of_workers("tensor_parallel", 1, found, tables))
+    if not found.get("ray"):
+        choose_engines(tables, model, engines.keys())
     spec = ClusterSpec(
         model=model,
         cores=usable_cores(),
@@ -300,11 +302,10 @@ def _check_writable(name: str, file: Path) -> None:
         raise ConfigError(name, file, "a file, not a link to one")
 
 
-def _model(asked: str | None, *, is_here: bool, is_ours: bool) -> str:
-    """Absolute, because actors have another working directory. `is_ours` False: an engine that is not ours reads the
-    config, and may know other models.
+def _model(asked: str | None, *, is_here: bool) -> str:
+    """Absolute, because actors have another working directory.
 
-    Raises ModelError if the model is not found, or its config or tokenizer cannot be read. Checked here, because the
+    Raises ModelError if the model is not found, or its tokenizer cannot be read. Checked here, because the
     router needs them only after the workers have loaded their weights.
     """
     if asked is None:
@@ -315,8 +316,6 @@ def _model(asked: str | None, *, is_here: bool, is_ours: bool) -> str:
         return asked if asked in TOY_MODELS or is_on_hub(asked) else str(Path(asked).expanduser().absolute())
     model = find_model(asked)
     if model not in TOY_MODELS:
-        if is_ours:
-            read_config(Path(model))
         _check_texts(Path(model))
     return model
 
@@ -336,8 +335,9 @@ def _of_workers(
 def _check_engines(model: str, engines: Mapping[str, str], degrees: Mapping[int, str]) -> None:
     """Checked here, because a worker would report it only after others have started. Raises ConfigError."""
     is_toy = model in TOY_MODELS
-    if is_toy and "torch" in engines:
-        raise ConfigError(engines["torch"], "torch", f"auto or toy: the model {model} has no weights")
+    for name in ("torch", VLLM):
+        if is_toy and name in engines:
+            raise ConfigError(engines[name], name, f"auto or toy: the model {model} has no weights")
     if not is_toy and "toy" in engines:
         expected = f"auto, torch or an installed engine; or --model {' or '.join(TOY_MODELS)}"
         raise ConfigError(engines["toy"], "toy", expected)

@@ -55,15 +55,16 @@ class Child:
         env: Mapping[str, str],
         relay: Callable[[str], None],
         files: Sequence[int] = (),
+        python: str = "",
     ) -> None:
-        """`files`: open descriptors that the process inherits."""
+        """`files`: open descriptors that the process inherits. `python` empty: that of this process."""
         self.name = name
         self.address = ""
         self.start_s = 0.0
         self._program = tuple(program)
         self._env = env
         self._relay = relay
-        self._files = files
+        self._files, self._python = files, python
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._process: asyncio.subprocess.Process | None = None
         self._readers: list[asyncio.Task[None]] = []
@@ -96,7 +97,7 @@ class Child:
     async def spawn(self) -> None:
         began_s = time.monotonic()
         self._process = await asyncio.create_subprocess_exec(
-            *tied_command(*self._program),
+            *tied_command(*self._program, python=self._python),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -198,6 +199,7 @@ class SupervisedProcess:
 
     name: str
     program: tuple[str, ...]  # a module, and its arguments
+    python: str = ""  # empty: that of the launcher
     env: tuple[tuple[str, str], ...] = ()
     start_s: float
     drain_s: float
@@ -211,6 +213,7 @@ def supervised(process: Process) -> SupervisedProcess:
     return SupervisedProcess(
         name=process.name,
         program=(process.module, *process.argv[2:]),
+        python=process.config.engine_python if isinstance(process.config, WorkerConfig) else "",
         env=(*process.env, (PROGRESS_ENV, "1")) if isinstance(process.config, WorkerConfig) else process.env,
         start_s=process.start_s,
         drain_s=process.config.drain_s,
@@ -352,7 +355,7 @@ class Supervisor:
                 self._flags[one.name] = os.memfd_create(f"{one.name}.flags")
             files = [self._flags[one.name]]
             program = (*program, f"{FLAGS_FILE}=/dev/fd/{files[0]}")
-        child = self._children[one.name] = Child(one.name, program, env, relay, files)
+        child = self._children[one.name] = Child(one.name, program, env, relay, files, one.python)
         slow = asyncio.get_running_loop().call_later(
             _SLOW_START_S, self._report.say, one.name, slow_start(is_worker=one.is_worker)
         )

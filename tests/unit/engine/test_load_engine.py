@@ -2,6 +2,7 @@
 
 import json
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,11 @@ from pdserve.core.types import Role, Sampling
 from pdserve.engine.interface import Row
 from pdserve.engine.load_engine import engine_names, load_engine
 from pdserve.engine.toy import ToyEngine
-from pdserve.launch import settings
+from pdserve.engine.vllm import start
+from pdserve.isolated.tied_program import tied_command
+from pdserve.launch import engines, settings
+from pdserve.launch.spec import processes
+from pdserve.launch.supervisor import supervised
 from pdserve.testing import Cluster
 
 INSTALLED = Path(__file__).parents[2] / "support" / "installed_engine"
@@ -53,7 +58,7 @@ def test_installed_engines_are_listed(installed: None) -> None:
 
 
 def test_an_engine_that_is_not_installed_is_not_listed() -> None:
-    assert engine_names() == ["torch", "toy"]
+    assert engine_names() == ["torch", "toy", "vllm"]
 
 
 def test_a_registered_engine_gets_the_settings_and_the_role(installed: None) -> None:
@@ -126,18 +131,104 @@ def test_up_rejects_an_unknown_engine_before_it_starts() -> None:
         settings.read({"model": "toy"}, None, ["worker.engine=vlm"])
 
 
-def test_up_leaves_the_config_to_an_engine_that_is_not_ours(installed: None, tmp_path: Path) -> None:
+@pytest.fixture
+def new_family(tmp_path: Path) -> str:
+    """The folder of a model of an architecture that we do not serve."""
     source = settings.bundled_model()
     for file in source.iterdir():
         (tmp_path / file.name).symlink_to(file)
     config = json.loads((source / "config.json").read_text()) | {"architectures": ["New"], "model_type": "new"}
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps(config))
-    asked = settings.read({"model": str(tmp_path)}, None, ["worker.engine=adder"])
-    assert asked.spec.model == str(tmp_path)
+    return str(tmp_path)
+
+
+def test_up_leaves_the_config_to_an_engine_that_is_not_ours(installed: None, new_family: str) -> None:
+    asked = settings.read({"model": new_family}, None, ["worker.engine=adder"])
+    assert asked.spec.model == new_family
     assert "adder_engine" not in sys.modules, "the launcher needs no engine"
     with pytest.raises(ConfigError):
-        settings.read({"model": str(tmp_path)}, None, [])
+        settings.read({"model": new_family, "engine": "own"}, None, [])
+
+
+# --- vLLM's workers have a Python of their own ----------------------------------------------------------------
+
+
+def worker_table(flags: dict[str, str], *words: str) -> dict[str, object]:
+    return dict(settings.read(flags, None, words).spec.settings["worker"])
+
+
+def test_auto_takes_vllm_for_a_model_that_we_do_not_serve(new_family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "vllm_python", lambda: "/env/bin/python")
+    assert worker_table({"model": new_family}) == {"engine": "vllm", "engine_python": "/env/bin/python"}
+    assert "engine" not in settings.read({"model": "stdlib-5m"}, None, []).spec.settings.get("worker", {})
+
+
+def test_without_vllm_a_model_that_we_do_not_serve_is_rejected(
+    new_family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "vllm_python", lambda: None)
+    for flags in ({}, {"engine": "vllm"}):
+        with pytest.raises(ConfigError, match="make vllm-env"):
+            settings.read({"model": new_family, **flags}, None, [])
+
+
+def test_vllm_in_our_own_environment_needs_no_other_python(new_family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "vllm_python", lambda: sys.executable)
+    assert worker_table({"model": new_family, "engine": "vllm"}) == {"engine": "vllm"}
+
+
+def test_one_role_may_run_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "vllm_python", lambda: "/env/bin/python")
+    tables = settings.read({"model": "stdlib-5m"}, None, ["decode_worker.engine=vllm"]).spec.settings
+    assert dict(tables["decode_worker"]) == {"engine": "vllm", "engine_python": "/env/bin/python"}
+    assert "worker" not in tables
+
+
+def test_an_absent_python_is_rejected_before_any_process_starts() -> None:
+    with pytest.raises(ConfigError, match="the python of an environment with pdserve") as caught:
+        settings.read({"model": "toy"}, None, ["worker.engine_python=/no/python"])
+    assert caught.value.field == "worker.engine_python"
+
+
+def test_a_worker_runs_with_the_python_of_its_engine() -> None:
+    asked = settings.read({"model": "toy"}, None, [f"decode_worker.engine_python={sys.executable}"])
+    pythons = {one.name: supervised(one).python for one in processes(asked.spec)}
+    assert pythons == {"p0": "", "d0": sys.executable, "router": ""}
+    assert tied_command("decode_worker", "--port", "1", python="/env/bin/python")[0] == "/env/bin/python"
+    assert tied_command("decode_worker")[0] == sys.executable
+
+
+def test_vllm_rejects_a_toy_and_an_environment_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="has no weights"):
+        open_engine("vllm")
+    monkeypatch.setattr(start, "version", lambda package: absent(package))
+    with pytest.raises(ConfigError, match=r"vllm, which is not installed.*make vllm-env"):
+        open_engine("vllm", "stdlib-5m")
+
+
+def absent(package: str) -> str:
+    raise PackageNotFoundError(package)
+
+
+@pytest.mark.parametrize("found", ["0.31.9", "0.33.0", "1.0", "0.x"])
+def test_another_version_of_vllm_is_rejected(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
+    monkeypatch.setattr(start, "version", lambda package: found)
+    with pytest.raises(ConfigError, match=r">=0\.32,<0\.33"):
+        open_engine("vllm", "stdlib-5m")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("dtype", "int8"), ("dtype", "int4"), ("kv_dtype", "int8"), ("deterministic", "on"), ("tensor_parallel", 2)],
+)
+def test_settings_of_our_own_engine_are_rejected_by_name(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: object
+) -> None:
+    monkeypatch.setattr(start, "version", lambda package: "0.32.1+cu130")
+    with pytest.raises(ConfigError) as caught:
+        open_engine("vllm", "stdlib-5m", **{name: value})
+    assert caught.value.field == name
 
 
 # --- opaque layouts -------------------------------------------------------------------------------------------
@@ -161,6 +252,13 @@ def test_blocks_of_an_opaque_layout_move_only_between_equal_shapes() -> None:
 def test_an_opaque_layout_is_not_converted_to_another(other: str) -> None:
     with pytest.raises(ConfigError, match=r"kv_shape\.layout"):
         check_convertible(shape(), shape(other))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "uint8"])
+def test_only_an_opaque_layout_has_the_dtypes_of_other_engines(dtype: str) -> None:
+    assert wire_dtype(shape(dtype=dtype), shape(dtype=dtype)) == dtype
+    with pytest.raises(ConfigError, match="the dtypes of block-major"):
+        shape("block-major.v1", dtype=dtype)
 
 
 def test_an_opaque_layout_is_sent_as_it_is_stored() -> None:
