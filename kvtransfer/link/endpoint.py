@@ -49,7 +49,7 @@ def make_receiver(config: EndpointConfig, host: str) -> PlainReceiver:
     """Listens at once, on `host` and free ports. Add `.servicer` to the worker's gRPC server. Raises ConfigError."""
     pool = config.pool
     if pool.is_on_host:
-        fused.prepare(pool.block_bytes)
+        fused.prepare(pool.block_bytes // pool.runs_per_block)
     prepare(pool, config.transports, _runs_of(config.fingerprint.shape), config.limits)
     return PlainReceiver(config, host, DEFAULT_CHUNK_BYTES if pool.is_on_host else DEVICE_CHUNK_BYTES)
 

@@ -127,7 +127,7 @@ class Inbound(threading.Thread):
         return self._digest(views)
 
     def views(self, claim: Claim) -> list[memoryview]:
-        return self.target.views(self.memory, claim.blocks, claim.part)
+        return self.target.views(self.memory, claim.blocks, claim.part, self.pool.runs_per_block)
 
     def size_of(self, frame: Frame) -> int:
         return frame.count * self.target.bytes_of(frame.part)

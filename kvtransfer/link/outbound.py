@@ -130,7 +130,7 @@ class Outbound(threading.Thread):
 
     def views(self, job: Job) -> list[memoryview]:
         assert self._layout is not None
-        return self._layout.views(self.memory, job.chunk.sources, job.part)
+        return self._layout.views(self.memory, job.chunk.sources, job.part, self.pool.runs_per_block)
 
     def extent_of(self, job: Job) -> StridedExtent:
         assert self._layout is not None

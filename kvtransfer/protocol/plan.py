@@ -207,8 +207,42 @@ def extents_of(blocks: Sequence[int]) -> list[Extent]:
 
 
 def byte_ranges(blocks: Sequence[int], block_bytes: int) -> list[tuple[int, int]]:
-    """(begin, end) in the pool's memory, one per run of consecutive blocks."""
+    """(begin, end) in memory with one run of bytes per block, one range per run of consecutive blocks."""
     return [(e.first * block_bytes, (e.first + e.count) * block_bytes) for e in extents_of(blocks)]
+
+
+@lru_cache(maxsize=4096)
+def spans_of(parts: Sequence[tuple[int, int]], run_bytes: int, num_blocks: int) -> tuple[tuple[int, int], ...]:
+    """Where `parts`, (offset, length) within a block, are in a pool's memory: (offset, length) for block 0.
+
+    Those of block b are b * run_bytes further on. All that moves a block's bytes finds them here, because they need not
+    be one run (KvPool.runs_per_block); whatever is sent has the order of the block.
+    """
+    spans = []
+    for at, size in parts:
+        end = at + size
+        while at < end:
+            run, within = divmod(at, run_bytes)
+            length = min(end - at, run_bytes - within)
+            spans.append((run * num_blocks * run_bytes + within, length))
+            at += length
+    return tuple(spans)
+
+
+def ranges_of(
+    blocks: Sequence[int], block_bytes: int, parts: Sequence[tuple[int, int]], num_blocks: int, runs_per_block: int
+) -> list[tuple[int, int]]:
+    """(begin, end) of these parts of the blocks, or of whole blocks, in the memory of such a pool, in the order in
+    which they are sent."""
+    if not parts and runs_per_block == 1:
+        return byte_ranges(blocks, block_bytes)
+    run_bytes = block_bytes // runs_per_block
+    spans = spans_of(parts or ((0, block_bytes),), run_bytes, num_blocks)
+    if len(spans) == 1 and spans[0][1] == run_bytes:  # whole runs, of which those of consecutive blocks are one range
+        first = spans[0][0]
+        return [(first + begin, first + end) for begin, end in byte_ranges(blocks, run_bytes)]
+    starts = [block * run_bytes for block in blocks]
+    return [(start + at, start + at + size) for start in starts for at, size in spans]
 
 
 def blocks_per_chunk(block_bytes: int, chunk_bytes: int) -> int:
@@ -273,15 +307,30 @@ def flat(buffer: memoryview) -> memoryview:
 
 
 def host_view(pool: KvPool) -> memoryview:
-    """The pool's bytes; empty for a pool on a device, which only the device transports access."""
-    return flat(pool.buffer) if pool.is_on_host else memoryview(b"")
+    """The bytes of the pool's blocks; empty for a pool on a device, which only the device transports access. Raises
+    ConfigError if the pool's buffer is too small."""
+    if not pool.is_on_host:
+        return memoryview(b"")
+    view, num_bytes = flat(pool.buffer), pool.num_blocks * pool.block_bytes
+    if len(view) < num_bytes:
+        expected = f"{num_bytes}: {pool.num_blocks} blocks of {pool.block_bytes} bytes"
+        raise ConfigError("kv_pool.buffer", f"{len(view)} bytes", expected)
+    return view[:num_bytes]
 
 
-def views_of(memory: memoryview, blocks: Sequence[int], block_bytes: int) -> list[memoryview]:
-    """One view per run of consecutive blocks. Raises IndexError on a block outside the memory."""
-    if blocks and not (min(blocks) >= 0 and (max(blocks) + 1) * block_bytes <= len(memory)):
-        raise IndexError(f"blocks {min(blocks)}..{max(blocks)} of a pool of {len(memory) // block_bytes}")
-    return [memory[begin:end] for begin, end in byte_ranges(blocks, block_bytes)]
+def views_of(
+    memory: memoryview,
+    blocks: Sequence[int],
+    block_bytes: int,
+    parts: Sequence[tuple[int, int]] = (),
+    runs_per_block: int = 1,
+) -> list[memoryview]:
+    """Views of these parts of the blocks, or of whole blocks, in the order in which they are sent. `memory` is a whole
+    pool. Raises IndexError on a block outside it."""
+    num_blocks = len(memory) // block_bytes
+    if blocks and not (min(blocks) >= 0 and max(blocks) < num_blocks):
+        raise IndexError(f"blocks {min(blocks)}..{max(blocks)} of a pool of {num_blocks}")
+    return [memory[begin:end] for begin, end in ranges_of(blocks, block_bytes, parts, num_blocks, runs_per_block)]
 
 
 def advance(views: list[memoryview], num_bytes: int) -> None:
@@ -329,7 +378,7 @@ WHOLE: Final = Part()
 
 @final
 class PartLayout:
-    """The places of a shard's parts in the blocks of one side of a pair.
+    """The places of a shard's parts in the blocks of one side of a pair, in the order in which a block is sent.
 
     `form` is the format of this side's blocks. The shard has the heads `first_head` .. `first_head + num_heads - 1`.
     Both sides list the same bytes in the same order.
@@ -386,14 +435,10 @@ class PartLayout:
         distances."""
         return _extent(self.runs(part))
 
-    def views(self, memory: memoryview, blocks: Sequence[int], part: Part) -> list[memoryview]:
-        """The part's bytes of these blocks, in order. Raises IndexError on a block outside the memory."""
-        views = views_of(memory, blocks, self.block_bytes)
-        if self.is_all(part):
-            return views
-        runs = self.runs(part)
-        starts = [block * self.block_bytes for block in blocks]
-        return [memory[start + at : start + at + size] for start in starts for at, size in runs]
+    def views(self, memory: memoryview, blocks: Sequence[int], part: Part, runs_per_block: int = 1) -> list[memoryview]:
+        """The part's bytes of these blocks in such a pool, in order. Raises IndexError on a block outside it."""
+        parts = () if self.is_all(part) else self.runs(part)
+        return views_of(memory, blocks, self.block_bytes, parts, runs_per_block)
 
 
 def _shard(source: KvShape, target: KvShape) -> tuple[HeadShard, int]:

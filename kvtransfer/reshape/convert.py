@@ -45,17 +45,24 @@ _BFLOAT16_NAN: Final = 0x7FC0
 class BlockArrays:
     """A memory of blocks of one format: `values` is [N, L, P, C, K, D], `scales` [N, L, P, C, K]; views, no copies."""
 
-    def __init__(self, memory: memoryview | bytearray, form: BlockForm) -> None:
+    def __init__(self, memory: memoryview | bytearray, form: BlockForm, runs_per_block: int = 1) -> None:
+        """`runs_per_block`: as in KvPool. Blocks of several runs have no `raw`."""
         self.form = form
         self.num_blocks = len(memory) // form.block_bytes
         whole = np.frombuffer(memory, np.uint8, self.num_blocks * form.block_bytes)
-        self.raw = whole.reshape(self.num_blocks, form.block_bytes)
         if form.heads_first:
             raise InternalError("blocks with heads first are on GPUs, where nothing is converted")
         rows = (form.num_layers, form.planes, form.block_size, form.num_heads)
+        self.scales: Any = None
+        if runs_per_block > 1:
+            if form.is_scaled or runs_per_block != form.num_layers:
+                raise InternalError(f"{form.dtype} blocks of {form.num_layers} layers in {runs_per_block} runs")
+            by_layer = whole.reshape(form.num_layers, self.num_blocks, -1).view(_STORED[form.dtype])
+            self.values = by_layer.reshape(form.num_layers, self.num_blocks, *rows[1:], form.head_dim).swapaxes(0, 1)
+            return
+        self.raw = whole.reshape(self.num_blocks, form.block_bytes)
         values = self.raw[:, : form.value_bytes].view(_STORED[form.dtype])
         self.values = _unflatten(values, (*rows, form.head_dim))
-        self.scales: Any = None
         if form.is_scaled:
             scales = self.raw[:, form.scales_at : form.scales_at + form.num_rows * SCALE_BYTES]
             self.scales = _unflatten(scales.view(np.dtype("<f4")), rows)
@@ -312,7 +319,7 @@ class Unpacker:
         self.channel: Channel = link.channel
         self.checksum: Checksum = link.checksum
         self._staged = BlockArrays(self.memory, arrival.form)
-        self._pool = BlockArrays(link.memory, target)
+        self._pool = BlockArrays(link.memory, target, link.pool.runs_per_block)
 
     def staged(self, claim: Claim) -> StagedClaim:
         numbers = tuple(range(claim.count))

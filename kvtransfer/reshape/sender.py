@@ -15,7 +15,7 @@ from typing import Final, final
 
 from kvtransfer.link.endpoint_config import EndpointConfig
 from kvtransfer.link.sender import PlainSender
-from kvtransfer.protocol.plan import arrival_of, flat, pieces_of, ready_blocks
+from kvtransfer.protocol.plan import arrival_of, host_view, pieces_of, ready_blocks
 from kvtransfer.protocol.transfers import OnSent
 from kvtransfer.protocol.transport import Link, SendOutcome, Sent, Text, TransferStats, total
 from kvtransfer.reshape.convert import BlockArrays, StagingPool, pack
@@ -72,7 +72,8 @@ class Reshaper:
             raise ConfigError("kv_shape", target, f"{source}: blocks on a GPU cannot be converted")
         self._source, self._target, self._dtype = source, target, dtype
         self._window, self._form = arrival.out_of, arrival.form
-        self._memory, self._num_blocks = BlockArrays(flat(pool.buffer), source.form), pool.num_blocks
+        self._memory = BlockArrays(host_view(pool), source.form, pool.runs_per_block)
+        self._num_blocks = pool.num_blocks
         self._stamps = config.stamps
         num_blocks = max(MIN_STAGING_BLOCKS, STAGING_BYTES // self._form.block_bytes)
         staging = StagingPool(self._form, num_blocks)

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, final
 
 from kvtransfer.protocol.frames import BadFrame, Frame
-from kvtransfer.protocol.plan import byte_ranges, copy, flat
+from kvtransfer.protocol.plan import copy, flat, ranges_of
 from kvtransfer.protocol.transfers import Claim, Job
 from kvtransfer.transports.common.interface import OnHost, ReceiveHalf, ReceiveLink, SendHalf, SendLink
 from kvtransfer.transports.common.slots import (
@@ -45,6 +45,7 @@ from kvtransfer.transports.common.slots import (
     give_back,
     read_numbers,
     receive_within,
+    runs_offered,
 )
 from kvtransfer.transports.tcp import TcpListener
 from pdserve.core.errors import TransferFailed
@@ -320,7 +321,8 @@ WINDOW: Final = 3  # chunks: one is being hashed, one read, one copied
 HANDSHAKE_S: Final = 30.0  # a new process first makes its agent and registers its pool
 MAX_METADATA_BYTES: Final = 65_536  # some 450 with UCX on one host
 _HELLO: Final = struct.Struct("<4sIQQI")  # magic, blocks, bytes per block, address, bytes of the metadata that follow
-_MAGIC: Final = b"PDKX"
+_MAGIC: Final = b"PDKX"  # each block is one run of bytes
+_MAGIC_OF_LAYERS: Final = b"PDKY"  # each block is one run of bytes for each layer
 
 
 @final
@@ -363,9 +365,12 @@ class NixlSend:
 
 @final
 class NixlReceive:
-    def __init__(self, link: ReceiveLink, reader: NixlReader, address: int, num_blocks: int) -> None:
+    def __init__(
+        self, link: ReceiveLink, reader: NixlReader, address: int, num_blocks: int, runs_per_block: int
+    ) -> None:
         self._link, self._reader = link, reader
-        self._address, self._num_blocks = address, num_blocks  # of the sender's pool
+        # of the sender's pool
+        self._address, self._num_blocks, self._source_runs = address, num_blocks, runs_per_block
         self._reading: dict[int, tuple[Frame, Claim, NixlRead]] = {}  # by slot
 
     def check(self, frame: Frame) -> None:
@@ -410,10 +415,9 @@ class NixlReceive:
     def _runs(self, frame: Frame, sources: array[int]) -> list[tuple[int, int]]:
         """(address, bytes) of the chunk in the sender's process."""
         layout, base = self._link.source, self._address
-        if layout.is_all(frame.part):
-            return [(base + begin, end - begin) for begin, end in byte_ranges(sources, layout.block_bytes)]
-        runs = layout.runs(frame.part)
-        return [(base + block * layout.block_bytes + at, size) for block in sources for at, size in runs]
+        parts = layout.runs(frame.part)
+        ranges = ranges_of(sources, layout.block_bytes, parts, self._num_blocks, self._source_runs)
+        return [(base + begin, end - begin) for begin, end in ranges]
 
 
 @final
@@ -444,15 +448,18 @@ class Nixl(OnHost, TcpListener):
         except TransferFailed as failed:
             raise OSError(failed.message) from failed
         sock.settimeout(HANDSHAKE_S)
-        sock.sendall(_HELLO.pack(_MAGIC, pool.num_blocks, pool.block_bytes, address, len(metadata)) + metadata)
+        magic = _MAGIC if pool.runs_per_block == 1 else _MAGIC_OF_LAYERS
+        sock.sendall(_HELLO.pack(magic, pool.num_blocks, pool.block_bytes, address, len(metadata)) + metadata)
         await_taken(sock, "pool")
         return sock, NixlSend(self._exporter)
 
     def receiver(self, link: ReceiveLink) -> ReceiveHalf:
         hello = receive_within(link, _HELLO.size, HANDSHAKE_S)
         magic, num_blocks, block_bytes, address, size = _HELLO.unpack(hello)
-        if magic != _MAGIC or block_bytes != link.source.block_bytes or not num_blocks:
+        is_known = magic in (_MAGIC, _MAGIC_OF_LAYERS)
+        if not is_known or block_bytes != link.source.block_bytes or not num_blocks:
             raise BadFrame(f"a pool of {num_blocks} blocks of {block_bytes} bytes, expected {link.source.block_bytes}")
+        runs_per_block = runs_offered(link.source.form, is_in_layers=magic == _MAGIC_OF_LAYERS)
         if not 0 < size <= MAX_METADATA_BYTES:
             raise BadFrame(f"{size} bytes of metadata, at most {MAX_METADATA_BYTES}")
         metadata = receive_within(link, size, HANDSHAKE_S)
@@ -463,7 +470,7 @@ class Nixl(OnHost, TcpListener):
         except TransferFailed as failed:
             raise BadFrame(failed.message) from failed
         link.channel.post(TAKEN)
-        return NixlReceive(link, reader, address, num_blocks)
+        return NixlReceive(link, reader, address, num_blocks, runs_per_block)
 
 
 TRANSPORT: Final = Nixl()

@@ -13,7 +13,7 @@ from typing import Final, final
 
 from kvtransfer.devices import fused
 from kvtransfer.protocol.frames import BadFrame, Checksum, Frame
-from kvtransfer.protocol.plan import copy, views_of
+from kvtransfer.protocol.plan import copy
 from kvtransfer.protocol.transfers import Claim, Job
 from kvtransfer.transports.common.interface import OnHost, ReceiveHalf, ReceiveLink, SendHalf, SendLink
 from kvtransfer.transports.common.slots import (
@@ -28,6 +28,7 @@ from kvtransfer.transports.common.slots import (
     give_back,
     offer,
     read_numbers,
+    runs_offered,
 )
 from pdserve.engine.interface import KvPool
 from pdserve.v1 import transfer_pb2
@@ -81,9 +82,13 @@ class ShmSend:
 @final
 class ShmReceive:
     def __init__(self, link: ReceiveLink, source: SharedPool) -> None:
+        """Raises BadFrame."""
         self._link, self._source = link, source
-        is_whole = link.source.block_bytes == link.block_bytes
-        self._copier = fused.Copier.between(link.memory, source.memory, link.block_bytes) if is_whole else None
+        self._source_runs = runs_offered(link.source.form, is_in_layers=source.is_in_layers)
+        self._copier: fused.Copier | None = None
+        if link.source.block_bytes == link.block_bytes and link.checksum is Checksum.XXH3_64:
+            runs = link.pool.runs_per_block, self._source_runs
+            self._copier = fused.Copier.between(link.memory, source.memory, link.block_bytes, runs)
 
     def check(self, frame: Frame) -> None:
         check_numbers(frame, WINDOW)
@@ -95,26 +100,19 @@ class ShmReceive:
             give_back(link, frame)
             return
         try:
-            is_whole = link.source.is_all(claim.part)
-            digest = self._copy(claim.blocks, sources) if is_whole else self._copy_part(claim, sources)
+            digest = self._copy(claim, sources)
         finally:
             link.leave(claim)
         give_back(link, frame)
         link.settle(claim, frame, digest)
 
-    def _copy(self, blocks: tuple[int, ...], sources: array[int]) -> bytes:
-        """Copies whole blocks. Returns the checksum of the written bytes."""
+    def _copy(self, claim: Claim, sources: array[int]) -> bytes:
+        """Returns the checksum of the written bytes."""
         link = self._link
-        if self._copier is not None and link.checksum is Checksum.XXH3_64:
-            return self._copier.copy(blocks, sources)
-        views = views_of(link.memory, blocks, link.block_bytes)
-        copy(views, views_of(self._source.memory, sources, link.block_bytes))
-        return link.digest(views)
-
-    def _copy_part(self, claim: Claim, sources: array[int]) -> bytes:
-        link = self._link
+        if self._copier is not None and link.source.is_all(claim.part):
+            return self._copier.copy(claim.blocks, sources)
         views = link.views(claim)
-        copy(views, link.source.views(self._source.memory, sources, claim.part))
+        copy(views, link.source.views(self._source.memory, sources, claim.part, self._source_runs))
         return link.digest(views)
 
     def poll(self) -> None:
@@ -143,8 +141,13 @@ class Shm(OnHost, UnixListener):
     def receiver(self, link: ReceiveLink) -> ReceiveHalf:
         hello, descriptors = _receive_descriptors(link)
         source = SharedPool(hello, descriptors, link.source.block_bytes)
+        try:
+            half = ShmReceive(link, source)
+        except BaseException:
+            source.close()
+            raise
         link.channel.post(TAKEN)
-        return ShmReceive(link, source)
+        return half
 
 
 TRANSPORT: Final = Shm()

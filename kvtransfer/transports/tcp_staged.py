@@ -24,7 +24,7 @@ import numpy as np
 from kvtransfer.devices.copy_limits import DEFAULT_STAGING_BYTES, StagingBudget
 from kvtransfer.protocol.device import Blocks, Copying, Device, Wake
 from kvtransfer.protocol.frames import BadFrame, Frame
-from kvtransfer.protocol.plan import host_view
+from kvtransfer.protocol.plan import host_view, spans_of
 from kvtransfer.protocol.transfers import Claim, Job
 from kvtransfer.transports.common.interface import ReceiveHalf, ReceiveLink, SendHalf, SendLink
 from kvtransfer.transports.common.on_device import (
@@ -79,7 +79,7 @@ def digest_of(sums: Sequence[int]) -> bytes:
 
 
 class HostBlocks:
-    """Blocks in `memory`, `stride` bytes apart; there may be other bytes between them, and between a block's runs."""
+    """Blocks in `memory`, `stride` bytes apart; there may be other bytes between them, and between a block's spans."""
 
     def __init__(
         self,
@@ -88,35 +88,41 @@ class HostBlocks:
         block_bytes: int,
         first: int = 0,
         stride: int = 0,
-        extent: StridedExtent | None = None,
+        runs_per_block: int = 1,
     ) -> None:
-        """`extent`: the runs of a block that is not contiguous; `block_bytes` is its size."""
+        """`runs_per_block` > 1: a whole pool of such blocks, of which only parts are copied."""
         self.memory, self.num_blocks, self.block_bytes = memory, num_blocks, block_bytes
-        self._first, self._stride, self._extent = first, stride or block_bytes, extent
+        self._run_bytes = block_bytes // runs_per_block
+        self._first, self._stride = first, stride or self._run_bytes
+        self._spans: tuple[tuple[int, int], ...] = ()  # of a block that is not contiguous
 
     def view(self, block: int, count: int = 1) -> memoryview:
         assert 0 <= block <= self.num_blocks - count
         assert self.memory is not None, "closed"
-        assert self._extent is None, "not one run of bytes"
+        assert not self._spans, "not one run of bytes"
+        assert self._run_bytes == self.block_bytes, "not one run of bytes"
         assert count == 1 or self._stride == self.block_bytes, "not one run of bytes"
         begin = self._first + block * self._stride
         return memoryview(self.memory)[begin : begin + count * self.block_bytes]
 
     def read(self, block: int) -> bytearray:
-        return bytearray(b"".join(self._runs(block)))
+        return bytearray(b"".join(self._views(block)))
 
     def write(self, block: int, data: bytes | bytearray) -> None:
         at = 0
-        for run in self._runs(block):
-            run[:] = data[at : at + len(run)]
-            at += len(run)
+        for view in self._views(block):
+            view[:] = data[at : at + len(view)]
+            at += len(view)
 
     def narrowed(self, extent: StridedExtent) -> HostBlocks:
-        assert self._extent is None, "a part of a part"
+        assert not self._spans, "a part of a part"
         last = extent.first + (extent.num_runs - 1) * extent.stride_bytes
         assert last + extent.run_bytes <= self.block_bytes
-        part = self._part(self.num_blocks, extent.num_bytes, self._first + extent.first, self._stride)
-        part._extent = extent if extent.num_runs > 1 else None
+        if extent.num_runs == 1 and self._run_bytes == self.block_bytes:
+            return self._part(self.num_blocks, extent.num_bytes, self._first + extent.first, self._stride)
+        part = self._part(self.num_blocks, extent.num_bytes, self._first, self._stride)
+        starts = range(extent.first, last + 1, extent.stride_bytes or 1)
+        part._spans = spans_of(tuple((at, extent.run_bytes) for at in starts), self._run_bytes, self.num_blocks)
         return part
 
     def cut(self, first: int, count: int, num_bytes: int) -> HostBlocks:
@@ -128,14 +134,13 @@ class HostBlocks:
     def close(self) -> None:
         self.memory = None
 
-    def _runs(self, block: int) -> list[memoryview]:
-        if self._extent is None:
+    def _views(self, block: int) -> list[memoryview]:
+        if not self._spans:
             return [self.view(block)]
         assert 0 <= block < self.num_blocks
         assert self.memory is not None, "closed"
-        begin, extent, memory = self._first + block * self._stride, self._extent, memoryview(self.memory)
-        starts = [begin + index * extent.stride_bytes for index in range(extent.num_runs)]
-        return [memory[start : start + extent.run_bytes] for start in starts]
+        begin, memory = self._first + block * self._stride, memoryview(self.memory)
+        return [memory[begin + at : begin + at + size] for at, size in self._spans]
 
     def _part(self, num_blocks: int, block_bytes: int, first: int, stride: int) -> HostBlocks:
         return HostBlocks(self.memory, num_blocks, block_bytes, first, stride)
@@ -169,11 +174,13 @@ class Done:
 class HostDevice:
     name = "host"
 
-    def __init__(self, memory: memoryview, block_bytes: int, budget: StagingBudget) -> None:
+    def __init__(self, memory: memoryview, block_bytes: int, budget: StagingBudget, runs_per_block: int = 1) -> None:
         self._memory, self._block_bytes, self.budget = memory, block_bytes, budget
+        self._runs_per_block = runs_per_block
 
     def pool(self) -> HostBlocks:
-        return HostBlocks(self._memory, len(self._memory) // self._block_bytes, self._block_bytes)
+        num_blocks = len(self._memory) // self._block_bytes
+        return HostBlocks(self._memory, num_blocks, self._block_bytes, runs_per_block=self._runs_per_block)
 
     def staging(self, num_blocks: int) -> HostBlocks:
         return HostBlocks(zeroed(num_blocks * self._block_bytes), num_blocks, self._block_bytes)
@@ -387,7 +394,9 @@ class TcpStaged(OnDevice, TcpListener):
         return TcpStagedReceive(link, self._end(link.pool, link.memory, link.block_bytes))
 
     def _end(self, pool: KvPool, memory: memoryview, block_bytes: int) -> Device:
-        return HostDevice(memory, block_bytes, self._host_budget) if pool.is_on_host else self._device(pool)
+        if not pool.is_on_host:
+            return self._device(pool)
+        return HostDevice(memory, block_bytes, self._host_budget, pool.runs_per_block)
 
 
 TRANSPORT: Final = TcpStaged()

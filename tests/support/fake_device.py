@@ -71,6 +71,7 @@ class HiddenPool:
     """A pool in host memory (TorchPool, HostPool) that looks like one on a device."""
 
     is_on_host = False
+    runs_per_block = 1
     descriptor = None
 
     def __init__(self, pool: Any) -> None:

@@ -32,14 +32,24 @@ WAIT_S = 20.0
 BLOCK_BYTES = 4096
 
 
+def runs_in(
+    memory: memoryview, number: int, num_blocks: int, block_bytes: int, runs_per_block: int
+) -> list[memoryview]:
+    """The runs of a block in a pool's memory, as KvPool defines them."""
+    size = block_bytes // runs_per_block
+    starts = [(layer * num_blocks + number) * size for layer in range(runs_per_block)]
+    return [memory[start : start + size] for start in starts]
+
+
 class HostPool:
     """A pool of blocks in host memory, without an engine."""
 
     is_on_host = True
-    runs_per_block = 1
 
-    def __init__(self, num_blocks: int, block_bytes: int = BLOCK_BYTES, seed: int | None = None) -> None:
-        self.num_blocks, self.block_bytes = num_blocks, block_bytes
+    def __init__(
+        self, num_blocks: int, block_bytes: int = BLOCK_BYTES, seed: int | None = None, runs_per_block: int = 1
+    ) -> None:
+        self.num_blocks, self.block_bytes, self.runs_per_block = num_blocks, block_bytes, runs_per_block
         size = num_blocks * block_bytes
         self._memory = HostMemory(size)
         self.memory = self.buffer = self._memory.buffer
@@ -47,12 +57,22 @@ class HostPool:
         if seed is not None:
             self.memory[:] = random.Random(seed).randbytes(size)
 
+    def runs(self, number: int) -> list[memoryview]:
+        """Of one block."""
+        return runs_in(self.memory, number, self.num_blocks, self.block_bytes, self.runs_per_block)
+
     def block(self, number: int) -> bytes:
-        return bytes(self.memory[number * self.block_bytes : (number + 1) * self.block_bytes])
+        return b"".join(self.runs(number))
+
+    @property
+    def blocks(self) -> bytearray:
+        """All blocks, as in a pool with one run of bytes per block."""
+        return bytearray(b"".join(map(self.block, range(self.num_blocks))))
 
     def fill(self, blocks: range | tuple[int, ...], byte: int) -> None:
         for number in blocks:
-            self.memory[number * self.block_bytes : (number + 1) * self.block_bytes] = bytes([byte]) * self.block_bytes
+            for run in self.runs(number):
+                run[:] = bytes([byte]) * len(run)
 
 
 def fingerprint(block_bytes: int = BLOCK_BYTES, num_layers: int = 1, **changes: Any) -> Fingerprint:

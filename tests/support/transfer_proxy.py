@@ -17,7 +17,7 @@ from typing import Any
 from kvtransfer.protocol.frames import ANSWER_BYTES, GREETING_BYTES, HEADER_BYTES, Frame, Kind, decode
 from kvtransfer.transports.common.slots import HELLO_BYTES, SharedPool, offer
 from kvtransfer.transports.shm import CHUNK_BYTES, SHM, WINDOW
-from tests.support.transfer_ends import HostPool
+from tests.support.transfer_ends import HostPool, runs_in
 
 # (frame, header and inline payload, the chunk's bytes) -> what to forward; None closes the connection
 Hook = Callable[[Frame, bytearray, memoryview], bytes | bytearray | None]
@@ -37,8 +37,10 @@ def read_exactly(sock: socket.socket, size: int) -> bytearray:
 class Proxy:
     """Stands before one receiver; use as the `wrap` of make_pair."""
 
-    def __init__(self, receiver: Any, hook: Hook, block_bytes: int) -> None:
-        self._receiver, self._hook, self._block_bytes = receiver, hook, block_bytes
+    def __init__(self, receiver: Any, hook: Hook, block_bytes: int, runs_per_block: int = 1) -> None:
+        """Blocks are those of the sender's pool."""
+        self._receiver, self._hook = receiver, hook
+        self._block_bytes, self._runs_per_block = block_bytes, runs_per_block
         self._lock = threading.Lock()  # guards the two below
         self._sockets: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
@@ -98,7 +100,7 @@ class Proxy:
                 up.sendall(read_exactly(down, GREETING_BYTES))
                 down.sendall(read_exactly(up, ANSWER_BYTES))
                 if is_shm:
-                    pools = Pools(down, self._block_bytes)
+                    pools = Pools(down, self._block_bytes, self._runs_per_block)
                     offer(up, pools.mine)
                 self._spawn(self._back, up, down)
                 self._forward(down, up, pools)
@@ -117,6 +119,8 @@ class Proxy:
                 body.release()
                 body = pools.take(frame, message)
             forwarded = self._hook(frame, message, body)
+            if pools is not None and frame.kind is Kind.CHUNK:
+                pools.put(frame, body)
             body.release()
             if forwarded is None:
                 return
@@ -131,20 +135,27 @@ class Proxy:
 class Pools:
     """The sender's pool, and the one that the receiver reads instead. Each slot has a run of blocks."""
 
-    def __init__(self, down: socket.socket, block_bytes: int) -> None:
+    def __init__(self, down: socket.socket, block_bytes: int, runs_per_block: int) -> None:
         hello, descriptors, _, _ = socket.recv_fds(down, HELLO_BYTES, 1)
         self._theirs = SharedPool(hello, descriptors, block_bytes)
-        self._block_bytes, self._run_blocks = block_bytes, max(1, CHUNK_BYTES // block_bytes)
-        self.mine = HostPool(WINDOW * self._run_blocks, block_bytes)
+        self._run_blocks = max(1, CHUNK_BYTES // block_bytes)
+        self.mine = HostPool(WINDOW * self._run_blocks, block_bytes, runs_per_block=runs_per_block)
 
     def take(self, frame: Frame, message: bytearray) -> memoryview:
-        """Copies the chunk into the slot's run of blocks, and puts these blocks into the message."""
-        size, first = self._block_bytes, frame.slot * self._run_blocks
+        """A copy of the chunk's blocks. Puts the blocks of the slot's run into the message."""
+        first, theirs, mine = frame.slot * self._run_blocks, self._theirs, self.mine
         numbers = array("I", bytes(message[-frame.length :]))
-        for at, block in enumerate(numbers, first):
-            self.mine.buffer[at * size : (at + 1) * size] = self._theirs.memory[block * size : (block + 1) * size]
         message[-frame.length :] = array("I", range(first, first + frame.count)).tobytes()
-        return self.mine.buffer[first * size : (first + frame.count) * size]
+        sizes = theirs.num_blocks, mine.block_bytes, mine.runs_per_block
+        return memoryview(bytearray(b"".join(b"".join(runs_in(theirs.memory, one, *sizes)) for one in numbers)))
+
+    def put(self, frame: Frame, body: memoryview) -> None:
+        """Copies the chunk's blocks, which may have been changed, into the slot's run of blocks."""
+        at = 0
+        for block in range(frame.count):
+            for run in self.mine.runs(frame.slot * self._run_blocks + block):
+                run[:] = body[at : at + len(run)]
+                at += len(run)
 
     def close(self) -> None:
         self._theirs.close()

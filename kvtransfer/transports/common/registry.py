@@ -62,8 +62,12 @@ def choose(name: str, *, is_on_host: bool = True) -> tuple[Transport, ...]:
 def prepare(
     pool: KvPool, transports: Sequence[Transport], runs: Sequence[StridedExtent] = (), limits: CopyLimits | None = None
 ) -> None:
-    """Transport.prepare of each, for a pool on a GPU."""
+    """Transport.prepare of each, for a pool on a GPU. Raises ConfigError if they cannot move its blocks."""
     if not pool.is_on_host:
+        if pool.runs_per_block != 1:
+            names = ", ".join(one.name for one in transports)
+            expected = f"1 for a pool on a GPU, where each block is one run of bytes for {names}"
+            raise ConfigError("kv_pool.runs_per_block", pool.runs_per_block, expected)
         for transport in transports:
             transport.prepare(pool, runs, limits)
 

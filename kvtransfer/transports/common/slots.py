@@ -24,6 +24,7 @@ from kvtransfer.protocol.frames import BadFrame, Frame, Kind
 from kvtransfer.protocol.send_transfers import StaleSource
 from kvtransfer.protocol.transfers import Job
 from kvtransfer.transports.common.interface import ReceiveLink, SendLink
+from pdserve.core.kv.kv_shape import BlockForm
 from pdserve.engine.interface import KvPool
 from pdserve.engine.memory.host import is_sealed
 
@@ -173,7 +174,8 @@ def receive_within(link: ReceiveLink, num_bytes: int, timeout_s: float) -> bytes
 # descriptor cannot be used by any other program.
 
 _HELLO: Final = struct.Struct("<4sIQ")  # magic, blocks, bytes per block
-_MAGIC: Final = b"PDKP"
+_MAGIC: Final = b"PDKP"  # each block is one run of bytes
+_MAGIC_OF_LAYERS: Final = b"PDKL"  # each block is one run of bytes for each layer
 HELLO_BYTES: Final = _HELLO.size
 
 
@@ -181,8 +183,16 @@ def offer(sock: socket.socket, pool: KvPool) -> None:
     """Raises OSError if the pool cannot be shared or the socket is closed."""
     if pool.descriptor is None:
         raise OSError("the sender's pool is not in memory that can be shared")
-    hello = _HELLO.pack(_MAGIC, pool.num_blocks, pool.block_bytes)
+    magic = _MAGIC if pool.runs_per_block == 1 else _MAGIC_OF_LAYERS
+    hello = _HELLO.pack(magic, pool.num_blocks, pool.block_bytes)
     socket.send_fds(sock, [hello], [pool.descriptor])
+
+
+def runs_offered(form: BlockForm, *, is_in_layers: bool) -> int:
+    """The runs of a block in the sender's pool. Raises BadFrame if blocks of this format cannot be in layers."""
+    if is_in_layers and form.is_scaled:
+        raise BadFrame(f"a pool with a run for each layer, whose {form.dtype} blocks end with the scales of all layers")
+    return form.num_layers if is_in_layers else 1
 
 
 @final
@@ -196,7 +206,8 @@ class SharedPool:
                 raise BadFrame(f"{len(hello)} bytes and {len(descriptors)} descriptors where a pool was to be offered")
             magic, self.num_blocks, theirs = _HELLO.unpack(hello)
             num_bytes = self.num_blocks * block_bytes
-            if magic != _MAGIC or self.num_blocks == 0 or theirs != block_bytes:
+            self.is_in_layers = magic == _MAGIC_OF_LAYERS
+            if magic not in (_MAGIC, _MAGIC_OF_LAYERS) or self.num_blocks == 0 or theirs != block_bytes:
                 raise BadFrame(
                     f"a pool of {self.num_blocks} blocks of {theirs} bytes, expected blocks of {block_bytes}"
                 )

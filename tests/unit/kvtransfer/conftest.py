@@ -65,7 +65,8 @@ def make_pair(
 ) -> Iterator[Callable[..., Pair]]:
     """make_pair(transport, num_blocks=64, block_bytes=4096, hook=None, fault_of=None).
 
-    With a hook, a Proxy is placed between the ends. `fault_of` injects faults at both ends.
+    With a hook, a Proxy is placed between the ends. `fault_of` injects faults at both ends. `runs_per_block` of the
+    sender's and the receiver's pool: 1, or the number of layers.
     """
     # Small, so that small pools need several chunks between devices.
     monkeypatch.setattr("kvtransfer.link.endpoint.DEVICE_CHUNK_BYTES", DEFAULT_CHUNK_BYTES)
@@ -81,12 +82,14 @@ def make_pair(
         lease: Lease = PATIENT,
         clock: Callable[[], float] = time.monotonic,
         facts: Fingerprint | None = None,
+        runs_per_block: tuple[int, int] = (1, 1),
     ) -> Pair:
         name, _, is_encrypted = transport.partition("+")  # Such as tcp+tls.
         tls = tls_authority.tls("worker") if is_encrypted else None
         transport = name
         make_pool = DevicePool if transport in DEVICE_TRANSPORTS else HostPool
-        source, target = make_pool(num_blocks, block_bytes, seed=7), make_pool(num_blocks, block_bytes)
+        source = make_pool(num_blocks, block_bytes, seed=7, runs_per_block=runs_per_block[0])
+        target = make_pool(num_blocks, block_bytes, runs_per_block=runs_per_block[1])
         fault_injector = None if fault_of is None else FaultInjector(fault_of)
         common: dict[str, Any] = {
             "transport": transport,
@@ -96,7 +99,7 @@ def make_pair(
             "tls": tls,
         }
         stamps = BlockStamps(num_blocks), BlockStamps(num_blocks)
-        facts = facts or fingerprint(block_bytes)
+        facts = facts or fingerprint(block_bytes, max(runs_per_block))
         receiver = make_receiver(
             endpoint_config(target, facts, worker_id="d0", incarnation="d0-1", stamps=stamps[1], **common),
             host="127.0.0.1",
@@ -106,10 +109,10 @@ def make_pair(
         )
         servicer: Any = receiver.servicer
         if hook is not None:
-            servicer = Proxy(receiver, hook, block_bytes)
+            servicer = Proxy(receiver, hook, block_bytes, runs_per_block[0])
             proxies.append(servicer)
         host = GrpcHost(servicer, tls=tls)
-        pairs.append(Pair(transport, source, target, receiver, sender, host, *stamps))
+        pairs.append(Pair(transport, source, target, receiver, sender, host, *stamps, facts))
         return pairs[-1]
 
     yield make

@@ -13,7 +13,7 @@ from kvtransfer.link.sender import PlainSender
 from kvtransfer.protocol.frames import Tag, pack
 from kvtransfer.protocol.lease import Lease
 from kvtransfer.protocol.transport import Received, Sent
-from pdserve.core.kv.kv_shape import Grant, TransferKey
+from pdserve.core.kv.kv_shape import Fingerprint, Grant, TransferKey
 from pdserve.core.kv.stamps import BlockStamps
 from tests.support.transfer_ends import BLOCK_BYTES, WAIT_S, GrpcHost, HostPool, fingerprint
 
@@ -78,6 +78,7 @@ class Pair:
     host: GrpcHost
     source_stamps: BlockStamps
     target_stamps: BlockStamps
+    facts: Fingerprint | None = None  # of both; None: of plain bytes
     _attempts: int = 0
     _generation: int = field(default=0)
 
@@ -88,7 +89,7 @@ class Pair:
             endpoint=self.host.endpoint,
             worker_id="d0",
             incarnation="d0-1",
-            fingerprint=fingerprint(self.target.block_bytes),
+            fingerprint=self.facts or fingerprint(self.target.block_bytes),
             blocks=blocks,
             num_cached_blocks=0,
         )

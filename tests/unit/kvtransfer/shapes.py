@@ -81,7 +81,7 @@ class Shapes:
         """
         source, target = self.shapes
         arrival = arrival_of(source, target, dtype or target.dtype)
-        memory = bytearray(self.target.memory)
+        memory = self.target.blocks
         pool = BlockArrays(memory, target.form)
         if is_whole:
             pool.raw[list(grant.blocks)] = 0
@@ -94,7 +94,7 @@ class Shapes:
         )
         packed = BlockArrays(bytearray(len(grant.blocks) * arrival.form.block_bytes), arrival.form)
         numbers = range(len(grant.blocks))
-        pack(BlockArrays(self.source.memory, source.form), sources, arrival.out_of, packed, numbers, pieces)
+        pack(BlockArrays(self.source.blocks, source.form), sources, arrival.out_of, packed, numbers, pieces)
         unpack(packed, pool, grant.blocks, arrival.into)
         return bytes(memory)
 
@@ -115,9 +115,12 @@ def opened_shapes(transport: str) -> Iterator[MakeShapes]:
     """Yields make(source shape, target shape, kv_wire), and closes all ends afterwards."""
     made: list[Shapes] = []
 
-    def make(source: KvShape, target: KvShape, kv_wire: str = "exact") -> Shapes:
-        pools = [HostPool(NUM_BLOCKS, shape.block_bytes, seed=3) for shape in (source, target)]
-        values = BlockArrays(pools[0].memory, source.form).values
+    def make(
+        source: KvShape, target: KvShape, kv_wire: str = "exact", runs_per_block: tuple[int, int] = (1, 1)
+    ) -> Shapes:
+        sides = zip((source, target), runs_per_block, strict=True)
+        pools = [HostPool(NUM_BLOCKS, shape.block_bytes, 3, runs) for shape, runs in sides]
+        values = BlockArrays(pools[0].memory, source.form, runs_per_block[0]).values
         if source.dtype == "float32":
             values[:] = np.random.default_rng(0).standard_normal(values.shape)
         stamps = BlockStamps(NUM_BLOCKS), BlockStamps(NUM_BLOCKS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -21,6 +22,7 @@ from kvtransfer.reshape.sender import ShapedSender
 from kvtransfer.transports import shm, tcp
 from kvtransfer.transports.common.registry import TRANSPORTS
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
+from tests.support.fake_device import DevicePool, FakeDevice
 from tests.support.fake_ends import DEVICE_TRANSPORTS
 from tests.support.transfer_ends import endpoint_config
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, PATIENT, Heard, HostPool, Pair, fingerprint, wait_for
@@ -35,6 +37,18 @@ LISTED = ["tcp", "tcp+tls", "tcp_staged+tls", "shm", *DEVICE_TRANSPORTS, "nixl",
 @pytest.fixture(params=LISTED + [one.name for one in TRANSPORTS.values() if one.name not in LISTED])
 def transport(request: pytest.FixtureRequest, prepared: Callable[[str], str]) -> str:
     return prepared(request.param)
+
+
+# Runs of bytes of a block of four layers in the sender's and the receiver's pool, between pools in host memory. Each
+# case has the transport, these runs, and bytes per block; those of 4352 bytes have no whole KiB in a run.
+LAYERS = 4
+IN_RUNS = [
+    (name, runs, block_bytes)
+    for name in ("tcp", "tcp+tls", "shm", "nixl", "nixl-stand-in")
+    for runs in ((LAYERS, LAYERS), (LAYERS, 1), (1, LAYERS))
+    for block_bytes in (BLOCK_BYTES, 4352)
+]
+in_runs = pytest.mark.parametrize(("transport", "runs", "block_bytes"), IN_RUNS, indirect=["transport"])
 
 
 def test_both_ends_implement_the_protocols(pair: Pair) -> None:
@@ -60,6 +74,72 @@ def test_scattered_blocks_arrive_in_the_granted_order(pair: Pair) -> None:
     received, _ = pair.move(grant, sources)
     assert received.outcome is ReceiveOutcome.VERIFIED
     pair.assert_equal(grant, sources)
+
+
+@in_runs
+def test_blocks_of_a_run_per_layer_arrive_in_the_granted_order(
+    make_pair: MakePair, transport: str, runs: tuple[int, int], block_bytes: int
+) -> None:
+    pair = make_pair(transport, block_bytes=block_bytes, runs_per_block=runs)
+    grant, sources = pair.grant((40, 3, 4, 5, 63, 0, 22, 21)), (9, 8, 7, 50, 51, 1, 2, 33)
+    received, sent = pair.move(grant, sources)
+    assert (received.outcome, received.error) == (ReceiveOutcome.VERIFIED, "")
+    assert received.num_bytes == sent.num_bytes == 8 * block_bytes
+    pair.assert_equal(grant, sources)
+    others = set(range(64)) - set(grant.blocks)
+    assert all(pair.target.block(one) == bytes(block_bytes) for one in others), "other blocks are untouched"
+    neighbours = pair.grant(tuple(range(6, 20)))
+    assert pair.move(neighbours, tuple(range(30, 44)))[0].outcome is ReceiveOutcome.VERIFIED
+    pair.assert_equal(neighbours, tuple(range(30, 44)))
+    assert pair.target.block(20) == bytes(block_bytes)
+
+
+@in_runs
+def test_groups_of_layers_of_a_run_per_layer_are_sent_early(
+    make_pair: MakePair, transport: str, runs: tuple[int, int], block_bytes: int
+) -> None:
+    pair = make_pair(transport, block_bytes=block_bytes, runs_per_block=runs)
+    for groups in (2, LAYERS):
+        grant, sources, received, sent = pair.grant((4, 5, 6, 60, 0)), (1, 2, 3, 9, 8), Heard(), Heard()
+        pair.receiver.expect(grant, received)
+        pair.sender.start(grant, sent, groups=groups)
+        for group in range(groups):
+            pair.sender.push(grant.key, list(enumerate(sources)), group == groups - 1, range(group, group + 1))
+        assert (received.wait().outcome, sent.wait().outcome) == (ReceiveOutcome.VERIFIED, SendOutcome.SENT)
+        pair.assert_equal(grant, sources)
+        pair.target.fill(grant.blocks, 0)
+    assert pair.target.memory == bytes(64 * block_bytes), "other blocks are untouched"
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm", "nixl-stand-in"], indirect=True)
+@pytest.mark.parametrize("runs", [(LAYERS, LAYERS), (LAYERS, 1), (1, LAYERS)])
+def test_a_transfer_of_a_run_per_layer_may_exceed_window_and_socket_buffers(
+    make_pair: MakePair, transport: str, runs: tuple[int, int]
+) -> None:
+    pair = make_pair(transport, num_blocks=512, block_bytes=65_536, runs_per_block=runs)
+    sources = tuple(reversed(range(512)))
+    grant = pair.grant(tuple(range(512)))
+    received, _ = pair.move(grant, sources)
+    assert (received.outcome, received.num_bytes) == (ReceiveOutcome.VERIFIED, 32 * 2**20)
+    pair.assert_equal(grant, sources)
+
+
+@pytest.mark.parametrize("transport", DEVICE_TRANSPORTS)
+@pytest.mark.parametrize("make_end", [make_sender, partial(make_receiver, host="127.0.0.1")])
+def test_a_device_rejects_a_pool_of_a_run_per_layer_at_the_start(
+    devices: dict[int, FakeDevice], transport: str, make_end: Callable[..., object]
+) -> None:
+    pool = DevicePool(8, runs_per_block=LAYERS)
+    config = endpoint_config(
+        pool,
+        fingerprint(num_layers=LAYERS),
+        worker_id="w",
+        incarnation="i",
+        transport=transport.removesuffix("_staged"),
+    )
+    with pytest.raises(ConfigError, match=f"got 4, expected 1 for a pool on a GPU, .* for {transport}") as caught:
+        make_end(config)
+    assert caught.value.field == "kv_pool.runs_per_block"
 
 
 def test_blocks_larger_than_a_chunk_are_sent_one_by_one(make_pair: MakePair, transport: str) -> None:
@@ -210,6 +290,29 @@ def test_a_flipped_bit_fails_both_sides(make_pair: MakePair, transport: str, num
     assert pair.receiver.stats.checksum_mismatches == 1
     again, _ = pair.move(pair.grant((1, 2), transfer_id=grant.key.transfer_id), (1, 2))
     assert again.outcome is ReceiveOutcome.VERIFIED, "the connection still serves other transfers"
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("runs", [(LAYERS, LAYERS), (LAYERS, 1), (1, LAYERS)])
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_a_flipped_bit_in_each_run_fails_both_sides(
+    make_pair: MakePair, transport: str, runs: tuple[int, int], layer: int
+) -> None:
+    seen = []
+
+    def hook(frame: Frame, message: bytearray, body: memoryview) -> bytearray:
+        if frame.kind is Kind.CHUNK and not seen:
+            seen.append(frame)
+            body[BLOCK_BYTES + layer * BLOCK_BYTES // LAYERS + 5] ^= 1  # Of the second block.
+        return message
+
+    pair = make_pair(transport, hook=hook, runs_per_block=runs)
+    received, sent = pair.move(pair.grant((7, 1, 2)), (3, 9, 4))
+    assert (received.outcome, sent.outcome) == (ReceiveOutcome.FAILED, SendOutcome.FAILED)
+    assert "checksum mismatch in blocks" in received.error
+    again = pair.grant((7, 1, 2))
+    assert pair.move(again, (3, 9, 4))[0].outcome is ReceiveOutcome.VERIFIED
+    pair.assert_equal(again, (3, 9, 4))
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])

@@ -10,6 +10,7 @@ import pytest
 
 from kvtransfer.devices import fused
 from pdserve.engine.memory.host import HostMemory
+from tests.support.transfer_ends import HostPool
 
 xxhash = pytest.importorskip("xxhash")
 pytest.importorskip("numba")
@@ -41,6 +42,23 @@ def test_a_fused_copy_writes_only_its_blocks(block_kib: int, count: int) -> None
     assert to.buffer == expected
     moved = b"".join(source.buffer[block * size : (block + 1) * size] for block in sources)
     assert digest == xxhash.xxh3_64_digest(moved)
+
+
+@pytest.mark.parametrize("runs", [(4, 1), (1, 4), (4, 4)])
+def test_a_fused_copy_between_pools_of_other_runs(runs: tuple[int, int]) -> None:
+    to, source = (HostPool(19, 8 * KIB, seed, one) for seed, one in zip((5, 6), runs, strict=True))
+    expected = [to.block(block) for block in range(19)]
+    targets, sources = [3, 18, 4, 0], [9, 2, 0, 18]
+    copier = fused.Copier.between(to.memory, source.memory.toreadonly(), 8 * KIB, runs)
+    assert copier is not None
+    digest = copier.copy(targets, sources)
+    for target, block in zip(targets, sources, strict=True):
+        expected[target] = source.block(block)
+    assert to.blocks == b"".join(expected)
+    assert digest == xxhash.xxh3_64_digest(b"".join(map(source.block, sources)))
+    with pytest.raises(IndexError):
+        copier.copy([19], [0])
+    assert fused.Copier.between(to.memory, source.memory, 2 * KIB, runs) is None, "half a KiB in a run"
 
 
 @pytest.mark.parametrize(("to", "source"), [([3], [0]), ([0], [3]), ([-1], [0]), ([0], [-1]), ([], []), ([0, 1], [0])])

@@ -23,16 +23,17 @@ INT8 = replace(SHAPE, layout="block-major-int8.v1", dtype="int8")
 class Rig:
     """One receiver, and a sender for each rank."""
 
-    def __init__(self, transport: str, shape: KvShape, ranks: int) -> None:
+    def __init__(self, transport: str, shape: KvShape, ranks: int, runs_per_block: tuple[int, int] = (1, 1)) -> None:
+        """`runs_per_block` of the senders' pools and of the receiver's."""
         facts = replace(fingerprint(), shape=shape)
-        self.target = HostPool(16, shape.block_bytes)
+        self.target = HostPool(16, shape.block_bytes, runs_per_block=runs_per_block[1])
         self.receiver = make_receiver(
             endpoint_config(self.target, facts, worker_id="d", incarnation="1", transport=transport, lease=PATIENT),
             host="127.0.0.1",
         )
         self.host = GrpcHost(self.receiver.servicer)
         shapes = [replace(shape, tp_degree=ranks, tp_rank=rank) for rank in range(ranks)]
-        self.pools = [HostPool(16, one.block_bytes, seed=rank) for rank, one in enumerate(shapes)]
+        self.pools = [HostPool(16, one.block_bytes, rank, runs_per_block[0]) for rank, one in enumerate(shapes)]
         self.senders = [
             PlainSender(
                 endpoint_config(
@@ -62,8 +63,8 @@ class Rig:
             to, out = PartLayout.to_receive(one, self.shape), PartLayout.to_send(one, self.shape)
             for group in range(groups):
                 part = Part(rank, group, groups)
-                received = b"".join(to.views(memoryview(self.target.memory), self.grant.blocks, part))
-                assert received == b"".join(out.views(memoryview(pool.memory), sources, part))
+                received = b"".join(to.views(memoryview(self.target.blocks), self.grant.blocks, part))
+                assert received == b"".join(out.views(memoryview(pool.blocks), sources, part))
 
     def close(self) -> None:
         for sender in self.senders:
@@ -81,12 +82,16 @@ def rigs() -> Iterator[list[Rig]]:
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm", "nixl", "nixl-stand-in"], indirect=True)
-@pytest.mark.parametrize("shape", [SHAPE, INT8], ids=["float32", "int8"])
+@pytest.mark.parametrize(
+    ("shape", "runs"),
+    [(SHAPE, (1, 1)), (INT8, (1, 1)), (SHAPE, (4, 4)), (SHAPE, (4, 1)), (SHAPE, (1, 4))],
+    ids=["float32", "int8", "in-layers", "from-layers", "to-layers"],
+)
 @pytest.mark.parametrize(("ranks", "groups"), [(1, 4), (2, 1), (2, 2), (4, 4)])
 def test_parts_over_a_real_connection_complete_the_blocks(
-    rigs: list[Rig], transport: str, shape: KvShape, ranks: int, groups: int
+    rigs: list[Rig], transport: str, shape: KvShape, runs: tuple[int, int], ranks: int, groups: int
 ) -> None:
-    rig = Rig(transport, shape, ranks)
+    rig = Rig(transport, shape, ranks, runs)
     rigs.append(rig)
     received, sent = Heard(), [Heard() for _ in rig.senders]
     rig.receiver.expect(rig.grant, received)

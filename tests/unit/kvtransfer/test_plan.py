@@ -17,11 +17,13 @@ from kvtransfer.protocol.plan import (
     chunks_of,
     copy,
     extents_of,
+    host_view,
     views_of,
 )
-from pdserve.core.errors import InvalidRequest
+from pdserve.core.errors import ConfigError, InvalidRequest
 from pdserve.core.kv.kv_shape import Grant, TransferKey
 from pdserve.wire.protocol import FINGERPRINT
+from tests.support.transfer_ends import HostPool, runs_in
 from tests.unit.kvtransfer.harness import fingerprint
 
 BLOCKS = st.lists(st.integers(0, 40), max_size=40, unique=True)
@@ -130,6 +132,41 @@ def test_views_never_reach_outside_the_memory() -> None:
     for blocks in ((10,), (-1,), (0, 11)):
         with pytest.raises(IndexError):
             views_of(memory, blocks, 10)
+
+
+@given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 6), st.data())
+def test_parts_of_blocks_of_several_runs_are_found_in_the_order_of_the_block(
+    runs: int, run_bytes: int, num_blocks: int, data: st.DataObject
+) -> None:
+    block_bytes = runs * run_bytes
+    memory = memoryview(bytes(index % 251 for index in range(num_blocks * block_bytes)))
+    blocks = data.draw(st.lists(st.integers(0, num_blocks - 1), max_size=num_blocks, unique=True))
+    cuts = sorted(data.draw(st.sets(st.integers(0, block_bytes), min_size=2, max_size=6)))
+    parts = tuple((begin, end - begin) for begin, end in zip(cuts[::2], cuts[1::2], strict=False))
+    sent = []
+    for block in blocks:
+        whole = b"".join(runs_in(memory, block, num_blocks, block_bytes, runs))
+        sent += [whole[at : at + size] for at, size in parts]
+    views = views_of(memory, blocks, block_bytes, parts, runs)
+    assert b"".join(views) == b"".join(sent)
+    assert all(views)
+    with pytest.raises(IndexError, match=f"of a pool of {num_blocks}"):
+        views_of(memory, [num_blocks], block_bytes, parts, runs)
+
+
+def test_only_the_bytes_of_a_pools_blocks_are_used() -> None:
+    pool = HostPool(4, 64)
+    pool.buffer = memoryview(bytearray(5 * 64))
+    assert len(host_view(pool)) == 4 * 64
+    pool.buffer = memoryview(bytearray(4 * 64 - 1))
+    with pytest.raises(ConfigError, match=r"kv_pool\.buffer: got 255 bytes, expected 256: 4 blocks of 64 bytes"):
+        host_view(pool)
+
+
+def test_a_layer_of_consecutive_blocks_is_one_view() -> None:
+    memory = memoryview(bytes(4 * 6 * 10))  # Four layers of ten blocks.
+    assert [len(view) for view in views_of(memory, (2, 3, 4, 7), 24, ((12, 6),), 4)] == [18, 6]
+    assert [len(view) for view in views_of(memory, (2, 3), 24, (), 4)] == [6] * 8
 
 
 @given(BLOCKS, BLOCKS)

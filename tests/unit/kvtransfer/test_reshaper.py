@@ -16,6 +16,7 @@ from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
 from kvtransfer.reshape import sender
 from kvtransfer.reshape import sender as reshaper
 from kvtransfer.reshape.convert import BlockArrays
+from pdserve.core.errors import InternalError
 from pdserve.core.kv.kv_shape import KvShape, wire_dtype
 from pdserve.core.kv.stamps import BlockStamps
 from tests.support.transfer_ends import WAIT_S, HostPool, endpoint_config
@@ -57,6 +58,30 @@ def test_received_blocks_are_converted(make_shapes: MakeShapes, source: KvShape,
     wait_for(lambda: shapes.num_staged == 0, "staging blocks")
     assert shapes.sender.stats.verified == 4
     assert [link.endpoint for link in shapes.sender.links] == [shapes.host.endpoint]
+
+
+@pytest.mark.parametrize(("source", "target"), [one for one in PAIRS if not {"int8"} & {one[0].dtype, one[1].dtype}])
+@pytest.mark.parametrize("sides", [(True, True), (True, False), (False, True)])
+def test_blocks_of_a_run_per_layer_are_converted(
+    make_shapes: MakeShapes, source: KvShape, target: KvShape, sides: tuple[bool, bool]
+) -> None:
+    layers = source.num_layers
+    assert layers > 1
+    runs = tuple(layers if is_in_layers else 1 for is_in_layers in sides)
+    shapes = make_shapes(source, target, runs_per_block=runs)
+    grant, text, sources = shapes.grant(107, 2)
+    expected = shapes.expected(grant, text, sources)
+    received, sent = shapes.begin(grant, text)
+    shapes.sender.push(grant.key, list(enumerate(sources)), True)
+    assert received.wait().outcome is ReceiveOutcome.VERIFIED, received.all
+    assert sent.wait().outcome is SendOutcome.SENT
+    assert shapes.target.blocks == expected
+
+
+def test_scaled_blocks_are_not_read_as_runs_of_layers() -> None:
+    form = shape_of("int8", 16, 4, head_dim=8).form
+    with pytest.raises(InternalError, match="int8 blocks of 2 layers in 2 runs"):
+        BlockArrays(bytearray(2 * form.block_bytes), form, form.num_layers)
 
 
 @pytest.mark.parametrize(

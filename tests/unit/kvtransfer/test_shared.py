@@ -13,9 +13,9 @@ import pytest
 from kvtransfer.protocol.frames import ANSWER_BYTES, BadFrame
 from kvtransfer.protocol.transport import ReceiveOutcome
 from kvtransfer.transports.common.registry import TRANSPORTS
-from kvtransfer.transports.common.slots import HELLO_BYTES, SharedPool, UnixListener, offer
+from kvtransfer.transports.common.slots import HELLO_BYTES, SharedPool, UnixListener, offer, runs_offered
 from kvtransfer.transports.shm import SHM
-from tests.unit.kvtransfer.harness import BLOCK_BYTES, HostPool, Pair, wait_for
+from tests.unit.kvtransfer.harness import BLOCK_BYTES, HostPool, Pair, fingerprint, wait_for
 from tests.unit.kvtransfer.raw import greet
 
 MakePair = Callable[..., Pair]
@@ -40,6 +40,23 @@ def test_an_offered_pool_is_read_in_place() -> None:
     shared.close()
     near.close()
     far.close()
+
+
+def test_an_offer_says_if_a_block_is_a_run_for_each_layer() -> None:
+    for runs in (1, 2):
+        near, far = socket.socketpair()
+        offer(near, HostPool(4, runs_per_block=runs))
+        hello, descriptors, _, _ = socket.recv_fds(far, HELLO_BYTES, 1)
+        assert (hello == HELLO) == (runs == 1), "peers that know one run only reject the other offer"
+        shared = SharedPool(hello, descriptors, BLOCK_BYTES)
+        form = fingerprint(num_layers=2).shape.form
+        assert runs_offered(form, is_in_layers=shared.is_in_layers) == runs
+        if runs > 1:
+            with pytest.raises(BadFrame, match="int8 blocks end with the scales of all layers"):
+                runs_offered(form.stored_as("int8"), is_in_layers=shared.is_in_layers)
+        shared.close()
+        near.close()
+        far.close()
 
 
 def unsealed(num_bytes: int) -> int:

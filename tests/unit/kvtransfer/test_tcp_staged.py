@@ -41,13 +41,23 @@ def make_ends(devices: dict[int, FakeDevice]) -> Iterator[MakeEnds]:
     """make_ends(source, target): a pair between such memories, over the transports that `auto` selects."""
     made: list[Pair] = []
 
-    def make(source: str, target: str, *, transport: str = "auto", num_layers: int = 1) -> Pair:
+    def make(
+        source: str,
+        target: str,
+        *,
+        transport: str = "auto",
+        num_layers: int = 1,
+        runs_per_block: tuple[int, int] = (1, 1),
+    ) -> Pair:
         facts = fingerprint(BLOCK_BYTES)
         if num_layers > 1:
             shape = replace(facts.shape, layout="block-major.v1", dtype="float32", num_layers=num_layers, head_dim=64)
             facts = replace(facts, shape=shape)
         block_bytes = facts.shape.block_bytes
-        pools = POOLS[source](64, block_bytes, seed=7), POOLS[target](64, block_bytes)
+        pools = (
+            POOLS[source](64, block_bytes, 7, runs_per_block[0]),
+            POOLS[target](64, block_bytes, None, runs_per_block[1]),
+        )
         stamps = BlockStamps(64), BlockStamps(64)
         common: dict[str, Any] = {"transport": transport}
         receiver = make_receiver(
@@ -57,7 +67,7 @@ def make_ends(devices: dict[int, FakeDevice]) -> Iterator[MakeEnds]:
         sender = make_sender(
             endpoint_config(pools[0], facts, worker_id="p0", incarnation="p0-1", stamps=stamps[0], **common)
         )
-        made.append(Pair(transport, *pools, receiver, sender, GrpcHost(receiver.servicer), *stamps))
+        made.append(Pair(transport, *pools, receiver, sender, GrpcHost(receiver.servicer), *stamps, facts))
         return made[-1]
 
     yield make
@@ -96,6 +106,27 @@ def test_layer_groups_reach_host_and_device(make_ends: MakeEnds, target: str) ->
     assert received.wait().outcome is ReceiveOutcome.VERIFIED
     for index, block in enumerate(grant.blocks):
         assert pair.target.block(block) == pair.source.block(5 + index)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize(
+    ("ends", "runs"),
+    [(("host", "device"), (4, 1)), (("device", "host"), (1, 4)), (("host", "host"), (4, 4))],
+)
+def test_a_host_pool_of_a_run_per_layer_has_a_path(
+    make_ends: MakeEnds, ends: tuple[str, str], runs: tuple[int, int], groups: int
+) -> None:
+    pair = make_ends(*ends, num_layers=4, transport="tcp_staged", runs_per_block=runs)
+    grant, received, sent = pair.grant((40, 3, 4, 5, 63, 0)), Heard(), Heard()
+    sources = (9, 8, 7, 50, 51, 1)
+    pair.receiver.expect(grant, received)
+    pair.sender.start(grant, sent, groups=groups)
+    for group in range(groups):
+        pair.sender.push(grant.key, list(enumerate(sources)), group == groups - 1, range(group, group + 1))
+    assert (received.wait().outcome, sent.wait().outcome) == (ReceiveOutcome.VERIFIED, SendOutcome.SENT)
+    pair.assert_equal(grant, sources)
+    pair.target.fill(grant.blocks, 0)
+    assert not any(pair.target.memory), "other blocks are untouched"
 
 
 def test_two_pools_in_host_memory_need_no_staging(make_ends: MakeEnds) -> None:
