@@ -47,6 +47,9 @@ def main() -> int:
         metavar="P0,P1,D0,D1",
         help="tensor-parallel ranks of each worker, every one with a pool of its own, such as 2,1,2,4",
     )
+    parser.add_argument(
+        "--in-layers", action="store_true", help="p0 and d1 have a pool with a run of bytes for each layer of a block"
+    )
     parser.add_argument("--gpu", action="store_true", help="those of GPUs on a GPU; else over stand-ins")
     parser.add_argument("--cut-network", action="store_true", help="tcp between network namespaces that are cut off")
     parser.add_argument("--latest", type=float, default=LATEST_S, help="seconds after a deadline to free memory in")
@@ -69,6 +72,7 @@ def main() -> int:
                 network=network,
                 is_on_gpu=args.gpu,
                 ranks=args.ranks,
+                is_in_layers=args.in_layers,
                 on_progress=progress,
             )
             results.append(storm.run(args.transfers))

@@ -33,9 +33,11 @@ OTHER_TEXT: Final = 3 << 40  # and a block that was computed for another prompt
 class Storage:
     """A pool, the owners of its blocks, and what each block must contain."""
 
-    def __init__(self, shape: BlockShape, memory: Memory = "host") -> None:
+    def __init__(self, shape: BlockShape, memory: Memory = "host", runs_per_block: int = 1) -> None:
         device = torch.device("cuda" if memory == "cuda" else "cpu")
         self._pool = TorchPool(num_blocks=NUM_BLOCKS, shape=shape, device=device)
+        self._pool.runs_per_block = runs_per_block
+        self._runs = self._pool.raw.view(runs_per_block, NUM_BLOCKS, -1)
         self.pool: Any = HiddenPool(self._pool) if memory == "stand-in" else self._pool
         self.allocator = BlockAllocator(NUM_BLOCKS)
         self.stamps = self.allocator.stamps
@@ -59,7 +61,8 @@ class Storage:
 
     def write(self, block: int, number: int, place: int) -> None:
         contents = torch.from_numpy(self._contents(number, place).view(np.uint8))
-        self._pool.raw[block].copy_(contents)  # on a device, ordered by its default stream, like an engine's writes
+        runs = self._runs[:, block]
+        runs.copy_(contents.view(runs.shape))  # on a device, ordered by its default stream, like an engine's writes
         self._holds[block] = (number, place)
 
     def fill(self, blocks: Sequence[int], number: int) -> None:
@@ -84,7 +87,7 @@ class Storage:
         self._holds[block] = None
 
     def _whole(self, block: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
-        return self._pool.raw[block].cpu().numpy().view(np.uint64)
+        return self._runs[:, block].cpu().numpy().reshape(-1).view(np.uint64)
 
     def _contents(self, number: int, place: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
         factor = np.uint64(2 * (number * 64 + place) + 1)

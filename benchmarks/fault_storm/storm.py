@@ -15,11 +15,12 @@ from benchmarks.fault_storm.cases import Case, case_of
 from benchmarks.fault_storm.report import Result
 from benchmarks.fault_storm.roles import main as worker_main
 from benchmarks.fault_storm.storage import Memory
-from benchmarks.fault_storm.worker import DEVICE_KILLS, Setup
+from benchmarks.fault_storm.worker import DEVICE_KILLS, NUM_LAYERS, Setup
 from tests.support.fake_ends import DEVICE_TRANSPORTS
 from tests.support.netns import Cables, Network
 
 ROLES: Final = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
+IN_LAYERS: Final = ("p0", "d1")  # so that there is a pair of each kind
 IN_FLIGHT: Final = 48
 CHECK_EVERY: Final = 5000  # transfers between two checks at rest
 HANGS_AFTER_S: Final = 15.0  # after its deadline, a transfer that has not ended counts as hung
@@ -66,12 +67,14 @@ class Storm:
         device_kills: float = DEVICE_KILLS,
         is_on_gpu: bool = False,
         ranks: Sequence[int] = (0, 0, 0, 0),
+        is_in_layers: bool = False,
         on_progress: Callable[[Result], None] = lambda result: None,
     ) -> None:
         """`network` has a namespace for each process; cables are cut now and then.
 
         Transports between devices run over stand-ins unless `is_on_gpu`. `ranks` is the tensor-parallel degree of
-        each process, in the order of ROLES; 0 stands for a pool of plain bytes.
+        each process, in the order of ROLES; 0 stands for a pool of plain bytes. With `is_in_layers`, the pools of one
+        process of each role have a run of bytes for each layer of a block.
         """
         device: Memory = "cuda" if is_on_gpu else "stand-in"
         self._seed, self._on_progress = seed, on_progress
@@ -91,6 +94,7 @@ class Storm:
                     host="127.0.0.1" if network is None else network.addresses[name],
                     device_kills=device_kills,
                     memory=device if transport in DEVICE_TRANSPORTS else "host",
+                    runs_per_block=NUM_LAYERS if is_in_layers and name in IN_LAYERS else 1,
                     ranks=degree,
                 )
             )

@@ -37,6 +37,7 @@ class Setup:
     netns: str = ""
     device_kills: float = 0.0  # only with stand-ins for CUDA
     memory: Memory = "host"
+    runs_per_block: int = 1  # of the pool: 1 or NUM_LAYERS
     ranks: int = 0  # tensor-parallel ranks, each with its own pool; 0: one pool of plain bytes
 
     def deadline_s(self, case: Case) -> float:
@@ -73,7 +74,7 @@ class StormWorker:
         if setup.ranks:
             self.storage: Storage = RankedStorage(setup.ranks, setup.memory)
         else:
-            self.storage = Storage(SHAPES[setup.shape], setup.memory)
+            self.storage = Storage(SHAPES[setup.shape], setup.memory, setup.runs_per_block)
         self.devices = stand_in_each(trouble_of(setup), LIMITS) if setup.memory == "stand-in" else {}
         if setup.ranks:
             self.fingerprint = fingerprint_of_ranks(setup.ranks)

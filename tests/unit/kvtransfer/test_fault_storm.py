@@ -36,6 +36,14 @@ def test_a_fault_storm_causes_no_wrong_bytes_or_leaks(transport: str) -> None:
     assert any(line.startswith(f"| {NO_FAULT} |") for line in table([result]))
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_fault_storm_between_pools_of_a_run_per_layer(transport: str) -> None:
+    """One worker of each role has such a pool, so there is a pair of each kind."""
+    result = Storm(transport, seed=41, is_in_layers=True).run(200)
+    assert_nothing_was_wrong(result, 200)
+    assert result.ends[NO_FAULT, "committed"] >= 10
+
+
 @pytest.mark.parametrize("transport", DEVICE_TRANSPORTS)
 def test_a_fault_storm_between_devices(transport: str) -> None:
     """Over stand-ins for CUDA and NCCL, between processes, which are also killed during copies."""
