@@ -182,8 +182,11 @@ class KvPool(Protocol):
     """Memory of all KV blocks. `runs_per_block` says where block b is:
 
     1: bytes [b * block_bytes, (b + 1) * block_bytes), one run over all layers.
-    spec.num_layers: one run for each layer, of run_bytes = block_bytes / runs_per_block; that of layer l begins at
-    (l * num_blocks + b) * run_bytes. Workers reject such a pool, because KV transfers move a block as one run.
+    spec.kv_layers: one run for each layer, of run_bytes = block_bytes / runs_per_block; that of layer l begins at
+    (l * num_blocks + b) * run_bytes. Not with int8 or fp8, whose scales follow the values of all layers, and not on a
+    device, where a block is moved as one run.
+
+    A transfer sends the runs of a block one after the other, so pools of both kinds can exchange blocks.
     """
 
     @property

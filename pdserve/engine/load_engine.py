@@ -13,6 +13,7 @@ from typing import Final
 
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError
+from pdserve.core.kv.kv_shape import SCALED
 from pdserve.core.setting import AUTO
 from pdserve.core.types import Role
 from pdserve.engine.interface import Engine, EngineSpec
@@ -107,8 +108,9 @@ def _check(name: str, engine: Engine, model: str) -> None:
     for field in ("num_blocks", "block_bytes"):
         if getattr(pool, field) != getattr(spec, field):
             raise ConfigError(f"engine.{field}", getattr(spec, field), f"{getattr(pool, field)}, as in its pool")
-    if pool.runs_per_block != 1:
-        expected = "1: KV transfers move a block as one run of bytes. Choose a layout with a block's layers together"
+    allowed = {1} if spec.kv_dtype in SCALED else {1, spec.kv_layers}  # scales of all layers follow the values
+    if pool.runs_per_block not in allowed:
+        expected = f"{' or '.join(map(str, sorted(allowed)))}: one, or one for each layer if blocks have no scales"
         raise ConfigError("engine.runs_per_block", pool.runs_per_block, expected)
 
 

@@ -73,12 +73,47 @@ class AdderEngine:
         index, offset = divmod(position, self.spec.block_size)
         return row.blocks[index] * self.spec.block_size + offset
 
+    def _token(self, row: Row, position: int) -> int:
+        return self._values[self._slot(row, position)]
+
     def _out(self, row: Row) -> RowOut:
         ends = range(row.start + len(row.tokens), row.start + row.num_queries + 1) if row.num_samples else ()
-        sampled = [
-            TokenOut(token_id=next_token([self._values[self._slot(row, each)] for each in range(end)])) for end in ends
-        ]
+        sampled = [TokenOut(token_id=next_token([self._token(row, each) for each in range(end)])) for end in ends]
         return RowOut(kept(sampled, row.drafts))
+
+
+class LayeredEngine(AdderEngine):
+    """Two layers, whose values of a position must match. On prefill workers a block is one run of bytes per layer."""
+
+    def __init__(self, config: WorkerConfig, role: Role) -> None:
+        super().__init__(config, role)
+        spec = self.spec
+        self.spec = replace(
+            spec, block_bytes=2 * spec.block_bytes, kv_layers=2, num_layers=2, layout="opaque.layers.v1"
+        )
+        self.pool = AdderPool(spec.num_blocks, self.spec.block_bytes)
+        self.pool.runs_per_block = 2 if role is Role.PREFILL else 1
+        self._values = self.pool.buffer.cast("Q")
+
+    def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> list[RowOut]:
+        check_rows(self.spec, rows)
+        for layer in range(2):
+            for row in rows:
+                for position, token in enumerate((*row.tokens, *row.drafts), row.start):
+                    self._values[self._at(row, position, layer)] = token * (1 + 2 * layer)
+            if on_layer is not None:
+                on_layer(layer + 1)
+        return [self._out(row) for row in rows]
+
+    def _at(self, row: Row, position: int, layer: int) -> int:
+        block, offset = divmod(self._slot(row, position), self.spec.block_size)
+        in_layers = self.pool.runs_per_block > 1
+        run = layer * self.spec.num_blocks + block if in_layers else block * 2 + layer
+        return run * self.spec.block_size + offset
+
+    def _token(self, row: Row, position: int) -> int:
+        first, second = (self._values[self._at(row, position, layer)] for layer in range(2))
+        return second - 2 * first
 
 
 NOT_A_FACTORY = 7
@@ -114,8 +149,16 @@ def other_model(config: WorkerConfig, role: Role) -> AdderEngine:
     return engine
 
 
-def in_layers(config: WorkerConfig, role: Role) -> AdderEngine:
-    """Its pool stores the layers apart."""
+def in_runs(config: WorkerConfig, role: Role) -> AdderEngine:
+    """Its pool has more runs per block than layers."""
     engine = AdderEngine(config, role)
+    engine.pool.runs_per_block = 2
+    return engine
+
+
+def scaled_in_layers(config: WorkerConfig, role: Role) -> LayeredEngine:
+    """Its blocks end with the scales of all layers."""
+    engine = LayeredEngine(config, role)
+    engine.spec = replace(engine.spec, kv_dtype="int8")
     engine.pool.runs_per_block = 2
     return engine

@@ -78,7 +78,8 @@ def test_a_registered_engine_gets_the_settings_and_the_role(installed: None) -> 
         ("no-spec", "engine.spec", "got dict, expected an EngineSpec"),
         ("other-model", "engine.model", "got adder, expected toy"),
         ("other-size", "engine.num_blocks", "257, as in its pool"),
-        ("in-layers", "engine.runs_per_block", "KV transfers move a block as one run of bytes"),
+        ("in-runs", "engine.runs_per_block", "got 2, expected 1: one, or one for each layer"),
+        ("scaled-in-layers", "engine.runs_per_block", "got 2, expected 1: .* if blocks have no scales"),
     ],
 )
 def test_an_engine_that_workers_cannot_use_is_rejected(installed: None, engine: str, field: str, expected: str) -> None:
@@ -108,8 +109,12 @@ def test_our_names_cannot_be_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert isinstance(open_engine("toy"), ToyEngine)
 
 
-def test_a_cluster_serves_with_a_registered_engine(installed: None) -> None:
-    """Prefill, transfer of KV and decode: an answer is the sum of all tokens, so it needs every transferred block."""
+@pytest.mark.parametrize("engine", ["adder", "layered"])
+def test_a_cluster_serves_with_a_registered_engine(installed: None, engine: str) -> None:
+    """Prefill, transfer of KV and decode: an answer is the sum of all tokens, so it needs every transferred block.
+
+    `layered` stores a block in one run per layer on prefill workers, and in one run on decode workers.
+    """
     from adder_engine import next_token
 
     prompt, tokens = "a prompt of more than two blocks of tokens", []
@@ -118,7 +123,7 @@ def test_a_cluster_serves_with_a_registered_engine(installed: None) -> None:
         tokens.append(next_token(history))
         history.append(tokens[-1])
     with (
-        Cluster(worker={"engine": "adder"}, router={"local_max_uncached_tokens": 0}) as cluster,
+        Cluster(worker={"engine": engine}, router={"local_max_uncached_tokens": 0}) as cluster,
         Client(cluster.address) as client,
     ):
         done = client.generate(prompt, max_tokens=8)
