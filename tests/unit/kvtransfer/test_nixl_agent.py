@@ -16,6 +16,7 @@ from kvtransfer.protocol.frames import Frame, Kind, tag_of
 from kvtransfer.protocol.transport import ReceiveOutcome
 from kvtransfer.transports import nixl
 from kvtransfer.transports.common.registry import NAMES
+from kvtransfer.transports.tcp import TCP
 from kvtransfer.transports.tcp_staged import TCP_STAGED
 from pdserve.core.errors import ConfigError, TransferFailed
 from tests.support.transfer_ends import kinds
@@ -166,8 +167,9 @@ def failing(*_: object) -> None:
 def test_auto_prefers_the_others_and_a_missing_package_is_named(
     monkeypatch: pytest.MonkeyPatch, nixl_world: World
 ) -> None:
-    assert NAMES[-1] == "nixl"
-    assert kinds("auto")[-2:] == (nixl.NIXL, TCP_STAGED)
+    assert NAMES.index("nixl") > NAMES.index("tcp")
+    order = kinds("auto")
+    assert order.index(TCP) < order.index(nixl.NIXL) < order.index(TCP_STAGED)
     monkeypatch.undo()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert nixl.NIXL not in kinds("auto")

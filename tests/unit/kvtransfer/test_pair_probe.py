@@ -31,7 +31,7 @@ def test_each_transport_has_a_result_or_a_reason(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(pair_probe, "SINGLE_TRIES", 2)
     monkeypatch.setattr(pair_probe, "TRIES", 1)
     found = {one.asked: one for one in probe()}
-    assert set(found) == {"shm", "tcp", "nixl", AUTO}
+    assert {"shm", "tcp", "nixl", AUTO} <= set(found)
     assert all(bool(one.error) != (one.block_s > 0.0 and one.bytes_per_s > 0.0) for one in found.values())
     assert (found["tcp"].transport, found["tcp"].error) == ("tcp", "")
     assert (found[AUTO].transport, found[AUTO].reason) == ("shm", "the sender's first choice")

@@ -14,6 +14,7 @@ from kvtransfer.devices.copy_limits import StagingBudget
 from kvtransfer.link.endpoint import make_receiver, make_sender
 from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
 from kvtransfer.transports.common.registry import TRANSPORTS, name_of
+from kvtransfer.transports.tcp import TCP
 from kvtransfer.transports.tcp_staged import (
     MAX_SLOTS,
     SLOT_BYTES,
@@ -195,7 +196,8 @@ def test_without_pinned_memory_another_transport_is_used(make_ends: MakeEnds, mo
 def test_tcp_for_a_gpu_pool_is_staged(devices: dict[int, FakeDevice]) -> None:
     assert [name_of(kind) for kind in kinds("tcp")] == ["tcp"]
     assert [name_of(kind) for kind in kinds("tcp", is_on_host=False)] == ["tcp_staged"]
-    assert kinds("auto")[-1] == kinds("auto", is_on_host=False)[-1] == TCP_STAGED
+    assert kinds("auto", is_on_host=False)[-1] == TCP_STAGED
+    assert kinds("auto").index(TCP) < kinds("auto").index(TCP_STAGED)
     assert kinds("tcp_staged") == (TCP_STAGED,)
     with pytest.raises(ConfigError, match="cuda_ipc, nccl, tcp: the KV pool is on a GPU"):
         kinds("shm", is_on_host=False)
