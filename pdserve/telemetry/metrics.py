@@ -50,7 +50,7 @@ class MetricsServer(socketserver.ThreadingMixIn, wsgiref.simple_server.WSGIServe
     """Listens at once; `close` ends it. Raises OSError if the port is not available."""
 
     daemon_threads = True
-    request_queue_size = 4096  # connections that wait in the kernel; without room, a client tries again after 1 s
+    request_queue_size = 128  # connections that wait in the kernel: so few that one behind all of them waits shortly
 
     def __init__(self, host: str, port: int, app: Callable[..., Any], tls: ReloadingCertificates | None) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
