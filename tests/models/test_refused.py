@@ -10,7 +10,7 @@ import pytest
 from pdserve.core.errors import ConfigError, ModelError
 from pdserve.engine.interface import Row
 from tests.models.conftest import open_vllm
-from tests.models.tiny import COMMON, REFUSED, build
+from tests.models.tiny import REFUSED, build
 
 Tiny = Callable[[str], Path]
 
@@ -27,13 +27,13 @@ def test_a_model_whose_state_is_not_kv_of_text_is_refused(name: str, tiny: Tiny)
     assert caught.value.field == "architectures"
 
 
-def test_mla_on_a_cpu_is_refused_because_its_blocks_lie_apart(tmp_path: Path) -> None:
+def test_mla_on_a_cpu_is_refused_because_its_tokens_differ(tmp_path: Path) -> None:
     sizes = {"kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32}
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "first_k_dense_replace": 1}
     own = {"num_key_value_heads": 4, "n_group": 1, "topk_group": 1, **sizes, **experts}
-    with pytest.raises(ConfigError, match="KV transfers move a block as one run of bytes") as caught:
+    with pytest.raises(ModelError, match="got CPU_MLA, expected a backend that takes blocks outermost") as caught:
         open_vllm(build("DeepseekV2", own, tmp_path / "mla"))
-    assert (caught.value.field, caught.value.seen) == ("engine.runs_per_block", COMMON["num_hidden_layers"])
+    assert caught.value.field == "attention"
 
 
 def test_an_unknown_architecture_is_refused(tiny: Tiny, tmp_path: Path) -> None:

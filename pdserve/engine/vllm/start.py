@@ -306,6 +306,9 @@ def make_pool(config: WorkerConfig, vllm_config: Any, worker: Any, *, is_gpu: bo
         if layout is None:
             expected = "an attention backend that stores a page of KV as one run of bytes"
             raise ModelError("attention", ", ".join(sorted(backends)), expected)
+        if layout.startswith("L"):  # transfers move such blocks; what MLA on a CPU samples is not exact yet
+            expected = "a backend that takes blocks outermost: with layers outermost, tokens differ from transformers'"
+            raise ModelError("attention", ", ".join(sorted(backends)), expected)
         cache.kv_cache_layout = layout
         groups = get_kv_cache_groups(vllm_config, specs)
         if len(groups) != 1 or groups[0].kv_cache_spec.block_size != cache.block_size:
