@@ -26,7 +26,6 @@ from kvtransfer.protocol.lease import Heartbeat
 from kvtransfer.protocol.plan import MAX_VIEWS, advance
 from pdserve.core.durations import clamped_s
 from pdserve.tls.certificates import ReloadingCertificates
-from pdserve.tls.reasons import tls_failure
 
 # --- socket with TLS ------------------------------------------------------------------------------------------
 # For data connections between hosts, with the non-blocking calls that `Channel` makes.
@@ -205,7 +204,6 @@ class Channel:
         self.waker = waker or Waker()
         self._clock = clock  # for the heartbeat
         self.is_readable = False  # result of the last wait
-        self.heard_s = clock()  # when bytes came last; not updated after `watch`
         self.meanwhile: Callable[[], None] = lambda: None  # called whenever `fill` has waited
         self._owner = 0
         self._outbox: deque[bytes] = deque()
@@ -219,22 +217,6 @@ class Channel:
         self._heartbeat: Heartbeat | None = None
         self._beat = b""
         self._num_pending = 0  # bytes that had arrived but were too few to end the last wait
-
-    def secure(self, context: ssl.SSLContext, left_s: Callable[[], float]) -> None:
-        """The receiver's TLS handshake, before anything else. Raises Gone if it fails or takes longer than `left_s`."""
-        secured: ssl.SSLSocket | None = None
-        while True:
-            try:
-                if secured is None:
-                    self.socket = secured = accepted(self.socket, context)  # the same descriptor
-                secured.do_handshake()
-                return
-            except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as want:
-                is_writing = isinstance(want, ssl.SSLWantWriteError)
-                if left_s() <= 0 or not self.wait(left_s(), is_writing=is_writing):
-                    raise Gone("no TLS handshake in time") from None
-            except OSError as error:
-                raise Gone(f"TLS handshake failed: {tls_failure(str(error)) or error}") from error
 
     def post(self, data: bytes) -> None:
         """Queues a small frame from any thread."""
@@ -284,10 +266,7 @@ class Channel:
         time is up."""
         heartbeat = self._heartbeat
         if heartbeat is None:
-            has_ended = self._wait(timeout_s, is_writing)
-            if self.is_readable:
-                self.heard_s = self._clock()
-            return has_ended
+            return self._wait(timeout_s, is_writing)
         ends_s = math.inf if timeout_s is None else self._clock() + timeout_s
         while True:
             now_s = self._clock()

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, cast, final
+from urllib.parse import unquote
 
 import grpc
 
@@ -23,6 +24,7 @@ from kvtransfer.protocol.plan import PartLayout, arrival_of
 from kvtransfer.protocol.transport import TransferStats
 from kvtransfer.transports.common.registry import name_of, names_of
 from pdserve.build import FULL_VERSION
+from pdserve.core.access.hosts import endpoint_of, network_of
 from pdserve.core.access.proof import caller_name
 from pdserve.core.errors import ConfigError, Overloaded, PdserveError, TransferFailed, Unauthenticated
 from pdserve.core.installation import is_compatible, mismatch
@@ -34,6 +36,7 @@ from pdserve.wire.protocol import FINGERPRINT
 TICKET_TTL_S: Final = 10.0
 MAX_TICKETS: Final = 256
 MAX_NAME_CHARS: Final = 256
+LOCAL: Final = ""  # the host of a connection that does not use the network
 CHECKSUMS: Final = {
     Checksum.XXH3_64: transfer_pb2.CHECKSUM_KIND_XXH3_64,
     Checksum.BLAKE2B_64: transfer_pb2.CHECKSUM_KIND_BLAKE2B_64,
@@ -65,6 +68,13 @@ class Peer:
         return self.sender_id, self.shape, self.wire_dtype
 
 
+@dataclass(frozen=True, slots=True)
+class _Ticket:
+    peer: Peer
+    host: str  # from which its connection is expected
+    ends_s: float
+
+
 class Gate:
     """`addresses`: where each transport of this receiver listens, by number."""
 
@@ -80,19 +90,20 @@ class Gate:
         self._transports = {one.kind: one for one in config.transports}
         self._addresses, self._chunk_bytes, self._stats = addresses, chunk_bytes, stats
         self._lock = threading.Lock()
-        self._tickets: dict[bytes, tuple[Peer, float]] = {}
+        self._tickets: dict[bytes, _Ticket] = {}
 
-    def open(self, request: transfer_pb2.OpenRequest, caller: str) -> transfer_pb2.OpenResponse:
-        """`caller` is the name in the call's proof. Raises ConfigError if the two workers do not match, TransferFailed
-        if their versions do not, Unauthenticated if the request contains another name, or Overloaded if too many
-        tickets are unused."""
+    def open(self, request: transfer_pb2.OpenRequest, caller: str, host: str) -> transfer_pb2.OpenResponse:
+        """`caller` is the name in the call's proof, and `host` is where it comes from. Raises ConfigError if the two
+        workers do not match, TransferFailed if their versions do not, Unauthenticated if the request contains another
+        name, or Overloaded if too many tickets are unused."""
         try:
             if caller_name(request.sender_id, request.sender_incarnation) != caller:
                 raise Unauthenticated(
                     f"sender_id: got {request.sender_id[:64]!r}, expected the worker that makes the call, {caller!r}"
                 )
             peer = self._judge(request)
-            ticket = self._issue(peer)
+            is_local = self._transports[peer.transport].is_same_host
+            ticket = self._issue(peer, LOCAL if is_local else host)
         except (ConfigError, Overloaded, TransferFailed, Unauthenticated):
             self._stats.refused_opens += 1
             raise
@@ -120,13 +131,19 @@ class Gate:
             found = [one for one in self._tickets if hmac.compare_digest(one, greeting.ticket)]
             if not found:
                 return None
-            peer, _ = self._tickets[found[0]]
+            peer = self._tickets[found[0]].peer
             parties = Parties(caller_name(peer.sender_id, peer.incarnation), self._config.incarnation, transport)
             if peer.transport != transport or not is_proven(self._config.secret, parties, greeting):
                 self._stats.unproven += 1
                 return None
             del self._tickets[found[0]]
         return peer, receiver_answer(self._config.secret, parties, greeting)
+
+    def expected(self) -> Counter[str]:
+        """The connections that hosts are about to prove: their unused tickets."""
+        with self._lock:
+            self._forget_old(self._config.clock())
+            return Counter(one.host for one in self._tickets.values())
 
     def _judge(self, request: transfer_pb2.OpenRequest) -> Peer:
         if not is_compatible(FULL_VERSION, request.version):
@@ -167,20 +184,20 @@ class Gate:
         where = "" if is_same_host or not local else f" (another host, so not {names_of(local)})"
         raise ConfigError("transports", offered + where, names_of(list(self._addresses)))
 
-    def _issue(self, peer: Peer) -> bytes:
+    def _issue(self, peer: Peer, host: str) -> bytes:
         now_s = self._config.clock()
         with self._lock:
             self._forget_old(now_s)
             if len(self._tickets) >= MAX_TICKETS:
                 self._take_from_others(peer.sender_id)
             ticket = secrets.token_bytes(TICKET_BYTES)
-            self._tickets[ticket] = (peer, now_s + TICKET_TTL_S)
+            self._tickets[ticket] = _Ticket(peer, host, now_s + TICKET_TTL_S)
             return ticket
 
     def _take_from_others(self, sender_id: str) -> None:
-        """Ends the oldest ticket of the sender with the most, which cannot connect. Raises Overloaded if that is this
-        sender."""
-        senders = {ticket: peer.sender_id for ticket, (peer, _) in self._tickets.items()}
+        """Ends the oldest ticket of the sender with the most, which cannot connect. Raises Overloaded if no sender has
+        at least two more than this one."""
+        senders = {ticket: one.peer.sender_id for ticket, one in self._tickets.items()}
         num_of = Counter(senders.values())
         [(busiest, most)] = num_of.most_common(1)
         if most <= num_of[sender_id] + 1:
@@ -188,7 +205,7 @@ class Gate:
         del self._tickets[next(ticket for ticket, one in senders.items() if one == busiest)]
 
     def _forget_old(self, now_s: float) -> None:
-        for ticket in [one for one, (_, ends_s) in self._tickets.items() if ends_s <= now_s]:
+        for ticket in [key for key, one in self._tickets.items() if one.ends_s <= now_s]:
             del self._tickets[ticket]
 
 
@@ -201,6 +218,15 @@ class TransferServicer(transfer_pb2_grpc.TransferServiceServicer):
 
     async def Open(self, request: transfer_pb2.OpenRequest, context: Any) -> transfer_pb2.OpenResponse:
         try:
-            return self._gate.open(request, proven_caller(context))
+            return self._gate.open(request, proven_caller(context), host_of(context.peer()))
         except (ConfigError, Overloaded, TransferFailed, Unauthenticated) as error:
             return cast(transfer_pb2.OpenResponse, await context.abort(STATUS[type(error)], error.message))  # raises
+
+
+def host_of(peer: str) -> str:
+    """Of gRPC's name for a caller, such as ipv4:10.0.0.1:4242 or ipv6:%5B::1%5D:4242."""
+    endpoint = endpoint_of(unquote(peer.partition(":")[2]))
+    try:
+        return LOCAL if endpoint is None else network_of(endpoint[0])
+    except ValueError:  # a socket of another kind
+        return LOCAL

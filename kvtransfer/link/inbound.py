@@ -1,4 +1,5 @@
-"""One connection from a prefill worker, served by one thread of the decode worker: reads frames and sends answers.
+"""One connection from a prefill worker: its proof, on the listening thread, and then a thread that reads frames and
+sends answers.
 
 The transport receives a chunk's bytes. Before each write it asks the transfer table, through this connection, so no
 byte is written after a transfer was reported as drained.
@@ -8,19 +9,22 @@ from __future__ import annotations
 
 import hmac
 import logging
+import selectors
 import socket
+import ssl
 import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final, final
 
-from kvtransfer.link.channel import Channel, Gone, Silent
-from kvtransfer.link.gate import Peer
+from kvtransfer.link.channel import Channel, Gone, Silent, accepted
+from kvtransfer.link.gate import LOCAL, Peer
 from kvtransfer.protocol.frames import (
     GREETING_BYTES,
     HEADER_BYTES,
     STAMP_BYTES,
     BadFrame,
     Frame,
+    Greeting,
     Kind,
     beat,
     decode,
@@ -36,46 +40,92 @@ from kvtransfer.transports.common.interface import ReceiveHalf, ReceiveLink, Tra
 from pdserve.core.access.hosts import network_of
 from pdserve.core.errors import ConfigError, TransferFailed
 from pdserve.core.kv.kv_shape import KvShape, is_same_bytes
+from pdserve.tls.certificates import ReloadingCertificates
+from pdserve.tls.reasons import tls_failure
 
 if TYPE_CHECKING:
     from kvtransfer.link.receiver import PlainReceiver
 
 log = logging.getLogger(__name__)
 
-AUTHENTICATION_S: Final = (
-    3.0  # from the accepted connection to the proof; a sender sends its greeting as soon as it is connected
-)
+#: From the accepted connection to the proof. A sender sends its greeting as soon as it is connected.
+AUTHENTICATION_S: Final = 3.0
 
 
 @final
 class Accepted:
-    """A connection whose sender has sent nothing yet. It costs no thread."""
+    """A connection that has not proven itself yet. It costs no thread: the listening thread does its TLS handshake and
+    reads its greeting, as the bytes arrive."""
 
-    __slots__ = ("ends_s", "host", "socket", "transport")
+    __slots__ = ("_data", "_tls", "ends_s", "events", "fd", "has_sent", "host", "is_secured", "socket", "transport")
 
-    def __init__(self, sock: socket.socket, transport: Transport, now_s: float) -> None:
+    def __init__(
+        self, sock: socket.socket, transport: Transport, tls: ReloadingCertificates | None, now_s: float
+    ) -> None:
         """Raises OSError if the peer has disconnected."""
         sock.setblocking(False)
         is_local = sock.family not in (socket.AF_INET, socket.AF_INET6)
         self.socket, self.transport = sock, transport
-        self.host = "" if is_local else network_of(sock.getpeername()[0])
+        self.fd = sock.fileno()  # TLS replaces the socket, but not the descriptor
+        self.host = LOCAL if is_local else network_of(sock.getpeername()[0])
         self.ends_s = now_s + AUTHENTICATION_S
+        self.events = selectors.EVENT_READ  # what `advance` waits for
+        self.has_sent = False
+        self.is_secured = tls is None or transport.is_same_host
+        self._tls, self._data = tls, bytearray()
 
-    def has_sent(self) -> bool:
-        """If the socket is readable. False: the peer has disconnected."""
+    def advance(self) -> Greeting | None:
+        """Reads what has arrived, when the socket is ready. None while bytes are missing. Raises Gone, or BadFrame on
+        invalid bytes and other versions as soon as they are visible."""
+        self.has_sent = True
+        if not self.is_secured and not self._shake_hands():
+            return None
+        part = bytearray(GREETING_BYTES)
+        while len(self._data) < GREETING_BYTES:  # TLS may hold bytes that the selector does not see
+            try:
+                received = self.socket.recv_into(part, GREETING_BYTES - len(self._data))
+            except BlockingIOError:
+                return None
+            except OSError as error:
+                raise Gone(f"connection lost: {error}") from error
+            if received == 0:
+                raise Gone("connection closed by the peer")
+            self._data += part[:received]
+            decode_greeting(bytes(self._data))
+        return decode_greeting(bytes(self._data))
+
+    @property
+    def missing(self) -> str:
+        """Why it is rejected if its time is over now."""
+        if not self.has_sent:
+            return "it has sent nothing"
+        return "no complete greeting in time" if self.is_secured else "no TLS handshake in time"
+
+    def _shake_hands(self) -> bool:
+        assert self._tls is not None
+        self.events = selectors.EVENT_READ
         try:
-            return bool(self.socket.recv(1, socket.MSG_PEEK))
-        except OSError:
+            if not isinstance(self.socket, ssl.SSLSocket):
+                self.socket = accepted(self.socket, self._tls.current().peer_server)
+            self.socket.do_handshake()
+        except ssl.SSLWantReadError:
             return False
+        except ssl.SSLWantWriteError:
+            self.events = selectors.EVENT_WRITE
+            return False
+        except OSError as error:
+            raise Gone(f"TLS handshake failed: {tls_failure(str(error)) or error}") from error
+        self.is_secured = True
+        return True
 
 
 class Inbound(threading.Thread):
-    """The thread of one connection, and the ReceiveLink of its transport."""
+    """The thread of one connection of an authenticated sender, and the ReceiveLink of its transport."""
 
-    def __init__(self, receiver: PlainReceiver, accepted: Accepted, number: int) -> None:
+    def __init__(self, receiver: PlainReceiver, accepted: Accepted, peer: Peer, number: int) -> None:
+        """Raises OSError if the process has no more descriptors."""
         super().__init__(name=f"kv-inbound-{number}", daemon=True)
-        self.number, self.host = number, accepted.host
-        self.peer: Peer | None = None
+        self.number, self.peer = number, peer
         self.pool, self.memory = receiver.pool, receiver.memory
         self.block_bytes, self.chunk_bytes = receiver.block_bytes, receiver.chunk_bytes
         self.channel = Channel(accepted.socket, clock=receiver.clock)
@@ -83,16 +133,6 @@ class Inbound(threading.Thread):
         self._receiver, self._transport = receiver, accepted.transport
         self._half: ReceiveHalf | None = None
         self._unpacker: Unpacker | None = None  # if blocks arrive in another format
-        self._ends_s = accepted.ends_s
-
-    def started(self) -> Inbound:
-        """Starts the thread. Raises RuntimeError, and closes everything, if the process cannot have more threads."""
-        try:
-            self.start()
-        except RuntimeError:
-            self.channel.close()
-            raise
-        return self
 
     def post(self, data: bytes) -> None:
         """Queues an answer, from any thread."""
@@ -104,10 +144,8 @@ class Inbound(threading.Thread):
     def run(self) -> None:
         error, is_peers_fault, is_silent = "the connection's thread died", False, False
         try:
-            if self._authenticate():
-                self._serve()
-            else:
-                error = "no valid ticket, or no proof of the cluster's secret"
+            self._connect()
+            self._serve()
         except Gone as gone:
             error, is_silent = str(gone), isinstance(gone, Silent)
         except BadFrame as bad:
@@ -141,24 +179,7 @@ class Inbound(threading.Thread):
         """The link that the transport uses: this connection, or an unpacker in front of it."""
         return self if self._unpacker is None else self._unpacker
 
-    def _authenticate(self) -> bool:
-        if self._receiver.tls is not None and not self._transport.is_same_host:
-            self.channel.secure(self._receiver.tls.current().peer_server, self._left_s)
-        data, greeting = bytearray(GREETING_BYTES), None
-        at = 0
-        while greeting is None:
-            received = self.channel.receive([memoryview(data)[at:]])
-            # raises on invalid bytes and other versions as soon as they are visible
-            greeting = decode_greeting(bytes(data[: at + received]))
-            left_s = self._left_s()
-            if received == 0 and (left_s <= 0 or not self.channel.wait(left_s)):
-                return False
-            at += received
-        admitted = self._receiver.admit(greeting, self._transport.kind)
-        if admitted is None:
-            return False
-        self.peer, answer = admitted
-        self.channel.post(answer)
+    def _connect(self) -> None:
         self.checksum = self.peer.checksum
         self._digest = hasher(self.checksum)
         peer, mine = self.peer, self._receiver.shape
@@ -174,10 +195,6 @@ class Inbound(threading.Thread):
             raise Gone(f"connection lost: {lost}") from lost
         self.channel.watch(Heartbeat(self._receiver.lease, self._receiver.clock()), beat())
         self._receiver.connected(self.peer, self._transport.name)
-        return True
-
-    def _left_s(self) -> float:
-        return self._ends_s - self._receiver.clock()
 
     def _source_of(self, peer: Peer, mine: KvShape) -> PartLayout:
         """The layout of the sender's blocks. Between different degrees, a sender on a device sends heads directly out

@@ -1,7 +1,7 @@
 """The decode side over sockets: a listening thread, a thread per prefill worker, and one transfer table with one lock.
 
-The listening thread also ends transfers at their deadline. Callbacks come from these threads, in the order of the
-table's decisions, and never from inside `expect` or `abort`.
+The listening thread also proves new connections, and ends transfers at their deadline. Callbacks come from these
+threads, in the order of the table's decisions, and never from inside `expect` or `abort`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, Generic, TypeVar, final
 
-from kvtransfer.link.channel import Waker
+from kvtransfer.link.channel import Gone, Waker
 from kvtransfer.link.endpoint_config import EndpointConfig
 from kvtransfer.link.gate import Gate, Peer, TransferServicer
 from kvtransfer.link.inbound import Accepted, Inbound
-from kvtransfer.protocol.frames import Frame, Greeting, Kind, Tag, encode_text
+from kvtransfer.protocol.frames import BadFrame, Frame, Greeting, Kind, Tag, encode_text
 from kvtransfer.protocol.plan import DEFAULT_CHUNK_BYTES, Part, host_view
 from kvtransfer.protocol.receive_transfers import Action, ReceiveTransfers, ReplyToSender, Sever
 from kvtransfer.protocol.transfers import Claim
@@ -90,8 +90,8 @@ class Reports(Generic[Result]):
 # --- receiver -------------------------------------------------------------------------------------------------
 
 MAX_CONNECTIONS: Final = 256  # connections of authenticated senders
-MAX_PENDING: Final = 32  # unauthenticated connections; one more closes another one
-_BACKLOG: Final = 4096  # connections that wait in the kernel; it has a limit of its own
+MAX_PENDING: Final = 32  # connections that have not proven themselves; one more closes another one
+_BACKLOG: Final = 128  # connections that wait in the kernel, all of which are accepted at once
 _JOIN_S: Final = 5.0
 _ACCEPT_PAUSE_S: Final = 0.05
 _NO_ROOM: Final = "it was not authenticated when another connection needed its place"
@@ -120,7 +120,7 @@ class PlainReceiver:
         self._lock = threading.Lock()  # guards the table, the connections and the reports
         self._reports: Reports[Received] = Reports(self._lock)
         self._connections: dict[int, Inbound] = {}
-        self._accepted: dict[Accepted, str] = {}  # with their hosts, oldest first; of the listening thread alone
+        self._accepted: dict[int, Accepted] = {}  # by descriptor, oldest first; of the listening thread alone
         self._selector = selectors.DefaultSelector()  # of that thread, too
         self._ending: list[Inbound] = []  # connections that write no more, but whose threads have not ended yet
         self._is_closed = False
@@ -156,7 +156,7 @@ class PlainReceiver:
     def peers(self) -> list[str]:
         """Ids of the senders that are connected."""
         with self._lock:
-            return [one.peer.sender_id for one in self._connections.values() if one.peer is not None]
+            return [one.peer.sender_id for one in self._connections.values()]
 
     @property
     def open_keys(self) -> list[TransferKey]:
@@ -202,33 +202,21 @@ class PlainReceiver:
     def close(self) -> None:
         """Ends every transfer that is open (FAILED) and every thread. Not from a callback."""
         with self._lock:
-            self._is_closed = True
+            self._is_closed = True  # from now on, no connection's thread starts
             connections = [*self._connections.values(), *self._ending]
         self._waker.set()
         for inbound in connections:
             inbound.stop()
-        for thread in (self._thread, *connections):
-            thread.join(_JOIN_S)
+        self._thread.join(_JOIN_S)  # first, because it starts the threads of connections
+        for inbound in connections:
+            if inbound.is_alive():
+                inbound.join(_JOIN_S)
         self._decide(lambda now_s: self._table.fail_all("the receiver is closed", now_s))
         for listener in self._listeners.values():
             listener.close()
         self._waker.close()
 
     # Called by connections, on their threads.
-
-    def admit(self, greeting: Greeting, transport: int) -> tuple[Peer, bytes] | None:
-        """A sender's new connection replaces its old ones of the same kind, because a sender connects again only if
-        those have failed."""
-        admitted = self._gate.admit(greeting, transport)
-        if admitted is None:
-            return None
-        peer, _ = admitted
-        with self._lock:
-            others = [(c, c.peer) for c in self._connections.values() if c.peer is not None]
-            old = [c for c, one in others if one.kind == peer.kind]
-        for one in old:
-            one.stop("replaced by its newer connection")
-        return admitted
 
     def connected(self, peer: Peer, transport: str) -> None:
         facts = {"sender_id": peer.sender_id, "transport": transport, "reason": peer.transport_reason}
@@ -264,20 +252,16 @@ class PlainReceiver:
         self._decide(lambda now_s: self._table.retract(tag, writer, error, now_s, is_cancelled=is_cancelled))
 
     def ended(self, inbound: Inbound, error: str, *, is_peers_fault: bool, is_silent: bool) -> None:
-        who = inbound.peer.sender_id if inbound.peer else "unknown"
+        who = inbound.peer.sender_id
         with self._lock:
             self._connections.pop(inbound.number, None)
             self._ending = [inbound, *(one for one in self._ending if one.is_alive() and one is not inbound)]
-            self._table.stats.refused_connections += inbound.peer is None
             self._table.stats.protocol_errors += is_peers_fault
             self._table.stats.silent += is_silent
             self._do(self._table.cut(inbound.number, f"sender {who}: {error}", self.clock()))
-            if inbound.peer is None:
-                self._log_refusal(error)
-        if inbound.peer is not None:
-            if is_peers_fault:
-                self._lines.warning("kv sender broke the protocol", who, sender_id=who, error=error)
-            self._senders.failed(_name_of(inbound.peer), sender_id=who, error=error)
+        if is_peers_fault:
+            self._lines.warning("kv sender broke the protocol", who, sender_id=who, error=error)
+        self._senders.failed(_name_of(inbound.peer), sender_id=who, error=error)
         self._reports.deliver()
 
     # Inside.
@@ -316,86 +300,127 @@ class PlainReceiver:
                 self._do(self._table.fail_all("the receiver's thread died", self.clock()))
             self._reports.deliver()
         finally:
-            for one in self._accepted:
+            for one in self._accepted.values():
                 one.socket.close()
 
     def _tick(self) -> None:
         with self._lock:
             alarms_s = [one for one in (self._table.next_alarm_s,) if one is not None]
-        alarms_s += [one.ends_s for one in itertools.islice(self._accepted, 1)]
+        alarms_s += [one.ends_s for one in itertools.islice(self._accepted.values(), 1)]
         timeout_s = clamped_s(min(alarms_s) - self.clock()) if alarms_s else None
-        ready = [key.data for key, _ in self._selector.select(timeout_s)]
-        for one in ready:  # first, because a connection that has sent something is not the one to make room
-            if isinstance(one, Accepted):
-                self._hand_over(one)
-        for one in ready:
-            if one is not None and not isinstance(one, Accepted):
-                self._accept(self._listeners[one], one)
-        for one in [one for one in self._accepted if one.ends_s <= self.clock()]:
-            self._drop(one, "it has sent nothing")
+        for transport in self._prove(timeout_s):
+            self._accept(self._listeners[transport], transport)
+        for one in [one for one in self._accepted.values() if one.ends_s <= self.clock()]:
+            self._drop(one, one.missing)
         self._waker.clear()
         self._decide(self._table.expire)
 
+    def _prove(self, timeout_s: float | None) -> list[Transport]:
+        """Takes the next step of each connection that is ready. Returns the transports that have new ones."""
+        ready = [key.data for key, _ in self._selector.select(timeout_s)]
+        for one in ready:
+            if isinstance(one, Accepted):
+                self._advance(one)
+        return [one for one in ready if one is not None and not isinstance(one, Accepted)]
+
     def _accept(self, listener: socket.socket, transport: Transport) -> None:
-        sock: socket.socket | None = None
-        try:
-            sock, _ = listener.accept()
-            if not transport.admits(sock):
-                raise OSError("it is another user's")
-            accepted = Accepted(sock, transport, self.clock())
-            self._make_room()
-            self._selector.register(sock, selectors.EVENT_READ, accepted)
-            self._accepted[accepted] = accepted.host
-        # the peer has disconnected already, or the process has no more descriptors
-        except OSError as error:
-            self._refused(str(error))
-            if sock is not None:
-                sock.close()
-            else:
+        """All that wait. The kernel's queue has no shares, so one host's connections would delay all others."""
+        for _ in range(_BACKLOG):
+            try:
+                sock, _ = listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:  # the peer has disconnected already, or the process has no more descriptors
+                self._refused(str(error))
                 time.sleep(_ACCEPT_PAUSE_S)  # the socket stays readable, so without a pause this thread would spin
+                return
+            try:
+                if not transport.admits(sock):
+                    raise OSError("it is another user's")
+                accepted = Accepted(sock, transport, self.tls, self.clock())
+                self._selector.register(accepted.fd, accepted.events, accepted)
+            except OSError as error:
+                self._refused(str(error))
+                sock.close()
+                continue
+            self._accepted[accepted.fd] = accepted
+            self._make_room()
 
     def _make_room(self) -> None:
-        """Raises OSError if as many senders are connected as can be."""
-        with self._lock:
-            unproven = [one for one in self._connections.values() if one.peer is None]
-            if self._is_closed or len(self._connections) - len(unproven) >= MAX_CONNECTIONS:
-                raise OSError(f"{MAX_CONNECTIONS} connections are open already")
-            if len(self._accepted) + len(unproven) < MAX_PENDING:
-                return
-            unproven.sort(key=lambda one: one.channel.heard_s)
-            closed = to_close(self._accepted, {one: one.host for one in unproven})
-            if isinstance(closed, Inbound):
-                closed.stop(_NO_ROOM)
-                self._ending.append(self._connections.pop(closed.number))
-        if isinstance(closed, Accepted):
+        if len(self._accepted) > MAX_PENDING:
+            self._prove(0.0)  # what has arrived since the last time counts
+        if len(self._accepted) > MAX_PENDING:
+            silent = {one: one.host for one in self._accepted.values() if not one.has_sent}
+            active = [one for one in self._accepted.values() if one.has_sent]
+            active.sort(key=lambda one: one.is_secured)  # bytes do not count, because anyone can send a few
+            closed = to_close(silent, {one: one.host for one in active}, self._gate.expected())
+            assert closed is not None
             self._drop(closed, _NO_ROOM)
 
-    def _hand_over(self, accepted: Accepted) -> None:
-        """To a thread of its own, because its sender has sent something."""
-        if not accepted.has_sent():
-            self._drop(accepted, "the peer has disconnected")
+    def _advance(self, accepted: Accepted) -> None:
+        events = accepted.events
+        try:
+            greeting = accepted.advance()
+        except Gone as gone:
+            self._drop(accepted, str(gone))
+        except BadFrame as bad:
+            self._drop(accepted, f"protocol error: {bad}", is_peers_fault=True)
+        except Exception:  # ends this connection, not the thread of all of them
+            log.exception("a kv connection could not be authenticated")
+            self._drop(accepted, "an error on this side")
+        else:
+            if greeting is not None:
+                self._admit(accepted, greeting)
+            elif accepted.events != events:
+                self._selector.modify(accepted.fd, accepted.events, accepted)
+
+    def _admit(self, accepted: Accepted, greeting: Greeting) -> None:
+        """To a thread of its own. A sender's new connection replaces its old ones of the same kind, because a sender
+        connects again only if those have failed."""
+        if len(self._connections) >= MAX_CONNECTIONS:  # only this thread adds one
+            self._drop(accepted, f"{MAX_CONNECTIONS} connections are open already")
+            return
+        admitted = self._gate.admit(greeting, accepted.transport.kind)
+        if admitted is None:
+            self._drop(accepted, "no valid ticket, or no proof of the cluster's secret")
+            return
+        peer, answer = admitted
+        self._number += 1
+        try:
+            inbound = Inbound(self, accepted, peer, self._number)
+        except OSError as error:  # the process has no more descriptors
+            self._drop(accepted, str(error))
             return
         self._forget(accepted)
+        inbound.post(answer)
+        with self._lock:
+            old = [one for one in self._connections.values() if one.peer.kind == peer.kind]
+            self._connections[inbound.number] = inbound
+        for one in old:
+            one.stop("replaced by its newer connection")
         try:
+            if self._is_closed:  # close() may not have seen this connection
+                raise RuntimeError("the receiver is closed")
+            inbound.start()  # without the lock, for which each chunk waits
+        except RuntimeError as error:  # also if the process has no more threads
             with self._lock:
-                self._number += 1
-                self._connections[self._number] = Inbound(self, accepted, self._number).started()
-        except (OSError, RuntimeError) as error:  # the process has no more descriptors or threads
-            accepted.socket.close()
+                del self._connections[inbound.number]
+            inbound.channel.close()
             self._refused(str(error))
 
-    def _drop(self, accepted: Accepted, why: str) -> None:
+    def _drop(self, accepted: Accepted, why: str, *, is_peers_fault: bool = False) -> None:
         self._forget(accepted)
         accepted.socket.close()
-        self._refused(why)
+        self._refused(why, is_peers_fault=is_peers_fault)
 
     def _forget(self, accepted: Accepted) -> None:
-        del self._accepted[accepted]
-        self._selector.unregister(accepted.socket)
+        del self._accepted[accepted.fd]
+        self._selector.unregister(accepted.fd)
 
-    def _refused(self, error: str) -> None:
+    def _refused(self, error: str, *, is_peers_fault: bool = False) -> None:
         with self._lock:
             self._table.stats.refused_connections += 1
+            self._table.stats.protocol_errors += is_peers_fault
             self._log_refusal(error)
 
     def _log_refusal(self, error: str) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Final, TypeVar, final
 
 from pdserve.core.errors import Overloaded
@@ -136,8 +137,8 @@ def _group_of(caller: str) -> str | None:
 # from those that have sent something.
 
 SILENT_SHARE: Final = 4  # the silent ones keep one of so many places
-Silent = TypeVar("Silent")
-Active = TypeVar("Active")
+_Silent = TypeVar("_Silent")
+_Active = TypeVar("_Active")
 
 
 def closes_silent(num_silent: int, num_active: int) -> bool:
@@ -145,14 +146,20 @@ def closes_silent(num_silent: int, num_active: int) -> bool:
     return (SILENT_SHARE - 1) * num_silent > num_active
 
 
-def to_close(silent: Mapping[Silent, str], active: Mapping[Active, str]) -> Silent | Active | None:
-    """Each connection with its caller's host; those that were heard least recently come first. The host with the most
-    connections loses its first one, so no host takes the places of others."""
-    return first_to_close(silent) if closes_silent(len(silent), len(active)) else first_to_close(active)
+def to_close(
+    silent: Mapping[_Silent, str], active: Mapping[_Active, str], expected: Mapping[str, int] = MappingProxyType({})
+) -> _Silent | _Active | None:
+    """Each connection with its caller's host; those to close first come first. `expected`: how many connections of a
+    host are known to be honest. The host with the most others loses its first one, so no host takes the places of
+    others."""
+    is_silent = closes_silent(len(silent), len(active))
+    return first_to_close(silent, expected) if is_silent else first_to_close(active, expected)
 
 
-def first_to_close(waiting: Mapping[Silent, str]) -> Silent | None:
+def first_to_close(
+    waiting: Mapping[_Silent, str], expected: Mapping[str, int] = MappingProxyType({})
+) -> _Silent | None:
     """As in `to_close`. Takes a time in proportion to the connections."""
-    num_of = Counter(waiting.values())
+    num_of = {host: max(num - expected.get(host, 0), 0) for host, num in Counter(waiting.values()).items()}
     most = max(num_of.values(), default=0)
     return next((one for one, host in waiting.items() if num_of[host] == most), None)

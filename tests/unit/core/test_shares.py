@@ -145,3 +145,11 @@ def hosts(names: str) -> dict[str, str]:
 )
 def test_the_host_with_the_most_loses_one(silent: str, active: str, closed: str | None) -> None:
     assert to_close(hosts(silent), hosts(active)) == closed
+
+
+def test_expected_connections_take_no_share() -> None:
+    waiting = hosts("a1 a2 a3 b1 b2")
+    assert to_close({}, waiting) == "a1"
+    assert to_close({}, waiting, {"a": 2}) == "b1"
+    assert to_close(waiting, {}, {"a": 1, "b": 1}) == "a1"
+    assert to_close({}, waiting, {"a": 9, "b": 9}) == "a1"

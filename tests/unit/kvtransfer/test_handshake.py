@@ -7,6 +7,7 @@ import errno
 import os
 import socket
 import ssl
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,9 +16,10 @@ from typing import Any
 import grpc
 import pytest
 
+from kvtransfer.link.channel import secured
 from kvtransfer.link.dial import DataConnection, dial, open_request
-from kvtransfer.link.gate import MAX_TICKETS, TICKET_TTL_S
-from kvtransfer.link.inbound import AUTHENTICATION_S
+from kvtransfer.link.gate import MAX_TICKETS, TICKET_TTL_S, host_of
+from kvtransfer.link.inbound import AUTHENTICATION_S, Accepted, Inbound
 from kvtransfer.link.receiver import MAX_PENDING
 from kvtransfer.protocol.frames import ANSWER_BYTES, GREETING_BYTES, Checksum
 from kvtransfer.protocol.transport import ReceiveOutcome
@@ -34,6 +36,19 @@ from pdserve.wire import peers
 from tests.support.transfer_proxy import read_exactly
 from tests.unit.kvtransfer.harness import WAIT_S, Clock, GrpcHost, Heard, Pair, fingerprint, wait_for
 from tests.unit.kvtransfer.raw import GARBAGE, RawSender, assert_still_serves, connect, greet
+
+
+def connect_from(host: str, answer: transfer_pb2.OpenResponse) -> socket.socket:
+    """Of the whole network 127.0.0.0/8, each address is a host of its own."""
+    to, port = answer.address.split(":")
+    return socket.create_connection((to, int(port)), WAIT_S, (host, 0))
+
+
+def is_cut(sock: socket.socket) -> bool:
+    try:
+        return sock.recv(1) == b""
+    except ConnectionResetError:  # with bytes that were not read
+        return True
 
 
 @pytest.mark.parametrize(
@@ -391,7 +406,7 @@ def test_unproven_connections_do_not_block_senders(
         idle = [stack.enter_context(connect(pair, answer)) for _ in range(40)]
         for oldest in idle[:36]:
             assert oldest.recv(1) == b""
-        assert sum(one.peer is None for one in pair.receiver._connections.values()) <= 4
+        assert len(pair.receiver._accepted) <= 4
         assert pair.move(pair.grant((1,)), (1,))[0].outcome is ReceiveOutcome.VERIFIED
     wait_for(lambda: pair.receiver.stats.refused_connections == 40, "their ends")
 
@@ -460,30 +475,179 @@ def test_a_host_does_not_take_the_places_of_others(
         assert len(read_exactly(slow, ANSWER_BYTES)) == ANSWER_BYTES
 
 
-def test_a_stalled_connection_makes_room_for_a_progressing_one(
+def test_bytes_without_a_step_keep_no_place(make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections that send a byte now and then do not outlast a younger one that waits for its next step."""
+    monkeypatch.setattr("kvtransfer.link.receiver.MAX_PENDING", 4)
+    pair = make_pair("tcp")
+    answer = pair.host.open(pair.sender, transports=choose("tcp"))
+    greeting = greet(pair, answer)
+    with contextlib.ExitStack() as stack:
+        dripping = [stack.enter_context(connect_from(f"127.0.0.{2 + one}", answer)) for one in range(3)]
+        for one in dripping:
+            one.sendall(greeting[:1])
+        wait_for(lambda: sum(one.has_sent for one in pair.receiver._accepted.values()) == 3, "their first bytes")
+        slow = stack.enter_context(connect_from("127.0.0.5", answer))
+        slow.sendall(greeting[:20])
+        wait_for(lambda: sum(one.has_sent for one in pair.receiver._accepted.values()) == 4, "its first bytes")
+        for one in dripping:
+            one.sendall(greeting[1:2])
+        wait_for(
+            lambda: sorted(len(one._data) for one in pair.receiver._accepted.values()) == [2, 2, 2, 20], "their bytes"
+        )
+        for number, oldest in enumerate(dripping):
+            stack.enter_context(connect_from(f"127.0.0.{6 + number}", answer)).sendall(greeting[:1])
+            assert is_cut(oldest)
+        slow.sendall(greeting[20:])
+        assert len(read_exactly(slow, ANSWER_BYTES)) == ANSWER_BYTES
+
+
+def test_a_tls_handshake_outlasts_older_connections_without_one(
     make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtransfer.link.receiver.MAX_PENDING", 4)
+    pair = make_pair("tcp+tls")
+    answer = pair.host.open(pair.sender)
+    tls = pair.sender.config.tls
+    assert tls is not None
+    with contextlib.ExitStack() as stack:
+        plain = stack.enter_context(connect_from("127.0.0.2", answer))
+        slow = stack.enter_context(secured(plain, tls, "127.0.0.1"))
+        wait_for(lambda: any(one.is_secured for one in pair.receiver._accepted.values()), "the handshake")
+        later = []
+        for number in range(20):
+            later.append(stack.enter_context(connect_from(f"127.0.0.{3 + number}", answer)))
+            later[-1].sendall(b"\x16")
+        for oldest in later[:17]:
+            assert is_cut(oldest)
+        slow.sendall(greet(pair, answer))
+        assert len(read_exactly(slow, ANSWER_BYTES)) == ANSWER_BYTES
+
+
+def test_an_incomplete_greeting_has_no_thread(pair: Pair) -> None:
+    """Threads would be started under a lock for which each chunk waits, or would outlive the receiver."""
+    answer = pair.host.open(pair.sender)
+    with connect(pair, answer) as slow:
+        slow.sendall(greet(pair, answer)[:1])
+        wait_for(lambda: any(one.has_sent for one in pair.receiver._accepted.values()), "the byte")
+        assert not pair.receiver._connections
+        pair.receiver.close()
+        with contextlib.suppress(ConnectionResetError):  # with bytes that were not read
+            assert slow.recv(1) == b""
+
+
+def test_no_sender_is_admitted_after_close(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """close() runs while the listening thread reads a greeting."""
+    inside, go_on, advance = threading.Event(), threading.Event(), Accepted.advance
+
+    def wait(accepted: Accepted) -> Any:
+        inside.set()
+        assert go_on.wait(WAIT_S)
+        return advance(accepted)
+
+    monkeypatch.setattr(Accepted, "advance", wait)
+    answer = pair.host.open(pair.sender)
+    with connect(pair, answer) as late:
+        late.sendall(greet(pair, answer))
+        assert inside.wait(WAIT_S)
+        closing = threading.Thread(target=pair.receiver.close)
+        closing.start()
+        wait_for(lambda: pair.receiver._is_closed, "close() to begin")
+        go_on.set()
+        closing.join(WAIT_S)
+        with contextlib.suppress(ConnectionResetError):
+            assert late.recv(1) == b""
+    assert not pair.receiver.peers
+    assert not [one for one in threading.enumerate() if isinstance(one, Inbound)]
+
+
+def test_a_thread_starts_without_the_lock(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, is_locked = Inbound.start, list[bool]()
+
+    def seen(inbound: Inbound) -> None:
+        is_locked.append(pair.receiver._lock.locked())
+        start(inbound)
+
+    monkeypatch.setattr(Inbound, "start", seen)
+    assert_still_serves(pair)
+    assert is_locked == [False]
+
+
+def test_a_proof_that_has_arrived_makes_no_room(
+    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes come after the listening thread has looked, and before it accepts others."""
+    monkeypatch.setattr("kvtransfer.link.receiver.MAX_PENDING", 1)
     pair = make_pair("tcp")
     answer = pair.host.open(pair.sender)
-    greeting = greet(pair, answer)
+    first = connect(pair, answer)
+    wait_for(lambda: len(pair.receiver._accepted) == 1, "the connection")
+    admits, transport = type(pair.receiver).__dict__["_accept"], next(iter(pair.receiver._listeners))
+    assert transport.name == "tcp"
+
+    def late(receiver: Any, *given: Any) -> None:
+        monkeypatch.undo()
+        monkeypatch.setattr("kvtransfer.link.receiver.MAX_PENDING", 1)
+        first.sendall(greet(pair, answer))
+        admits(receiver, *given)
+
+    monkeypatch.setattr(type(pair.receiver), "_accept", late)
+    with first, connect(pair, answer):
+        assert len(read_exactly(first, ANSWER_BYTES)) == ANSWER_BYTES
+
+
+def test_a_burst_of_first_bytes_does_not_delay_a_sender(make_pair: Callable[..., Pair]) -> None:
+    """All that wait in the kernel are accepted at once, and only a proven one costs a thread."""
+    pair = make_pair("tcp")
+    answer = pair.host.open(pair.sender)
+    first = greet(pair, answer)[:1]
     with contextlib.ExitStack() as stack:
-        slow = stack.enter_context(connect(pair, answer))
-        slow.sendall(greeting[:1])
-        wait_for(lambda: len(pair.receiver._connections) == 1, "the connection")
-        [channel] = [one.channel for one in pair.receiver._connections.values()]
-        stalled = []
-        for sent in range(1, 21):
-            stalled.append(stack.enter_context(connect(pair, answer)))
-            stalled[-1].sendall(greeting[:1])
-            if sent > 3:
-                with contextlib.suppress(ConnectionResetError):
-                    assert stalled[sent - 4].recv(1) == b""
-            before_s = channel.heard_s
-            slow.sendall(greeting[sent : sent + 1])
-            wait_for(lambda before_s=before_s: channel.heard_s > before_s, "the byte")  # type: ignore[misc]
-        slow.sendall(greeting[21:])
-        assert len(read_exactly(slow, ANSWER_BYTES)) == ANSWER_BYTES
+        for _ in range(200):
+            one = stack.enter_context(connect_from("127.0.0.2", answer))
+            with contextlib.suppress(OSError):  # it was closed already
+                one.sendall(first)
+        dial(pair.sender.config, pair.host.endpoint, "d0-1").close()
+        numbers = [one.number for one in pair.receiver._connections.values()]
+        assert numbers in ([], [1])
+        assert len(pair.receiver._accepted) <= MAX_PENDING
+
+
+def test_connections_with_tickets_take_no_share(
+    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks on one node open their connections at the same time."""
+    monkeypatch.setattr("kvtransfer.link.receiver.MAX_PENDING", 5)
+    pair = make_pair("tcp")
+    answers = [pair.host.open(pair.sender) for _ in range(3)]
+    greetings = [greet(pair, one) for one in answers]
+    with contextlib.ExitStack() as stack:
+        ranks = [stack.enter_context(connect(pair, one)) for one in answers]
+        for rank, greeting in zip(ranks, greetings, strict=True):
+            rank.sendall(greeting[:20])
+        wait_for(lambda: sum(one.has_sent for one in pair.receiver._accepted.values()) == 3, "their first bytes")
+        others = []
+        for number in range(6):
+            others.append(stack.enter_context(connect_from(f"127.0.0.{2 + number % 2}", answers[0])))
+            others[-1].sendall(greetings[0][:1])
+        for oldest in others[:4]:
+            assert is_cut(oldest)
+        for rank, greeting in zip(ranks, greetings, strict=True):
+            rank.sendall(greeting[20:])
+            assert len(read_exactly(rank, ANSWER_BYTES)) == ANSWER_BYTES
+
+
+@pytest.mark.parametrize(
+    ("peer", "host"),
+    [
+        ("ipv4:10.0.0.1:4242", "10.0.0.1"),
+        ("ipv6:%5B::1%5D:4242", "::1"),
+        ("ipv6:[2001:db8::1]:4242", "2001:db8::/64"),
+        ("ipv6:%5B::ffff:10.0.0.1%5D:4242", "10.0.0.1"),
+        ("unix:", ""),
+        ("unix:/tmp/a:1", ""),
+    ],
+)
+def test_the_host_of_a_call(peer: str, host: str) -> None:
+    assert host_of(peer) == host
 
 
 def test_a_silent_connection_has_no_thread_and_ends_with_the_receiver(pair: Pair) -> None:

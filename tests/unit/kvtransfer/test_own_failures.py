@@ -48,6 +48,7 @@ def test_a_receiver_without_threads_refuses_connections(pair: Pair, monkeypatch:
         received, sent = pair.begin(pair.grant((1,)))
         assert sent.wait().outcome is SendOutcome.FAILED
         wait_for(lambda: pair.receiver.stats.refused_connections >= 1, "the count")
+        assert not pair.receiver.peers
         pair.receiver.abort(pair.receiver.open_keys[0])
         assert received.wait().outcome is ReceiveOutcome.DRAINED
     assert_still_serves(pair)
