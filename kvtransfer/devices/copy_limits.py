@@ -18,7 +18,7 @@ DEFAULT_STAGING_BYTES: Final = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyLimits:
-    """The streams of one KV pool on a device."""
+    """What the copies of one KV pool on a device may use."""
 
     num_streams: int = DEFAULT_STREAMS
     staging_bytes: int = DEFAULT_STAGING_BYTES  # in addition to one slot for each connection
