@@ -121,8 +121,8 @@ def test_block_size_dtype_and_degree_may_differ() -> None:
 def test_every_convertible_pair_has_an_error_bound() -> None:
     attention = ("float32", "bfloat16", "int8", "float8_e4m3fn")
     assert set(LOSSES) == {(a, b) for a in attention for b in attention} | {
-        ("uint64", "uint64"),
-        ("float8_e4m3fn", "float8_e4m3fn"),
+        (other, other)
+        for other in ("uint64", "float16", "uint8")  # only in opaque blocks, which nothing converts
     }
 
 
