@@ -4,6 +4,7 @@ killed workers, judged by transformers in float64."""
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +14,11 @@ import pytest
 from pdserve import AsyncClient
 from pdserve.core.types import Sampling
 from tests.cluster.cluster import Cluster
-from tests.cluster.families import BUNDLED, prompts
+from tests.cluster.families import BUNDLED, VOCAB, prompts
 from tests.cluster.faults import all_have, decode_worker_of
 from tests.cluster.suite import LENGTHS, generate_all, tokens_of
 from tests.models.far_oracle import FarOracle
+from tests.models.tiny import TINY, build
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -25,14 +27,19 @@ MOST_TURNS = 3  # to kill a worker in the middle of a text
 GREEDY = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    config: Path = tmp_path_factory.mktemp("cluster") / "vllm.toml"
+def open_cluster(folder: Path, model: Path, *flags: str) -> Cluster:
+    """`folder` gets its configuration."""
+    config = folder / "vllm.toml"
     config.write_text(
         f'[worker]\nengine = "vllm"\nengine_python = "{sys.executable}"\ndtype = "float32"\ncuda_graphs = false\n'
         "kv_blocks = 200\nthreads = 1\nmax_batch_tokens = 96\n"
     )
-    with Cluster("--model", str(BUNDLED), "--decode", "2", "--config", str(config), start_s=600.0) as opened:
+    return Cluster("--model", str(model), "--config", str(config), *flags, start_s=600.0)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with open_cluster(tmp_path_factory.mktemp("cluster"), BUNDLED, "--decode", "2") as opened:
         yield opened
 
 
@@ -97,3 +104,21 @@ def test_answers_survive_the_death_of_their_decode_worker(cluster: Cluster, orac
     answers = asyncio.run(asyncio.wait_for(run(), 800))
     assert [len(tokens) for tokens in answers] == [400] * len(texts)
     oracle.assert_exact(texts, answers, sampling=[one if one.temperature else None for one in asked])
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_blocks_of_mla_are_transferred_in_runs(transport: str, tmp_path: Path) -> None:
+    """A block is one run of bytes for each layer."""
+    family, own = TINY["deepseek-v2"]
+    model = build(family, own | {"vocab_size": VOCAB}, tmp_path / "mla")
+    for part in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BUNDLED / part, model / part)
+    texts = prompts([2, 15, 33, 100, 257, 600])
+    flags = ("--decode", "1", "--transport", transport, "--set", "router.policy=round-robin")  # transfers if it can
+    with open_cluster(tmp_path, model, *flags) as cluster:
+        done = generate_all(cluster, texts, **GREEDY)
+        FarOracle(model).assert_exact(texts, tokens_of(done, TOKENS))
+        assert {one.timings.path for one in done} == {"remote"}
+        again = generate_all(cluster, texts, **GREEDY)
+        FarOracle(model).assert_exact(texts, tokens_of(again, TOKENS))
+        cluster.wait_until_idle()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvtransfer.protocol.plan import views_of
 from pdserve.core.types import Sampling
 from pdserve.engine.interface import Engine, Row
 from tests.models.far_oracle import FarOracle
@@ -81,14 +82,16 @@ def decoded(engine: Engine, history: list[int], start: int, blocks: list[int], p
 def test_decode_goes_on_from_blocks_that_were_moved_as_bytes(
     engine: Engine, oracle: FarOracle, make_prompt: MakePrompt
 ) -> None:
-    prompt, size = make_prompt(75), engine.spec.block_bytes
+    prompt = make_prompt(75)
     history = list(prompt)
-    source, target = [9, 3, 100, 8], [1, 0, 2, 199]
+    source, target = [9, 3, 100, 8, 50, 10, 198], [1, 0, 2, 199, 51, 11, 197]  # of 32 tokens or 16
     decoded(engine, history, 0, source, len(prompt), 1)
-    pool = engine.pool.buffer
+    pool, runs = engine.pool.buffer, engine.pool.runs_per_block
     for ours, theirs in zip(source, target, strict=True):
-        pool[theirs * size : (theirs + 1) * size] = pool[ours * size : (ours + 1) * size]
-        pool[ours * size : (ours + 1) * size] = b"\xff" * size
+        views = [views_of(pool, [block], engine.spec.block_bytes, (), runs) for block in (ours, theirs)]
+        for old, new in zip(*views, strict=True):
+            new[:] = old
+            old[:] = b"\xff" * len(old)
     decoded(engine, history, len(prompt), target, len(prompt), 31)
     oracle.assert_exact([prompt], [history[len(prompt) :]])
 
@@ -121,7 +124,7 @@ def test_scores_of_prompts_match_transformers(engine: Engine, oracle: FarOracle,
     scored = []
     for start, end in ((0, 40), (40, 90)):
         targets = prompt[start + 1 : end + 1]
-        row = Row(tokens=prompt[start:end], start=start, blocks=[4, 2, 3], targets=targets, num_top=5)
+        row = Row(tokens=prompt[start:end], start=start, blocks=[4, 2, 3, 8, 0, 1], targets=targets, num_top=5)
         scored += engine.step([row])[0].scored
     assert [one.token_id for one in scored] == prompt[1:]
     oracle.assert_logprobs(prompt[:-1], 0, scored)

@@ -10,30 +10,38 @@ import pytest
 from pdserve.core.errors import ConfigError, ModelError
 from pdserve.engine.interface import Row
 from tests.models.conftest import open_vllm
-from tests.models.tiny import REFUSED, build
+from tests.models.tiny import COMMON, REFUSED, TINY, build
 
 Tiny = Callable[[str], Path]
+
+
+def spoilt(folder: Path) -> bytes:
+    """The file of weights, the last of which are NaN: they are not read, so it does not matter."""
+    return (folder / "model.safetensors").read_bytes()[:-64] + b"\xff" * 64
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_whose_state_is_not_kv_of_text_is_refused(name: str, tiny: Tiny) -> None:
     folder = tiny(name)
-    weights = folder / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-64:] = b"\xff" * 64  # they are not read, so it does not matter
-    weights.write_bytes(data)
+    (folder / "model.safetensors").write_bytes(spoilt(folder))
     with pytest.raises(ModelError, match=REFUSED[name][2]) as caught:
         open_vllm(folder)
     assert caught.value.field == "architectures"
 
 
-def test_mla_on_a_cpu_is_refused_because_its_tokens_differ(tmp_path: Path) -> None:
-    sizes = {"kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32}
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "first_k_dense_replace": 1}
-    own = {"num_key_value_heads": 4, "n_group": 1, "topk_group": 1, **sizes, **experts}
-    with pytest.raises(ModelError, match="got CPU_MLA, expected a backend that takes blocks outermost") as caught:
-        open_vllm(build("DeepseekV2", own, tmp_path / "mla"))
-    assert caught.value.field == "attention"
+def test_sizes_of_mla_without_a_kernel_are_refused(tmp_path: Path) -> None:
+    family, own = TINY["deepseek-v2"]
+    folder = build(family, own | {"kv_lora_rank": 256}, tmp_path / "small")
+    (folder / "model.safetensors").write_bytes(spoilt(folder))
+    with pytest.raises(ModelError, match="512 and 64, the only sizes of MLA that vLLM computes on a CPU") as caught:
+        open_vllm(folder)
+    assert (caught.value.field, caught.value.seen) == ("kv_lora_rank and qk_rope_head_dim", "256 and 64")
+
+
+def test_fp8_kv_with_mla_on_a_cpu_is_refused(tiny: Tiny) -> None:
+    with pytest.raises(ConfigError, match="auto: ") as caught:
+        open_vllm(tiny("deepseek-v2"), kv_dtype="fp8")
+    assert (caught.value.field, caught.value.seen) == ("kv_dtype", "fp8")
 
 
 def test_an_unknown_architecture_is_refused(tiny: Tiny, tmp_path: Path) -> None:
@@ -64,5 +72,31 @@ def test_the_spec_describes_the_pool(tiny: Tiny) -> None:
         values_per_token = spec.block_bytes // 4 // spec.block_size
         assert 0 < sum(1 for value in written.cast("f") if value) <= 3 * values_per_token  # the rest is cleared
         assert engine.pool.buffer[3 * spec.block_bytes :] == b"\x3f" * (4 * spec.block_bytes)
+    finally:
+        engine.close()
+
+
+def test_a_block_of_mla_is_one_run_for_each_layer(tiny: Tiny) -> None:
+    """vLLM's attention on a CPU needs each layer's KV in one piece, and writes where KvPool says that a run is."""
+    engine = open_vllm(tiny("deepseek-v2"), kv_blocks=7)
+    try:
+        spec, pool = engine.spec, engine.pool
+        layers, run_bytes = COMMON["num_hidden_layers"], spec.block_size * (512 + 64) * 4
+        assert (spec.block_size, spec.block_bytes) == (16, layers * run_bytes)
+        assert (pool.runs_per_block, spec.kv_layers, spec.num_layers) == (layers, layers, layers)
+        assert (spec.kv_heads, spec.kv_head_dim) == (1, 512 + 64)
+        assert spec.layout.startswith("opaque.vllm-0.32-CPU_MLA-LB")
+        pool.buffer[:] = b"\x3f" * len(pool.buffer)
+        engine.step([Row(tokens=[5, 6, 7], start=0, blocks=[2])])
+        for layer in range(layers):
+            for block in range(pool.num_blocks):
+                begin = (layer * pool.num_blocks + block) * run_bytes
+                run = pool.buffer[begin : begin + run_bytes]
+                if block == 2:
+                    written = 3 * (512 + 64) * 4  # bytes of three tokens; the rest is cleared
+                    assert run[written:] == bytes(run_bytes - written)
+                    assert sum(1 for value in run[:written].cast("f") if value) > written // 4 * 0.9
+                else:
+                    assert run == b"\x3f" * run_bytes
     finally:
         engine.close()

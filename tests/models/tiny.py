@@ -23,12 +23,47 @@ COMMON: Final[dict[str, Any]] = {
     "pad_token_id": 0,
 }
 _EXPERTS: Final = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_LATENT: Final = {  # sizes of MLA that vLLM computes on a CPU
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+}
+_DEEPSEEK: Final = {
+    **_LATENT,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+}
+_YARN: Final = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
 
 #: Name -> the family in transformers, and what its config has beside COMMON.
 TINY: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "arcee": ("Arcee", {}),
     "bloom": ("Bloom", {"n_layer": 3, "n_head": 4, "tie_word_embeddings": True}),
     "cohere": ("Cohere", {"logit_scale": 0.25, "tie_word_embeddings": True}),
+    "deepseek-v2": ("DeepseekV2", {**_DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1}),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {
+            **_DEEPSEEK,
+            "q_lora_rank": 96,
+            "n_group": 4,
+            "topk_group": 2,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+            "rope_parameters": _YARN,
+        },
+    ),
     "ernie": ("Ernie4_5", {"head_dim": 32}),
     "falcon": ("Falcon", {"new_decoder_architecture": False, "multi_query": True}),
     "gemma": ("Gemma", {"head_dim": 32, "tie_word_embeddings": True}),

@@ -48,6 +48,7 @@ _DTYPES: Final = ("auto", "float32", "bfloat16")
 _KV_DTYPES: Final = ("auto", "fp8")
 _FLOATS: Final = ("float32", "bfloat16", "float16")
 _CPU_BLOCK: Final = 32  # its attention kernels take multiples
+_CPU_LATENT: Final = (512, 64)  # values of a token's latent and of its rotated key, for which its MLA has a kernel
 _FEWEST_TOKENS: Final = 64  # of a step, whatever the settings: steps that warm up have 48
 #: Set before vLLM is imported. The second version of its runner keeps other state between forward pass and sampling.
 _ENVIRONMENT: Final = {
@@ -81,6 +82,11 @@ def open_vllm(config: WorkerConfig, role: Role) -> VllmEngine:
     with model_errors(folder, installed):
         vllm_config = make_config(config, is_gpu=is_gpu)
     check_model(folder, vllm_config.model_config)
+    if vllm_config.model_config.is_deepseek_mla and not is_gpu:
+        if vllm_config.model_config.use_mla:  # unless VLLM_MLA_DISABLE=1
+            check_latents(config, vllm_config.model_config)
+        # vLLM's CPU kernel takes each head of a query for a token where heads have a dimension of their own, as here.
+        vllm_config.compilation_config.custom_ops.append("-rotary_embedding")
     worker = open_worker(config, vllm_config, folder, installed)
     try:
         pool, unit = make_pool(config, vllm_config, worker, is_gpu=is_gpu)
@@ -179,6 +185,17 @@ def check_model(folder: Path, model: Any) -> None:
     for kind, is_wrong in wrong.items():
         if is_wrong:
             raise ModelError("architectures", name, f"a decoder-only text model: {kind} are not served")
+
+
+def check_latents(config: WorkerConfig, model: Any) -> None:
+    """Raises ModelError for a model with MLA that vLLM's attention on a CPU cannot compute, ConfigError for a setting
+    that it does not have."""
+    if config.kv_dtype != "auto":
+        raise ConfigError("kv_dtype", config.kv_dtype, "auto: vLLM's MLA on a CPU stores KV in the model's dtype")
+    latent, rotated = (getattr(model.hf_text_config, field, None) for field in ("kv_lora_rank", "qk_rope_head_dim"))
+    if (latent, rotated) != _CPU_LATENT:
+        expected = f"{' and '.join(map(str, _CPU_LATENT))}, the only sizes of MLA that vLLM computes on a CPU"
+        raise ModelError("kv_lora_rank and qk_rope_head_dim", f"{latent} and {rotated}", expected)
 
 
 @contextlib.contextmanager
@@ -305,9 +322,6 @@ def make_pool(config: WorkerConfig, vllm_config: Any, worker: Any, *, is_gpu: bo
         layout = choose_layout(supported, backends)
         if layout is None:
             expected = "an attention backend that stores a page of KV as one run of bytes"
-            raise ModelError("attention", ", ".join(sorted(backends)), expected)
-        if layout.startswith("L"):  # transfers move such blocks; what MLA on a CPU samples is not exact yet
-            expected = "a backend that takes blocks outermost: with layers outermost, tokens differ from transformers'"
             raise ModelError("attention", ", ".join(sorted(backends)), expected)
         cache.kv_cache_layout = layout
         groups = get_kv_cache_groups(vllm_config, specs)
