@@ -128,6 +128,8 @@ def read(
     _check_engines(model, engines, _of_workers("tensor_parallel", 1, found, tables))
     if not found.get("ray"):
         choose_engines(tables, model, engines.keys())
+        if found.get("model") not in (None, BUNDLED, *TOY_MODELS):
+            _check_texts(Path(model))
     spec = ClusterSpec(
         model=model,
         cores=usable_cores(),
@@ -303,21 +305,14 @@ def _check_writable(name: str, file: Path) -> None:
 
 
 def _model(asked: str | None, *, is_here: bool) -> str:
-    """Absolute, because actors have another working directory.
-
-    Raises ModelError if the model is not found, or its tokenizer cannot be read. Checked here, because the
-    router needs them only after the workers have loaded their weights.
-    """
+    """Absolute, because actors have another working directory. Raises ModelError if the model is not found."""
     if asked is None:
         return str(bundled_model())
     if asked == BUNDLED:
         return find_model(asked)
     if not is_here:  # each host of the Ray cluster finds it
         return asked if asked in TOY_MODELS or is_on_hub(asked) else str(Path(asked).expanduser().absolute())
-    model = find_model(asked)
-    if model not in TOY_MODELS:
-        _check_texts(Path(model))
-    return model
+    return find_model(asked)
 
 
 def _of_workers(
@@ -354,6 +349,8 @@ def _check_defaults(spec: ClusterSpec) -> None:
 
 
 def _check_texts(folder: Path) -> None:
+    """Checked here, because the router needs tokenizer and templates only after the workers have loaded their weights.
+    Raises ModelError."""
     # They need the server extra, and `doctor` asks this module for the bundled model without it.
     from pdserve.text.chat import read_templates
     from pdserve.text.template_facts import finding_facts
