@@ -309,8 +309,10 @@ def test_a_reconnecting_sender_replaces_its_old_connection(make_pair: MakePair, 
     from tests.unit.kvtransfer.harness import fingerprint
 
     pair = make_pair(transport)
-    received, _ = pair.begin(pair.grant((1, 2)))
-    wait_for(lambda: pair.sender.stats.chunks == 0 and len(pair.receiver.peers) == 1, "the connection")
+    first = pair.grant((1, 2))
+    received, _ = pair.begin(first)
+    pair.sender.push(first.key, [(0, 1)], False)
+    wait_for(lambda: pair.receiver.stats.chunks == 1, "a chunk, so that the transfer is the old connection's")
     again = make_sender(
         endpoint_config(HostPool(64, seed=7), fingerprint(), worker_id="p0", incarnation="p0-2", transport=transport)
     )
