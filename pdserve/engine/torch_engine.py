@@ -68,13 +68,7 @@ class TorchEngine:
         outs = [RowOut()] * len(rows)
         if num_samples:
             logits_BV = self.model.logits(x_UE[:num_samples])
-            masks_of = self.grammars.masks_of(rows)
-            draws = [draw for index, row in enumerate(rows) for draw in draws_of(row, masks_of.get(index))]
-            sampled = iter(sample(logits_BV, draws, self.spec.eos_token_ids))
-            outs = [
-                row_out(row, list(islice(sampled, row.num_samples)), masks_of.get(index))
-                for index, row in enumerate(rows)
-            ]
+            outs = sample_rows(rows, logits_BV, self.grammars, self.spec.eos_token_ids)
         first = num_samples
         for index, row in enumerate(rows):
             if row.targets:
@@ -106,7 +100,17 @@ class TorchEngine:
         """Nothing to free: weights and pool end with their last reader."""
 
 
-def draws_of(row: Row, masks: RowMasks | None) -> list[Draw]:
+def sample_rows(
+    rows: Sequence[Row], logits_BV: Tensor, grammars: Grammars, eos_token_ids: tuple[int, ...]
+) -> list[RowOut]:
+    """`logits_BV`: float32, `num_samples` of each row, in the order of the rows."""
+    masks_of = grammars.masks_of(rows)
+    draws = [draw for index, row in enumerate(rows) for draw in _draws_of(row, masks_of.get(index))]
+    sampled = iter(sample(logits_BV, draws, eos_token_ids))
+    return [row_out(row, list(islice(sampled, row.num_samples)), masks_of.get(index)) for index, row in enumerate(rows)]
+
+
+def _draws_of(row: Row, masks: RowMasks | None) -> list[Draw]:
     """The row's sampled token, and one after each of its drafts, as if that draft and the previous ones were
     accepted."""
     if row.sample is None:

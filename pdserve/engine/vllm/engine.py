@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from typing import Any, final
 
 import torch
@@ -23,8 +22,7 @@ from pdserve.engine.interface import EngineSpec, OnLayer, Row, RowOut
 from pdserve.engine.memory.plan import MemoryPlan
 from pdserve.engine.rows import check_rows
 from pdserve.engine.sampling.grammars import Grammars
-from pdserve.engine.sampling.sampler import sample
-from pdserve.engine.torch_engine import draws_of, row_out, score
+from pdserve.engine.torch_engine import sample_rows, score
 from pdserve.engine.vllm.pool import VllmPool
 from pdserve.engine.vllm.requests import Place, Requests, divided
 
@@ -73,6 +71,7 @@ class VllmEngine:
         for part in divided(rows, self._limits.rows, self._limits.tokens):
             with self._within():  # some of vLLM's modules read it when they are first used
                 outs += self._part(part)
+        # Once, when nothing can fail any more: a repeated step clears whole blocks, so none may be on its way.
         if on_layer is not None:
             on_layer(self.spec.num_layers)
         return outs
@@ -97,13 +96,7 @@ class VllmEngine:
                 logits_BV = self._project(hidden_TE[position_B])
             else:
                 logits_BV = self._wide(logits_RV[[orders[index] for index in sampling]])
-            masks_of = self.grammars.masks_of(rows)
-            draws = [draw for index, row in enumerate(rows) for draw in draws_of(row, masks_of.get(index))]
-            sampled = iter(sample(logits_BV, draws, self.spec.eos_token_ids))
-            outs = [
-                row_out(row, list(islice(sampled, row.num_samples)), masks_of.get(index))
-                for index, row in enumerate(rows)
-            ]
+            outs = sample_rows(rows, logits_BV, self.grammars, self.spec.eos_token_ids)
         for index, row in enumerate(rows):
             if row.targets:
                 x_UE = hidden_TE[begins[index] : begins[index] + len(row.targets)]
@@ -113,13 +106,9 @@ class VllmEngine:
 
     def _fresh_blocks(self, rows: Sequence[Row]) -> list[int]:
         """Blocks that a row begins to write, and does not fill."""
-        size, fresh = self.spec.block_size, []
-        for row in rows:
-            end = row.start + row.num_queries
-            last = (end - 1) // size
-            if end % size and last * size >= row.start:
-                fresh.append(row.blocks[last])
-        return fresh
+        size = self.spec.block_size
+        ends = ((row, row.start + row.num_queries) for row in rows)
+        return [row.blocks[end // size] for row, end in ends if end % size and end - end % size >= row.start]
 
     def _compute(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor, list[int], list[int]]:
         """Hidden states of all positions, and logits of each row's last one; where each row's positions begin, and the
