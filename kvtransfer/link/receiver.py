@@ -421,12 +421,8 @@ class PlainReceiver:
         with self._lock:
             self._table.stats.refused_connections += 1
             self._table.stats.protocol_errors += is_peers_fault
-            self._log_refusal(error)
-
-    def _log_refusal(self, error: str) -> None:
-        """With the lock held. Limited, because any process that reaches the port can cause refusals."""
-        if count := self._refusals.due(self.clock()):
-            log.warning("kv connections were refused", extra={"connections": count, "error": error})
+            if count := self._refusals.due(self.clock()):  # any process that reaches the port can cause refusals
+                log.warning("kv connections were refused", extra={"connections": count, "error": error})
 
 
 def _name_of(peer: Peer) -> str:
