@@ -109,6 +109,15 @@ class Pair:
         self.sender.push(grant.key, list(enumerate(sources)), True)
         return received.wait(), sent.wait()
 
+    def move_in_groups(self, grant: Grant, sources: tuple[int, ...], groups: int) -> tuple[Received, Sent]:
+        """Sends each group of layers when it could have been computed."""
+        received, sent = Heard(), Heard()
+        self.receiver.expect(grant, received)
+        self.sender.start(grant, sent, groups=groups)
+        for group in range(groups):
+            self.sender.push(grant.key, list(enumerate(sources)), group == groups - 1, range(group, group + 1))
+        return received.wait(), sent.wait()
+
     def assert_equal(self, grant: Grant, sources: tuple[int, ...]) -> None:
         for index, source in enumerate(sources):
             assert self.target.block(grant.blocks[index]) == self.source.block(source), f"block {index} differs"

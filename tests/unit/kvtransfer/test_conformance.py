@@ -100,12 +100,9 @@ def test_groups_of_layers_of_a_run_per_layer_are_sent_early(
 ) -> None:
     pair = make_pair(transport, block_bytes=block_bytes, runs_per_block=runs)
     for groups in (2, LAYERS):
-        grant, sources, received, sent = pair.grant((4, 5, 6, 60, 0)), (1, 2, 3, 9, 8), Heard(), Heard()
-        pair.receiver.expect(grant, received)
-        pair.sender.start(grant, sent, groups=groups)
-        for group in range(groups):
-            pair.sender.push(grant.key, list(enumerate(sources)), group == groups - 1, range(group, group + 1))
-        assert (received.wait().outcome, sent.wait().outcome) == (ReceiveOutcome.VERIFIED, SendOutcome.SENT)
+        grant, sources = pair.grant((4, 5, 6, 60, 0)), (1, 2, 3, 9, 8)
+        received, sent = pair.move_in_groups(grant, sources, groups)
+        assert (received.outcome, sent.outcome) == (ReceiveOutcome.VERIFIED, SendOutcome.SENT)
         pair.assert_equal(grant, sources)
         pair.target.fill(grant.blocks, 0)
     assert pair.target.memory == bytes(64 * block_bytes), "other blocks are untouched"

@@ -118,13 +118,9 @@ def test_a_host_pool_of_a_run_per_layer_has_a_path(
     make_ends: MakeEnds, ends: tuple[str, str], runs: tuple[int, int], groups: int
 ) -> None:
     pair = make_ends(*ends, num_layers=4, transport="tcp_staged", runs_per_block=runs)
-    grant, received, sent = pair.grant((40, 3, 4, 5, 63, 0)), Heard(), Heard()
-    sources = (9, 8, 7, 50, 51, 1)
-    pair.receiver.expect(grant, received)
-    pair.sender.start(grant, sent, groups=groups)
-    for group in range(groups):
-        pair.sender.push(grant.key, list(enumerate(sources)), group == groups - 1, range(group, group + 1))
-    assert (received.wait().outcome, sent.wait().outcome) == (ReceiveOutcome.VERIFIED, SendOutcome.SENT)
+    grant, sources = pair.grant((40, 3, 4, 5, 63, 0)), (9, 8, 7, 50, 51, 1)
+    received, sent = pair.move_in_groups(grant, sources, groups)
+    assert (received.outcome, sent.outcome) == (ReceiveOutcome.VERIFIED, SendOutcome.SENT)
     pair.assert_equal(grant, sources)
     pair.target.fill(grant.blocks, 0)
     assert not any(pair.target.memory), "other blocks are untouched"
