@@ -50,7 +50,7 @@ def load_engine(config: WorkerConfig, role: Role) -> Engine:
 
 def engine_name(asked: str, model: str) -> str:
     """The engine that `auto` and `own` choose for `model`; any other name stays. `up` replaces `auto` by vllm for a
-    model that only vLLM serves (pdserve/launch/engines.py)."""
+    model that only vLLM serves (pdserve/launch/settings.py)."""
     if asked not in (AUTO, OWN):
         return asked
     return "toy" if model in TOY_MODELS else "torch"

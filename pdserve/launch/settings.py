@@ -6,11 +6,13 @@ Flags override `--set`, which overrides the file, which overrides defaults. An u
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 import re
 import secrets
+import sys
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,14 +22,14 @@ from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_text
 from pdserve.config import LOG_LEVELS, REDIS_ENV, SECRET_ENV, TOKEN_ENV, RouterConfig, WorkerConfig, from_env
 from pdserve.config_flags import words
 from pdserve.core.access.key_file import parse
-from pdserve.core.errors import ConfigError
+from pdserve.core.errors import ConfigError, ModelError
 from pdserve.core.setting import AUTO
 from pdserve.engine.load_engine import BUILT_IN, OURS, VLLM, registered
 from pdserve.engine.memory.host import usable_cores
+from pdserve.engine.model.config import read_config
 from pdserve.key_file_access import read_bytes
 from pdserve.launch import confine
 from pdserve.launch.confine import of_operator
-from pdserve.launch.engines import choose_engines
 from pdserve.launch.keys import KINDS, Kind, check_command_line, check_settings, check_top, fields_of
 from pdserve.launch.report import LogLimits
 from pdserve.launch.spec import ClusterSpec, ClusterTls, Process, gateway, processes
@@ -35,10 +37,12 @@ from pdserve.model_source import BUNDLED, TOY_MODELS, find_model, is_on_hub
 
 _TLS_FILES: Final = {"tls_cert", "tls_key", "tls_ca", "tls_client_ca", "router_cert", "router_key"}
 _NOT_ASKED: Final = {"settings", "cores", "gpus"}  # of a ClusterSpec, that `merge` does not compare
-_OF_WORKER_TABLES: Final = ("worker", "prefill_worker", "decode_worker")
+_OF_WORKER_TABLES: Final[tuple[Kind, ...]] = ("worker", "prefill_worker", "decode_worker")
 _WORKER_COUNTS: Final[Mapping[Kind, str]] = {"prefill_worker": "prefill", "decode_worker": "decode"}
 _OF_ROUTER: Final = ("otlp", "generation_config", "served_model_name")
 _OF_WORKERS: Final = ("transport", "engine", "device", "dtype", "kv_dtype", "load")
+_VLLM_ENVIRONMENT: Final = ".venv-vllm"  # of the checkout
+_MAKE_VLLM: Final = f"run `make vllm-env` in the checkout, which makes {_VLLM_ENVIRONMENT}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +131,7 @@ def read(
     model = _model(found.get("model"), is_here=not found.get("ray"))
     _check_engines(model, engines, _of_workers("tensor_parallel", 1, found, tables))
     if not found.get("ray"):
-        choose_engines(tables, model, engines.keys())
+        _choose_engines(tables, model, engines.keys())
         if found.get("model") not in (None, BUNDLED, *TOY_MODELS):
             _check_texts(Path(model))
     spec = ClusterSpec(
@@ -338,6 +342,48 @@ def _check_engines(model: str, engines: Mapping[str, str], degrees: Mapping[int,
         raise ConfigError(engines["toy"], "toy", expected)
     if is_toy and engines.keys() <= OURS and (degree := max(degrees, default=1)) > 1:
         raise ConfigError(degrees[degree], degree, "1: a toy has nothing to divide")
+
+
+def _vllm_python() -> str | None:
+    """The Python that has vLLM: this one, or that of the checkout's environment; None if neither has."""
+    if importlib.util.find_spec("vllm") is not None:
+        return sys.executable
+    python = Path(pdserve.__file__).parents[1] / _VLLM_ENVIRONMENT / "bin" / "python"
+    return str(python) if os.access(python, os.X_OK) else None
+
+
+def _choose_engines(tables: dict[Kind, dict[str, Any]], model: str, engines: Collection[str]) -> None:
+    """Replaces `auto` in the tables by vLLM's engine for a model that only vLLM serves, and adds the Python of vLLM's
+    workers. `engines`: of the workers that are started.
+
+    Raises ModelError if no engine of this host serves the model, and ConfigError for an absent Python.
+    """
+    if set(engines) <= OURS and model not in TOY_MODELS:
+        try:
+            read_config(Path(model))
+        except ModelError as error:
+            if not error.field.endswith("architectures") or set(engines) != {AUTO}:
+                raise
+            if _vllm_python() is None:
+                expected = f"{error.expected}; vLLM may serve other models: {_MAKE_VLLM}"
+                raise ModelError(error.field, error.seen, expected) from error
+            engines = {VLLM}
+            for table in _OF_WORKER_TABLES:
+                if table == "worker" or "engine" in tables.get(table, {}):
+                    tables.setdefault(table, {})["engine"] = VLLM
+    for table in _OF_WORKER_TABLES:
+        values = tables.get(table, {})
+        if given := values.get("engine_python"):
+            if not os.access(given, os.X_OK):
+                raise ConfigError(
+                    f"{table}.engine_python", given, f"the python of an environment with pdserve; {_MAKE_VLLM}"
+                )
+        elif values.get("engine") == VLLM and VLLM in engines:
+            found = _vllm_python()
+            if found is None:
+                raise ConfigError(f"{table}.engine", VLLM, f"vLLM: {_MAKE_VLLM}, or set {table}.engine_python")
+            if found != sys.executable:
+                values["engine_python"] = found
 
 
 def _check_defaults(spec: ClusterSpec) -> None:
