@@ -1,5 +1,5 @@
 """One connection between a prefill and a decode worker: connect, authenticate, send, receive; one thread each.
 
-It carries out what kvtransfer/protocol decides, over a transport of kvtransfer/transports. Read `sender.py` and
+It executes what kvtransfer/protocol decides, over a transport of kvtransfer/transports. Read `sender.py` and
 `receiver.py` first; `endpoint.py` makes both for a worker.
 """

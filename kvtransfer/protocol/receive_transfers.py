@@ -1,7 +1,7 @@
 """The transfer table of a receiver: decides which connection may write where, and what to report. Pure: time is passed
 as `now_s`.
 
-Methods change the table and return the actions to carry out, in order. The caller holds one lock during each call. A
+Methods change the table and return the actions to execute, in order. The caller holds one lock during each call. A
 `writer` is the caller's number of a connection.
 """
 

@@ -1,4 +1,4 @@
-"""A tensor-parallel rank with a separate pool: carries out the leader's steps, and transfers its heads of KV blocks.
+"""A tensor-parallel rank with a separate pool: executes the leader's steps, and transfers its heads of KV blocks.
 
 python -m kvtransfer.ranks.follower RANK STORE own [FLAG ...]      started by pdserve.engine.ranks.leader
 python -m kvtransfer.ranks.follower join HOST:PORT INDEX [FLAG ...]      started by `pdserve rank`

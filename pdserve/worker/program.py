@@ -136,7 +136,7 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
 
     @abstractmethod
     def act(self, effects: Iterable[Effect]) -> None:
-        """Carries out the effects in order: the role's own here, all others by `act_on_common`."""
+        """Executes the effects in order: the role's own here, all others by `act_on_common`."""
 
     @abstractmethod
     def transfer_events(self) -> Mapping[str, int]:

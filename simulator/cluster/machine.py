@@ -100,7 +100,7 @@ class Machine(ABC, Generic[Step, Effect]):
 
     @abstractmethod
     def act(self, effects: Iterable[Effect]) -> None:
-        """Carries out the effects in order: the role's own here, all others by `act_on_common`."""
+        """Executes the effects in order: the role's own here, all others by `act_on_common`."""
 
     def load(self) -> pr.Load:
         return self.scheduler.load()

@@ -1,4 +1,4 @@
-"""A stand-in for the NIXL library: reads between agents of this process, carried out when their state is queried.
+"""A stand-in for the NIXL library: reads between agents of this process, executed when their state is queried.
 
 It keeps these properties of the real library: only the thread that created an agent may call it. A read may need
 several queries, and may arrive in pieces. A failure is an exception or a state, and its data may still arrive later.
