@@ -181,14 +181,14 @@ class DecodeMachine(Machine[DecodeStep, fx.DecodeEffect]):
     def _received(
         self, key: AttemptKey, transfer: TransferKey, transfer_s: float, busy_s: float, num_bytes: int
     ) -> None:
-        if not self.has_granted(key, transfer):
+        if not self.holds_transfer(key, transfer):
             return
         now_s = self.agenda.now_s
         self.act(self.scheduler.received(key, transfer_s=transfer_s, busy_s=busy_s, num_bytes=num_bytes, now_s=now_s))
         self._joined(key)
 
     def _not_received(self, key: AttemptKey, transfer: TransferKey, error: str) -> None:
-        if self.has_granted(key, transfer):
+        if self.holds_transfer(key, transfer):
             self.act(self.scheduler.lost(key, error))
 
     def _joined(self, key: AttemptKey) -> None:

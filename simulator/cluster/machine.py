@@ -214,7 +214,7 @@ class Machine(ABC, Generic[Step, Effect]):
     def not_received(self, key: AttemptKey, transfer: TransferKey, error: str) -> None:
         raise AssertionError("only decode workers receive")
 
-    def has_granted(self, key: AttemptKey, transfer: TransferKey) -> bool:
+    def holds_transfer(self, key: AttemptKey, transfer: TransferKey) -> bool:
         """Whether the attempt's transfer is this one; False for a late call."""
         grant = self.grants.get(key)
         return grant is not None and grant.key == transfer

@@ -75,7 +75,7 @@ class PrefillMachine(Machine[PrefillStep, fx.PrefillEffect]):
         self.post(self._sent, key, transfer, is_whole, error, exposed_s)
 
     def _sent(self, key: AttemptKey, transfer: TransferKey, is_whole: bool, error: str, exposed_s: float) -> None:
-        if self.has_granted(key, transfer):
+        if self.holds_transfer(key, transfer):
             if is_whole:
                 self._exposed(key, exposed_s)
             self.act(self.scheduler.sent(key, is_whole=is_whole, error=error))
