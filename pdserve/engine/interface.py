@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Final, Protocol, final, overload
+from typing import Final, Protocol, final, overload, runtime_checkable
 
+from pdserve.core.adapters import Adapter
 from pdserve.core.types import Sampling, TokenOut
 
 # Called with the number of layers, from the first, that have stored the KV of every token of the current step.
@@ -65,6 +66,8 @@ class Row:
     first `start` tokens of its history are valid, without the pending one, so a row whose sampling needs that token is
     sampled later (`Flight.unsampled`). A row with penalties must have been a row of the previous step, with the same
     list as its history.
+
+    `adapter`: fingerprint of the LoRA adapter, loaded before, that computes the row. Empty: the model alone.
     """
 
     tokens: Sequence[int]
@@ -77,6 +80,7 @@ class Row:
     targets: Sequence[int] = ()
     num_top: int = 0
     follows: int | None = None
+    adapter: str = ""
 
     @property
     def num_queries(self) -> int:
@@ -275,4 +279,17 @@ class AsyncEngine(Engine, Protocol):
     def launch(self, rows: Sequence[Row], after: Flight | None) -> Flight:
         """Begins a step and returns. `after`: the previous step, still running, whose sampled tokens rows may
         follow."""
+        ...
+
+
+@runtime_checkable
+class AdapterEngine(Engine, Protocol):
+    """An engine that computes rows with LoRA adapters. Both methods run between two steps, on the engine's thread."""
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Raises ModelError if the adapter does not fit the model, and changes nothing then."""
+        ...
+
+    def unload_adapter(self, fingerprint: str) -> None:
+        """No later row has this adapter."""
         ...

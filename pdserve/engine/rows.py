@@ -7,7 +7,7 @@ No block was changed before, so a rejected step can be repeated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from itertools import islice
 from typing import Final, final
 
@@ -16,10 +16,13 @@ from pdserve.core.types import Sampling
 from pdserve.engine.interface import EngineSpec, Row
 
 
-def check_rows(spec: EngineSpec, rows: Sequence[Row], tables: CheckedTables | None = None) -> None:
+def check_rows(
+    spec: EngineSpec, rows: Sequence[Row], tables: CheckedTables | None = None, adapters: Container[str] = ()
+) -> None:
     """Raises InternalError unless every row can be computed and no two rows write the same block.
 
-    `tables`: lists of blocks that earlier steps have checked, which are not checked again.
+    `tables`: lists of blocks that earlier steps have checked, which are not checked again. `adapters`: fingerprints of
+    the loaded ones.
     """
     writers: dict[int, int] = {}
     size, limit, vocab_size = spec.block_size, spec.max_context_tokens, spec.vocab_size
@@ -43,6 +46,8 @@ def check_rows(spec: EngineSpec, rows: Sequence[Row], tables: CheckedTables | No
         for ids in (tokens, drafts, row.targets):
             if ids and (min(ids) < 0 or max(ids) >= vocab_size):
                 raise _wrong(index, f"a token id lies outside the vocabulary of {vocab_size}")
+        if row.adapter and row.adapter not in adapters:
+            raise _wrong(index, f"its adapter {row.adapter} is not loaded")
         if len(row.targets) > count:
             raise _wrong(index, f"{len(row.targets)} targets for {count} tokens")
         if row.sample is not None:

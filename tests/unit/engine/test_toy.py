@@ -144,6 +144,7 @@ def test_toy_logprobs_are_zero() -> None:
         (Row(tokens=[1], start=0, blocks=[-1]), "outside the pool"),
         (Row(tokens=[1] * 5, start=0, blocks=[2, 2]), "appears twice"),
         (Row(tokens=[257], start=0, blocks=[0]), "outside the vocabulary"),
+        (Row(tokens=[1], start=0, blocks=[0], adapter="a1"), "adapter a1 is not loaded"),
         (Row(tokens=[1] * 33, start=0, blocks=list(range(8))), "context limit"),
         (Row(tokens=[1], start=1, blocks=[0], sample=GREEDY, history=[1]), "history has 1"),
     ],
