@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import importlib.util
+import json
 import platform
 import subprocess
 import sys
@@ -14,8 +16,19 @@ from typing import TYPE_CHECKING, Final
 
 from pdserve.build import FULL_VERSION
 from pdserve.cli.up import SERVE_PORT
-from pdserve.core.errors import ModelError, PdserveError
-from pdserve.core.installation import EXTRAS, CheckResult, Level, advice, check_platform, missing
+from pdserve.core.errors import ConfigError, ModelError, PdserveError, shortened
+from pdserve.core.installation import (
+    EXTRAS,
+    CheckResult,
+    Level,
+    advice,
+    check_platform,
+    is_compatible,
+    mismatch,
+    missing,
+)
+from pdserve.core.setting import AUTO
+from pdserve.engine.load_engine import BUILT_IN, OURS, VLLM, engine_name, registered
 from pdserve.engine.memory.host import free_bytes, usable_cores
 from pdserve.image_check import compiler_is_there, cuda_of_torch, cuda_versions_agree, cupy_is_there
 from pdserve.model_source import TOY_MODELS, find_model, model_name
@@ -28,10 +41,16 @@ _MARKS: Final[dict[Level, str]] = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 _HOST: Final = "127.0.0.1"
 _FILES_WANTED: Final = 1024
 _MEMORY_WANTED_GIB: Final = 2
+_VLLM_S: Final = 180  # until vLLM's environment has answered: importing vLLM from a cold disk takes a minute
+_FOR_GPUS: Final = "for the GPUs of this host remove .venv-vllm, and run `make vllm-env VLLM='vllm>=0.32,<0.33'`"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="MODEL", help="model to check, as for up; the bundled model when absent")
+    parser.add_argument("--engine", metavar="ENGINE", default=AUTO, help="engine to check, as for up (auto)")
+    parser.add_argument(
+        "--engine-python", metavar="FILE", help="python with vLLM to check, as worker.engine_python; found when absent"
+    )
     parser.add_argument("--skip-pairs", action="store_true", help="do not measure KV transfers between two processes")
     parser.add_argument("--port", type=int, default=50051, help="gRPC port to check (50051)")
     parser.add_argument(
@@ -53,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
         shared_memory,
         _redis,
         lambda: _torch(args.model),
-        lambda: _model(args.model),
+        lambda: _engine(args.engine, args.model, args.engine_python),
+        lambda: _model(args.engine, args.model),
         *(() if args.skip_pairs else (pairs,)),
     ]
     findings: list[CheckResult] = []
@@ -192,6 +212,87 @@ def _complaints(name: str, level: Level, check: Callable[[], Iterator[str]]) -> 
         yield CheckResult(level, name, text, repair)
 
 
+def _chosen(asked: str, model: str | None) -> tuple[str, Path | None, ModelError | None]:
+    """The engine of the model, the model's folder, and why `auto` takes vLLM for it, as `up` chooses. There is no
+    folder for a toy, nor for a model that `_model` rejects."""
+    from pdserve.launch.settings import bundled_model, unknown_architecture
+
+    folder, unknown = None, None
+    if model not in TOY_MODELS:
+        with contextlib.suppress(PdserveError):
+            folder = Path(find_model(model)) if model else bundled_model()
+            unknown = unknown_architecture(folder) if asked == AUTO else None
+    return VLLM if unknown else engine_name(asked, model or ""), folder, unknown
+
+
+def _engine(asked: str, model: str | None, python: str | None) -> Iterator[CheckResult]:
+    """Names the engine of the model, and the vLLM of this host."""
+    from pdserve.launch.settings import MAKE_VLLM, vllm_python, without_vllm
+
+    engine, folder, unknown = _chosen(asked, model)
+    python = python or vllm_python()
+    try:
+        if unknown is not None and python is None:
+            raise without_vllm(unknown)
+        if engine not in BUILT_IN:
+            registered(engine)
+        if engine in ("torch", VLLM) and model in TOY_MODELS:
+            raise ConfigError("engine", engine, f"auto or toy: the model {model} has no weights")
+    except PdserveError as error:
+        yield CheckResult("fail", "engine", str(error))
+        return
+    if asked != AUTO:
+        reason = "as asked"
+    elif unknown is not None:
+        seen = str(unknown.seen).strip("[]'")
+        reason = f"chosen by auto: our own engine does not know {seen}"
+    else:
+        reason = "our own, chosen by auto"
+    yield CheckResult("ok", "engine", f"{engine}, {reason}")
+    if python is not None:
+        yield from _vllm(python, str(folder) if folder and engine == VLLM else "", is_needed=engine == VLLM)
+    elif engine == VLLM:
+        yield CheckResult("fail", "vllm", "not installed", MAKE_VLLM)
+    else:
+        yield CheckResult("warn", "vllm", "not installed", f"for models that our own engine does not know: {MAKE_VLLM}")
+
+
+def _vllm(python: str, folder: str, *, is_needed: bool) -> Iterator[CheckResult]:
+    """Asks vLLM's environment, in which pdserve describes it. `folder`: of a model that vLLM shall serve."""
+    from pdserve.launch.settings import MAKE_VLLM, visible_gpus
+
+    level: Level = "fail" if is_needed else "warn"
+    try:
+        done = subprocess.run(
+            [python, "-m", "pdserve.engine.vllm.start", folder],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_VLLM_S,
+            check=False,
+        )
+        found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        yield CheckResult(level, "vllm", f"{python} gives no answer ({shortened(str(error), 200)})", MAKE_VLLM)
+        return
+    if not found:
+        reason = shortened((done.stderr.splitlines() or [f"exit status {done.returncode}"])[-1], 200)
+        yield CheckResult(level, "vllm", f"{python} has no working pdserve and vLLM ({reason})", MAKE_VLLM)
+    elif not is_compatible(FULL_VERSION, found["pdserve"]):
+        yield CheckResult(level, "vllm", f"{python}: {mismatch(FULL_VERSION, found['pdserve'])}", MAKE_VLLM)
+    elif found.get("about") == "vllm":
+        yield CheckResult(level, "vllm", f"{found['error']}; {python}")
+    else:
+        text = f"{found['vllm']}, built for {found['build']}, {python}"
+        if found["build"] == "CPUs" and visible_gpus():
+            yield CheckResult("warn", "vllm", text, _FOR_GPUS)
+        else:
+            yield CheckResult("ok", "vllm", text)
+    if found.get("about") == "model":
+        yield CheckResult("fail", "model", found["error"], "give another folder with --model")
+
+
 def _encoded(text: str, tokenizer: Tokenizer, folder: Path) -> list[int]:
     """Raises ModelError."""
     if tokenizer.is_linear:
@@ -213,7 +314,7 @@ def _encoded(text: str, tokenizer: Tokenizer, folder: Path) -> list[int]:
     return ids_of(answer["ids"])
 
 
-def _model(asked: str | None) -> Iterator[CheckResult]:
+def _model(engine: str, asked: str | None) -> Iterator[CheckResult]:
     from pdserve.engine.load.checkpoint_files import check_sizes, open_checkpoint
     from pdserve.engine.model.config import read_config
     from pdserve.launch.report import size_text
@@ -225,8 +326,10 @@ def _model(asked: str | None) -> Iterator[CheckResult]:
         return
     try:
         folder = Path(find_model(asked)) if asked else bundled_model()
-        config, checkpoint = read_config(folder), open_checkpoint(folder)
-        check_sizes(config, checkpoint.tensors)
+        config = read_config(folder) if _chosen(engine, asked)[0] in OURS else None  # others read it themselves
+        checkpoint = open_checkpoint(folder)
+        if config is not None:
+            check_sizes(config, checkpoint.tensors)
         size = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
         yield CheckResult(
             "ok", "model", f"{model_name(str(folder))}: {len(checkpoint.tensors)} tensors, {size_text(size)}"

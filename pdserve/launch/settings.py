@@ -42,7 +42,7 @@ _WORKER_COUNTS: Final[Mapping[Kind, str]] = {"prefill_worker": "prefill", "decod
 _OF_ROUTER: Final = ("otlp", "generation_config", "served_model_name")
 _OF_WORKERS: Final = ("transport", "engine", "device", "dtype", "kv_dtype", "load")
 _VLLM_ENVIRONMENT: Final = ".venv-vllm"  # of the checkout
-_MAKE_VLLM: Final = f"run `make vllm-env` in the checkout, which makes {_VLLM_ENVIRONMENT}"
+MAKE_VLLM: Final = f"run `make vllm-env` in the checkout, which makes {_VLLM_ENVIRONMENT}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ def read(
     spec = ClusterSpec(
         model=model,
         cores=usable_cores(),
-        gpus=_gpus(),
+        gpus=visible_gpus(),
         inject_faults=faults,
         cluster_secret=cluster_secret,
         settings=tables,
@@ -344,12 +344,29 @@ def _check_engines(model: str, engines: Mapping[str, str], degrees: Mapping[int,
         raise ConfigError(degrees[degree], degree, "1: a toy has nothing to divide")
 
 
-def _vllm_python() -> str | None:
+def vllm_python() -> str | None:
     """The Python that has vLLM: this one, or that of the checkout's environment; None if neither has."""
     if importlib.util.find_spec("vllm") is not None:
         return sys.executable
     python = Path(pdserve.__file__).parents[1] / _VLLM_ENVIRONMENT / "bin" / "python"
     return str(python) if os.access(python, os.X_OK) else None
+
+
+def unknown_architecture(folder: Path) -> ModelError | None:
+    """Why the engine `auto` is vLLM's for a model: our own engine does not know its architecture. Raises ModelError for
+    a model that is wrong in another way."""
+    try:
+        read_config(folder)
+    except ModelError as error:
+        if not error.field.endswith("architectures"):
+            raise
+        return error
+    return None
+
+
+def without_vllm(unknown: ModelError) -> ModelError:
+    """The error for a model of an unknown architecture on a host without vLLM."""
+    return ModelError(unknown.field, unknown.seen, f"{unknown.expected}; vLLM may serve other models: {MAKE_VLLM}")
 
 
 def _choose_engines(tables: dict[Kind, dict[str, Any]], model: str, engines: Collection[str]) -> None:
@@ -359,14 +376,12 @@ def _choose_engines(tables: dict[Kind, dict[str, Any]], model: str, engines: Col
     Raises ModelError if no engine of this host serves the model, and ConfigError for an absent Python.
     """
     if set(engines) <= OURS and model not in TOY_MODELS:
-        try:
-            read_config(Path(model))
-        except ModelError as error:
-            if not error.field.endswith("architectures") or set(engines) != {AUTO}:
-                raise
-            if _vllm_python() is None:
-                expected = f"{error.expected}; vLLM may serve other models: {_MAKE_VLLM}"
-                raise ModelError(error.field, error.seen, expected) from error
+        unknown = unknown_architecture(Path(model))
+        if unknown is not None:
+            if set(engines) != {AUTO}:
+                raise unknown
+            if vllm_python() is None:
+                raise without_vllm(unknown)
             engines = {VLLM}
             for table in _OF_WORKER_TABLES:
                 if table == "worker" or "engine" in tables.get(table, {}):
@@ -376,12 +391,12 @@ def _choose_engines(tables: dict[Kind, dict[str, Any]], model: str, engines: Col
         if given := values.get("engine_python"):
             if not os.access(given, os.X_OK):
                 raise ConfigError(
-                    f"{table}.engine_python", given, f"the python of an environment with pdserve; {_MAKE_VLLM}"
+                    f"{table}.engine_python", given, f"the python of an environment with pdserve; {MAKE_VLLM}"
                 )
         elif values.get("engine") == VLLM and VLLM in engines:
-            found = _vllm_python()
+            found = vllm_python()
             if found is None:
-                raise ConfigError(f"{table}.engine", VLLM, f"vLLM: {_MAKE_VLLM}, or set {table}.engine_python")
+                raise ConfigError(f"{table}.engine", VLLM, f"vLLM: {MAKE_VLLM}, or set {table}.engine_python")
             if found != sys.executable:
                 values["engine_python"] = found
 
@@ -442,7 +457,7 @@ def _as_tuple(value: Any) -> Any:
     return words(value) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
-def _gpus() -> tuple[str, ...]:
+def visible_gpus() -> tuple[str, ...]:
     """GPUs that this process may use, found without loading a library."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:

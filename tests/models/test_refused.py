@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from pdserve.cli.main import main
 from pdserve.core.errors import ConfigError, ModelError
 from pdserve.engine.interface import Row
 from tests.models.conftest import open_vllm
@@ -100,3 +103,14 @@ def test_a_block_of_mla_is_one_run_for_each_layer(tiny: Tiny) -> None:
                     assert run == b"\x3f" * run_bytes
     finally:
         engine.close()
+
+
+def test_doctor_asks_this_environment(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
+    """tests/unit/cli/test_doctor_engines.py has answers of other environments."""
+    words = ["doctor", "--skip-pairs", "--port", "0", "--http", "0", "--engine-python", sys.executable, "--model"]
+    main([*words, str(tiny("glm4"))])
+    served = capsys.readouterr().out
+    assert "vllm, chosen by auto: our own engine does not know Glm4ForCausalLM" in served
+    assert re.search(r"ok    vllm              0\.32\.\d+, built for CPUs, ", served)
+    assert main([*words, str(tiny("mamba"))]) == 1
+    assert re.search(r"FAIL  model             architectures: .*state besides KV", capsys.readouterr().out)

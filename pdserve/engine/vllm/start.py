@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import os
 import sys
@@ -15,7 +16,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
@@ -23,12 +24,13 @@ from typing import Any, Final
 import torch
 
 from pdserve.bounded_file import MAX_JSON_BYTES, read_json_object
+from pdserve.build import FULL_VERSION
 from pdserve.config import WorkerConfig
-from pdserve.core.errors import ConfigError, ModelError, shortened
+from pdserve.core.errors import ConfigError, ModelError, PdserveError, shortened
 from pdserve.core.kv.kv_shape import ITEM_BYTES
 from pdserve.core.types import Role
 from pdserve.engine.interface import EngineSpec
-from pdserve.engine.load.checkpoint_files import checkpoint_hash, open_checkpoint
+from pdserve.engine.load.checkpoint_files import Checkpoint, checkpoint_hash, open_checkpoint
 from pdserve.engine.load.weights import dummy_hash
 from pdserve.engine.memory.host import free_bytes
 from pdserve.engine.memory.plan import PoolUnit, explicit_blocks, host_blocks, plain_plan, with_device_defaults
@@ -66,27 +68,11 @@ def open_vllm(config: WorkerConfig, role: Role) -> VllmEngine:
     """Raises ConfigError if the settings or the environment do not suit vLLM, ModelError if it cannot serve the
     model."""
     began_s = time.monotonic()
-    installed = installed_version()
-    check_settings(config)
-    os.environ.update(_ENVIRONMENT)
-    # Its warnings are about settings that it was given here, or about its own server.
-    logging.getLogger("vllm").setLevel(logging.DEBUG if log.isEnabledFor(logging.DEBUG) else logging.ERROR)
-    from vllm.platforms import current_platform
-
-    is_gpu = check_platform(config, current_platform)
-    config = with_device_defaults(config, role, is_gpu=is_gpu)
+    checked = check(config, role)
+    config, vllm_config, is_gpu = checked.config, checked.vllm_config, checked.is_gpu
+    folder, checkpoint, installed = checked.folder, checked.checkpoint, checked.installed
     if config.threads > 0 and not is_gpu:
         torch.set_num_threads(config.threads)  # vLLM's CPU worker forbids it later
-    folder = Path(config.model)
-    checkpoint = open_checkpoint(folder) if config.load == "auto" else None
-    with model_errors(folder, installed):
-        vllm_config = make_config(config, is_gpu=is_gpu)
-    check_model(folder, vllm_config.model_config)
-    if vllm_config.model_config.is_deepseek_mla and not is_gpu:
-        if vllm_config.model_config.use_mla:  # unless VLLM_MLA_DISABLE=1
-            check_latents(config, vllm_config.model_config)
-        # vLLM's CPU kernel takes each head of a query for a token where heads have a dimension of their own, as here.
-        vllm_config.compilation_config.custom_ops.append("-rotary_embedding")
     worker = open_worker(config, vllm_config, folder, installed)
     try:
         pool, unit = make_pool(config, vllm_config, worker, is_gpu=is_gpu)
@@ -128,6 +114,55 @@ def open_vllm(config: WorkerConfig, role: Role) -> VllmEngine:
 # --- checks before any weights are read -----------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Settings with vLLM's defaults, for a model that vLLM serves here. `checkpoint` is None with random weights."""
+
+    config: WorkerConfig
+    vllm_config: Any
+    folder: Path
+    checkpoint: Checkpoint | None
+    installed: str
+    is_gpu: bool
+
+
+def check(config: WorkerConfig, role: Role) -> Checked:
+    """Raises ConfigError and ModelError as `open_vllm`."""
+    installed = installed_version()
+    check_settings(config)
+    os.environ.update(_ENVIRONMENT)
+    # Its warnings are about settings that it was given here, or about its own server.
+    logging.getLogger("vllm").setLevel(logging.DEBUG if log.isEnabledFor(logging.DEBUG) else logging.ERROR)
+    from vllm.platforms import current_platform
+
+    is_gpu = check_platform(config, current_platform)
+    config = with_device_defaults(config, role, is_gpu=is_gpu)
+    folder = Path(config.model)
+    checkpoint = open_checkpoint(folder) if config.load == "auto" else None
+    with model_errors(folder, installed):
+        vllm_config = make_config(config, is_gpu=is_gpu)
+    check_model(folder, vllm_config.model_config)
+    if vllm_config.model_config.is_deepseek_mla and not is_gpu:
+        if vllm_config.model_config.use_mla:  # unless VLLM_MLA_DISABLE=1
+            check_latents(config, vllm_config.model_config)
+        # vLLM's CPU kernel takes each head of a query for a token where heads have a dimension of their own, as here.
+        vllm_config.compilation_config.custom_ops.append("-rotary_embedding")
+    return Checked(config, vllm_config, folder, checkpoint, installed, is_gpu)
+
+
+def describe(model: str) -> dict[str, str]:
+    """What `pdserve doctor` asks of this environment: version, build, and why it cannot serve `model`, if one is given.
+    Without a model, vLLM is not imported."""
+    found = {"pdserve": FULL_VERSION}
+    try:
+        found |= {"vllm": installed_version(), "build": installed_build()}
+        if model:
+            check(WorkerConfig(model=model, worker_id="doctor"), Role.DECODE)
+    except PdserveError as error:
+        found |= {"error": str(error), "about": "model" if isinstance(error, ModelError) else "vllm"}
+    return found
+
+
 def installed_version() -> str:
     """Raises ConfigError without a supported vLLM."""
     for package in _PACKAGES:
@@ -138,6 +173,13 @@ def installed_version() -> str:
             return found
     expected = f"{SUPPORTED_RANGE} in this Python: run `make vllm-env`, and set worker.engine_python to its python"
     raise ConfigError("engine", "vllm, which is not installed", expected)
+
+
+def installed_build() -> str:
+    """What the installed vLLM is built for, by which vLLM itself decides."""
+    with contextlib.suppress(PackageNotFoundError):
+        return "CPUs" if "cpu" in version("vllm") else "GPUs"
+    return "CPUs"
 
 
 def _release(found: str) -> tuple[int, ...]:
@@ -410,3 +452,7 @@ def _eos_token_ids(model: Any) -> tuple[int, ...]:
     ):
         found.update(value if isinstance(value, list) else [] if value is None else [value])
     return tuple(sorted(one for one in found if 0 <= one < model.get_vocab_size()))
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(describe(sys.argv[1])) + "\n")

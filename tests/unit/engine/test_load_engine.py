@@ -164,7 +164,7 @@ def worker_table(flags: dict[str, str], *words: str) -> dict[str, object]:
 
 
 def test_auto_takes_vllm_for_a_model_that_we_do_not_serve(new_family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "_vllm_python", lambda: "/env/bin/python")
+    monkeypatch.setattr(settings, "vllm_python", lambda: "/env/bin/python")
     assert worker_table({"model": new_family}) == {"engine": "vllm", "engine_python": "/env/bin/python"}
     assert "engine" not in settings.read({"model": "stdlib-5m"}, None, []).spec.settings.get("worker", {})
 
@@ -172,19 +172,19 @@ def test_auto_takes_vllm_for_a_model_that_we_do_not_serve(new_family: str, monke
 def test_without_vllm_a_model_that_we_do_not_serve_is_rejected(
     new_family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(settings, "_vllm_python", lambda: None)
+    monkeypatch.setattr(settings, "vllm_python", lambda: None)
     for flags in ({}, {"engine": "vllm"}):
         with pytest.raises(ConfigError, match="make vllm-env"):
             settings.read({"model": new_family, **flags}, None, [])
 
 
 def test_vllm_in_our_own_environment_needs_no_other_python(new_family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "_vllm_python", lambda: sys.executable)
+    monkeypatch.setattr(settings, "vllm_python", lambda: sys.executable)
     assert worker_table({"model": new_family, "engine": "vllm"}) == {"engine": "vllm"}
 
 
 def test_one_role_may_run_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "_vllm_python", lambda: "/env/bin/python")
+    monkeypatch.setattr(settings, "vllm_python", lambda: "/env/bin/python")
     tables = settings.read({"model": "stdlib-5m"}, None, ["decode_worker.engine=vllm"]).spec.settings
     assert dict(tables["decode_worker"]) == {"engine": "vllm", "engine_python": "/env/bin/python"}
     assert "worker" not in tables
