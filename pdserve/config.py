@@ -13,6 +13,7 @@ from typing import Final
 
 from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_text
 from pdserve.core.access.hosts import PORTS, check_endpoint, check_token, is_loopback_host
+from pdserve.core.adapters import split_adapter
 from pdserve.core.durations import DAY_S
 from pdserve.core.errors import ConfigError
 from pdserve.core.setting import AUTO, LARGEST_COUNT, CallerTlsSettings, TlsSettings, check_fields, check_tls, setting
@@ -52,6 +53,8 @@ GENERATION_CONFIGS: Final = ("auto", "none")
 RANK_POOLS: Final = ("auto", "own")
 MAX_SERVED_NAMES: Final = 64
 _SERVED_NAME: Final = re.compile(r"[^\s,]{1,256}")
+MAX_ADAPTERS: Final = 4096
+LARGEST_LORA_RANK: Final = 512  # that vLLM computes
 MAX_DRAFTS: Final = 15  # attention computes rows of this many drafts and their own token at once
 
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
@@ -214,6 +217,20 @@ class WorkerConfig(TlsSettings):
     profile: str = setting(
         "profile with the expected step times: a bundled profile's name or a file; measured at start when empty", ""
     )
+    lora: tuple[str, ...] = setting(
+        "LoRA adapters that are loaded at start, as NAME=FOLDER; requests choose one by its name as their model", ()
+    )
+    lora_folders: tuple[str, ...] = setting(
+        "folders from which LoRA adapters may be loaded while serving, directly or from folders in them; none when "
+        "empty",
+        (),
+    )
+    max_loras: int = setting("maximum number of LoRA adapters that vLLM computes at once", 16, within=(1, 256))
+    max_lora_rank: int = setting("maximum rank of a LoRA adapter", 64, within=(1, LARGEST_LORA_RANK))
+    max_lora_adapters: int = setting("maximum number of loaded LoRA adapters", 64, within=(1, MAX_ADAPTERS))
+    max_lora_bytes: int = setting(
+        "maximum size of the weights of all loaded LoRA adapters together", 4 * 2**30, within=(1024, 2**46)
+    )
     cluster_secret: str = setting(SECRET_HELP, "", env=SECRET_ENV)
     toy_step_s: float = setting("duration of one step of the toy model", 0.0, within=(0.0, 3600.0))
     inject_faults: str = setting("for tests: faults to inject into KV transfers, such as seed=7,share=0.1", "")
@@ -224,6 +241,11 @@ class WorkerConfig(TlsSettings):
         if self.inject_faults and self.tls_cert:
             raise ConfigError("inject_faults", self.inject_faults, "no TLS beside it: faults change plain frames")
         _check_ranks(self)
+        _check_lora(self)
+
+    @property
+    def serves_adapters(self) -> bool:
+        return bool(self.lora or self.lora_folders)
 
     @property
     def ranks_here(self) -> int:
@@ -426,6 +448,20 @@ def _check_ranks(config: WorkerConfig) -> None:
     if is_loopback_host(reached) and not is_loopback_host(host):
         expected = f"an address that other hosts reach, as the rendezvous {config.rendezvous} is: ranks there move KV"
         raise ConfigError("host", config.host, expected)
+
+
+def _check_lora(config: WorkerConfig) -> None:
+    """Raises ConfigError. Limits matter only with adapters."""
+    if not config.serves_adapters:
+        return
+    names = [split_adapter(one)[0] for one in config.lora]
+    if wrong := next((name for index, name in enumerate(names) if name in names[:index]), None):
+        raise ConfigError("lora", f"{wrong!r} twice", "names that differ")
+    if len(names) > config.max_lora_adapters:
+        raise ConfigError("lora", f"{len(names)} adapters", f"at most max_lora_adapters, {config.max_lora_adapters}")
+    for folder in config.lora_folders:
+        if not folder or "," in folder:
+            raise ConfigError("lora_folders", repr(folder), "folders without commas in their paths")
 
 
 SECRETS: Final = frozenset(

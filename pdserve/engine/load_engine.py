@@ -16,7 +16,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.kv.kv_shape import SCALED
 from pdserve.core.setting import AUTO
 from pdserve.core.types import Role
-from pdserve.engine.interface import Engine, EngineSpec
+from pdserve.engine.interface import AdapterEngine, Engine, EngineSpec
 from pdserve.engine.toy import CELL_BYTES, MARKS, ToyEngine
 from pdserve.model_source import TOY_MODELS, model_name
 
@@ -41,6 +41,8 @@ def load_engine(config: WorkerConfig, role: Role) -> Engine:
     engine = find_engine(name)(config, role)
     try:
         _check(name, engine, model_name(config.model))
+        if not isinstance(engine, AdapterEngine):
+            _check_no_adapters(config)
     except BaseException:
         if hasattr(engine, "close"):
             engine.close()
@@ -120,6 +122,7 @@ def _check(name: str, engine: Engine, model: str) -> None:
 def _torch(config: WorkerConfig, role: Role) -> Engine:
     if config.model in TOY_MODELS:
         raise ConfigError("engine", "torch", f"auto or toy: the model {config.model} has no weights")
+    _check_no_adapters(config)
     if config.tensor_parallel > 1:
         from pdserve.engine.ranks.leader import open_parallel_engine
 
@@ -127,6 +130,13 @@ def _torch(config: WorkerConfig, role: Role) -> Engine:
     from pdserve.engine.load.build_engine import open_engine
 
     return open_engine(config, role)
+
+
+def _check_no_adapters(config: WorkerConfig) -> None:
+    """Raises ConfigError. Our own engine calls it before it reads weights."""
+    if config.serves_adapters:
+        name = "lora" if config.lora else "lora_folders"
+        raise ConfigError(name, " ".join(getattr(config, name)), "engine vllm: this engine computes no LoRA adapters")
 
 
 def _toy(config: WorkerConfig, role: Role) -> ToyEngine:

@@ -83,9 +83,13 @@ def read(
 
         parse_faults(faults)
     tables = {kind: _table(kind, found.pop(kind)) for kind in KINDS if kind in found}
-    for values in (found, tables.get("router", {})):
-        if "served_model_name" in values:
-            values["served_model_name"] = _as_tuple(values["served_model_name"])
+    if "served_model_name" in found:
+        found["served_model_name"] = _as_tuple(found["served_model_name"])
+    for kind, values in tables.items():
+        fields = fields_of(kind)
+        for name in values.keys() & fields.keys():
+            if fields[name].default == ():
+                values[name] = _as_tuple(values[name])
     for name, value in found.items():
         check_top(name, value)
     if ray := found.get("ray"):
@@ -131,7 +135,7 @@ def read(
     model = _model(found.get("model"), is_here=not found.get("ray"))
     _check_engines(model, engines, _of_workers("tensor_parallel", 1, found, tables))
     if not found.get("ray"):
-        _choose_engines(tables, model, engines.keys())
+        _choose_engines(tables, model, engines.keys(), _with_adapters(found, tables))
         if found.get("model") not in (None, BUNDLED, *TOY_MODELS):
             _check_texts(Path(model))
     spec = ClusterSpec(
@@ -364,24 +368,36 @@ def unknown_architecture(folder: Path) -> ModelError | None:
     return None
 
 
-def without_vllm(unknown: ModelError) -> ModelError:
-    """The error for a model of an unknown architecture on a host without vLLM."""
-    return ModelError(unknown.field, unknown.seen, f"{unknown.expected}; vLLM may serve other models: {MAKE_VLLM}")
+def without_vllm(wrong: ConfigError) -> ConfigError:
+    """The error for what our own engine does not serve, on a host without vLLM."""
+    what = "other models" if isinstance(wrong, ModelError) else "them"
+    return type(wrong)(wrong.field, wrong.seen, f"{wrong.expected}; vLLM may serve {what}: {MAKE_VLLM}")
 
 
-def _choose_engines(tables: dict[Kind, dict[str, Any]], model: str, engines: Collection[str]) -> None:
-    """Replaces `auto` in the tables by vLLM's engine for a model that only vLLM serves, and adds the Python of vLLM's
-    workers. `engines`: of the workers that are started.
+def _with_adapters(found: Mapping[str, Any], tables: Mapping[Kind, Mapping[str, Any]]) -> str:
+    """The key that gives LoRA adapters to a started worker; empty if none does."""
+    given = {name: _of_workers(name, (), found, tables) for name in ("lora", "lora_folders")}
+    return next((key for keys in given.values() for value, key in keys.items() if value), "")
+
+
+def _choose_engines(
+    tables: dict[Kind, dict[str, Any]], model: str, engines: Collection[str], adapters: str = ""
+) -> None:
+    """Replaces `auto` in the tables by vLLM's engine for a model or for LoRA adapters that only vLLM serves, and adds
+    the Python of vLLM's workers. `engines`: of the workers that are started. `adapters`: the key that gives them
+    adapters.
 
     Raises ModelError if no engine of this host serves the model, and ConfigError for an absent Python.
     """
     if set(engines) <= OURS and model not in TOY_MODELS:
-        unknown = unknown_architecture(Path(model))
-        if unknown is not None:
+        wrong: ConfigError | None = unknown_architecture(Path(model))
+        if adapters:
+            wrong = ConfigError(adapters, "LoRA adapters", "engine vllm: our own engine computes none")
+        if wrong is not None:
             if set(engines) != {AUTO}:
-                raise unknown
+                raise wrong
             if vllm_python() is None:
-                raise without_vllm(unknown)
+                raise without_vllm(wrong)
             engines = {VLLM}
             for table in _OF_WORKER_TABLES:
                 if table == "worker" or "engine" in tables.get(table, {}):

@@ -183,6 +183,26 @@ def test_vllm_in_our_own_environment_needs_no_other_python(new_family: str, monk
     assert worker_table({"model": new_family, "engine": "vllm"}) == {"engine": "vllm"}
 
 
+@pytest.mark.parametrize("word", ["worker.lora=a=/adapters/a,b=/adapters/b", "decode_worker.lora_folders=/adapters"])
+def test_auto_takes_vllm_for_adapters(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "_vllm_python", lambda: "/env/bin/python")
+    assert worker_table({"model": "stdlib-5m"}, word)["engine"] == "vllm"
+    for engine in ("own", "torch"):
+        with pytest.raises(ConfigError, match="engine vllm: our own engine") as caught:
+            settings.read({"model": "stdlib-5m", "engine": engine}, None, [word])
+        assert caught.value.field == word.partition("=")[0]
+    monkeypatch.setattr(settings, "_vllm_python", lambda: None)
+    with pytest.raises(ConfigError, match="make vllm-env"):
+        settings.read({"model": "stdlib-5m"}, None, [word])
+
+
+def test_our_engine_rejects_adapters_before_it_reads_weights(tmp_path: Path) -> None:
+    for setting in ("lora", "lora_folders"):
+        config = WorkerConfig(model=str(tmp_path), worker_id="worker", engine="torch", **{setting: ("a=/a",)})
+        with pytest.raises(ConfigError, match=f"{setting}: got a=/a, expected engine vllm"):
+            load_engine(config, Role.DECODE)
+
+
 def test_one_role_may_run_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "vllm_python", lambda: "/env/bin/python")
     tables = settings.read({"model": "stdlib-5m"}, None, ["decode_worker.engine=vllm"]).spec.settings

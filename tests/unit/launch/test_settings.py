@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
+from pdserve.config_flags import parse_flags, to_flags
 from pdserve.core.errors import ConfigError, ModelError
 from pdserve.core.setting import live_names
 from pdserve.launch import settings
@@ -642,3 +643,48 @@ def test_an_engine_that_one_role_gets_is_checked(tmp_path: Path) -> None:
     text = '[worker]\nengine = "absent"\n[prefill_worker]\nengine = "toy"\n'
     with pytest.raises(ConfigError, match="engine: got absent, expected auto, or an installed engine"):
         read({"model": "toy"}, text, folder=tmp_path)
+
+
+# --- LoRA adapters --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[worker]\nlora = ["a=/x/a b", "b=y"]\nlora_folders = "/x"', ()),
+        (None, ("worker.lora=a=/x/a b,b=y", "worker.lora_folders=/x")),
+    ],
+)
+def test_adapters_are_settings_of_workers(text: str | None, words: tuple[str, ...], tmp_path: Path) -> None:
+    for process in processes(read({"model": "toy"}, text, *words, folder=tmp_path).spec)[:-1]:
+        config = process.config
+        assert isinstance(config, WorkerConfig)
+        assert (config.lora, config.lora_folders) == (("a=/x/a b", "b=y"), ("/x",))
+        assert parse_flags(WorkerConfig, to_flags(config), "worker").lora == config.lora
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"lora": ["a"]},
+        {"lora": ["a="]},
+        {"lora": ["=b"]},
+        {"lora": ["a=b,c"]},
+        {"lora": ["a=b\n"]},
+        {"lora": ["a b=c"]},
+        {"lora": ["a\u0000=c"]},
+        {"lora": ["a" * 257 + "=b"]},
+        {"lora": ["a=b", "a=c"]},
+        {"lora": ["a=b", "c=d"], "max_lora_adapters": 1},
+        {"lora_folders": [""]},
+        {"lora_folders": ["a,b"]},
+        {"max_loras": 0},
+        {"max_lora_rank": 513},
+        {"max_lora_adapters": 4097},
+        {"max_lora_bytes": 0},
+    ],
+)
+def test_wrong_adapter_settings_are_rejected(values: dict[str, Any]) -> None:
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    with pytest.raises(ConfigError, match="lora"):
+        WorkerConfig(model="toy", worker_id="w", **given)
