@@ -31,18 +31,24 @@ NOT_REGULAR: Final = "a file that can be read (this is a folder, pipe, socket or
 Kind = type[ConfigError]
 
 
-def open_regular(path: str | Path, field: str, error: Kind = ConfigError) -> int:
+def open_regular(path: str | Path, field: str, error: Kind = ConfigError, *, folder: int | None = None) -> int:
     """A descriptor for reading. Raises `error` if the file is neither a regular one nor a pipe that this process was
-    started with, or cannot be opened."""
+    started with, or cannot be opened.
+
+    `folder` is a descriptor: the file lies directly in it, and a link is not followed.
+    """
+    links = 0 if folder is None else os.O_NOFOLLOW
     try:
-        mode = os.stat(path).st_mode
+        mode = os.stat(path, dir_fd=folder, follow_symlinks=not links).st_mode
+        if stat.S_ISLNK(mode):
+            raise error(field, path, "a file, and no link: copy the file that it leads to")
         # A pipe that the caller's shell has opened, as for `<(command)`.
         is_own_pipe = stat.S_ISFIFO(mode) and str(path).startswith(OWN_DESCRIPTORS)
         # A device is not opened at all, because opening some has an effect.
         if not (stat.S_ISREG(mode) or is_own_pipe):
             raise error(field, path, NOT_REGULAR)
         # O_NONBLOCK, because the file may have been replaced by a pipe.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | links, dir_fd=folder)
     except (OSError, ValueError) as failure:
         raise error(field, path, f"a file that can be read ({_reason(failure)})") from None
     if is_own_pipe:
@@ -54,18 +60,35 @@ def open_regular(path: str | Path, field: str, error: Kind = ConfigError) -> int
 
 
 @contextlib.contextmanager
-def opened(path: str | Path, field: str, error: Kind = ConfigError) -> Iterator[BufferedReader]:
-    """The regular file. Raises `error`, also if reading fails inside the block."""
-    with os.fdopen(open_regular(path, field, error), "rb") as file:
+def opened(
+    path: str | Path, field: str, error: Kind = ConfigError, *, folder: int | None = None
+) -> Iterator[BufferedReader]:
+    """The regular file. Raises `error`, also if reading fails inside the block. `folder`: as of `open_regular`."""
+    with os.fdopen(open_regular(path, field, error, folder=folder), "rb") as file:
         try:
             yield file
         except OSError as failure:
             raise error(field, path, f"a file that can be read ({_reason(failure)})") from None
 
 
-def read_bytes(path: str | Path, most_bytes: int, field: str, error: Kind = ConfigError) -> bytes:
-    """The whole file. Raises `error` if it has more than `most_bytes`."""
-    with opened(path, field, error) as file:
+@contextlib.contextmanager
+def opened_folder(path: str | Path, field: str, error: Kind = ConfigError) -> Iterator[int]:
+    """A descriptor, with which files of one folder are opened although another one may take its place."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (OSError, ValueError) as failure:
+        raise error(field, path, f"a folder that can be read ({_reason(failure)})") from None
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def read_bytes(
+    path: str | Path, most_bytes: int, field: str, error: Kind = ConfigError, *, folder: int | None = None
+) -> bytes:
+    """The whole file. Raises `error` if it has more than `most_bytes`. `folder`: as of `open_regular`."""
+    with opened(path, field, error, folder=folder) as file:
         size = os.fstat(file.fileno()).st_size
         data = b"" if size > most_bytes else file.read(most_bytes + 1)  # files of /proc have no size
     if max(size, len(data)) > most_bytes:
@@ -82,10 +105,11 @@ def read_text(path: str | Path, most_bytes: int, field: str, error: Kind = Confi
         raise error(field, path, f"a text file in UTF-8 ({failure})") from None
 
 
-def parse_json(data: str | bytes, field: str, error: Kind = ConfigError) -> Any:
-    """Raises `error` if `data` is not JSON, or has more than MAX_JSON_DEPTH objects and arrays inside each other."""
+def parse_json(data: str | bytes, field: str, error: Kind = ConfigError, *, is_strict: bool = False) -> Any:
+    """Raises `error` if `data` is not JSON, or has more than MAX_JSON_DEPTH objects and arrays inside each other.
+    `is_strict`: also if an object has a name twice."""
     try:
-        value = json.loads(data)
+        value = json.loads(data, object_pairs_hook=_unique if is_strict else None)
         is_deep = _is_deep(value)
     except ValueError as failure:
         raise error(field, f"a text that is no JSON ({failure})", "a readable JSON file") from None
@@ -94,6 +118,14 @@ def parse_json(data: str | bytes, field: str, error: Kind = ConfigError) -> Any:
     if is_deep:
         raise error(field, "objects and arrays that lie too deep", f"at most {MAX_JSON_DEPTH} inside each other")
     return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)[:64]!r} stands twice in an object")
+    return found
 
 
 def _is_deep(value: Any) -> bool:

@@ -287,9 +287,10 @@ class AdapterEngine(Engine, Protocol):
     """An engine that computes rows with LoRA adapters. Both methods run between two steps, on the engine's thread."""
 
     def load_adapter(self, adapter: Adapter) -> None:
-        """Raises ModelError if the adapter does not fit the model, and changes nothing then."""
+        """Raises ModelError if the adapter does not fit the model or the limits, or its folder has changed since it was
+        read, and changes nothing then. A loaded fingerprint stays as it is."""
         ...
 
     def unload_adapter(self, fingerprint: str) -> None:
-        """No later row has this adapter."""
+        """No later row has this adapter. It may be loaded again. One that is not loaded is no error."""
         ...

@@ -5,17 +5,20 @@ stale, misplaced or overwritten changes the answer, as it would with a transform
 
 A token at a position (both from 0) writes one cell, an unsigned 64-bit integer, into its block:
 
-    cell = (token + 1) * (position + 1) + mark          mark: MARKS[role] on `toy-marked`, else 0
+    cell = (token + 1) * (position + 1) + mark + shift      mark: MARKS[role] on `toy-marked`, else 0
+                                                            shift: of the row's adapter, else 0
 
 The token sampled after n positions is a printable ASCII character, from the cells that lie in the blocks:
 
-    token = 32 + (1 * cells[0] + 2 * cells[1] + ... + n * cells[n-1] + noise) mod 7919 mod 95
+    token = 32 + (1 * cells[0] + 2 * cells[1] + ... + n * cells[n-1] + noise + shift) mod 7919 mod 95
 
     noise = 0 when greedy, else splitmix64(seed + n) mod 7919
+    shift = 1 + fingerprint mod 7918, of a LoRA adapter
 
 So the prompt [65, 66] gives greedily 32 + (1 * 66 + 2 * 134) mod 7919 mod 95 = 32 + 334 mod 95 = 81 ("Q"). On
 `toy-marked` it gives 84 ("T") if a prefill worker computes the prompt, and still 81 if the decode worker does.
-Positions enter twice, so that stale cells and swapped blocks change the result. The sum exceeds the prime 7919 often,
+Positions enter twice, so that stale cells and swapped blocks change the result. So do the KV and the computation
+of another adapter. The sum exceeds the prime 7919 often,
 so a wrong cell soon changes the text.
 
 The end of sequence (256) is sampled by one rule only. A prompt that ends with the byte 4 (EOT) requests it: the byte
@@ -34,7 +37,9 @@ from collections.abc import Sequence
 from operator import mul
 from typing import Final, final
 
+from pdserve.core.adapters import Adapter, AdapterLimits
 from pdserve.core.types import Role, Sampling, TokenOut
+from pdserve.engine.adapters import LoadedAdapters, read_weights
 from pdserve.engine.interface import EngineSpec, OnLayer, Row, RowOut, kept
 from pdserve.engine.memory.host import HostMemory
 from pdserve.engine.rows import check_rows
@@ -46,6 +51,7 @@ NUM_ANSWERS: Final = 95  # up to "~"; few characters, so that text repeats itsel
 CELL_BYTES: Final = 8
 MARKS: Final = {Role.PREFILL: 1, Role.DECODE: 0}
 
+ADAPTER_LIMITS: Final = AdapterLimits(rank=512, num_bytes=2**30)
 _SUM_MODULUS: Final = 7919
 _FIRST: Final = 32  # space
 _MASK: Final = 2**64 - 1
@@ -79,6 +85,8 @@ class ToyEngine:
         is_marked: bool = False,
         step_s: float = 0.0,
         num_answers: int = NUM_ANSWERS,
+        adapter_limits: AdapterLimits = ADAPTER_LIMITS,
+        max_adapters: int = 64,
     ) -> None:
         self.spec = EngineSpec(
             model="toy-marked" if is_marked else "toy",
@@ -101,9 +109,10 @@ class ToyEngine:
         self._role_mark = role_mark
         self._step_s = step_s
         self._num_answers = num_answers
+        self._adapters = LoadedAdapters(adapter_limits, max_adapters)
 
     def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> list[RowOut]:
-        check_rows(self.spec, rows)
+        check_rows(self.spec, rows, adapters=self._adapters)
         if self._step_s > 0.0:
             time.sleep(self._step_s)
         for row in rows:
@@ -112,14 +121,25 @@ class ToyEngine:
             on_layer(self.spec.num_layers)
         return [self._out(row) for row in rows]
 
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Any adapter fits. Its folder is read as by an engine that needs the weights."""
+        if adapter.fingerprint not in self._adapters:
+            self._adapters.check_room(adapter)
+            read_weights(adapter, self._adapters.limits)
+            self._adapters.add(adapter)
+
+    def unload_adapter(self, fingerprint: str) -> None:
+        self._adapters.remove(fingerprint)
+
     def close(self) -> None:
         """Nothing to free: the pool ends with its last reader."""
 
     def _write(self, row: Row) -> None:
         block_size = self.spec.block_size
+        mark = self._role_mark + shift_of(row.adapter)
         for position, token in enumerate((*row.tokens, *row.drafts), row.start):
             slot = row.blocks[position // block_size] * block_size + position % block_size
-            self._cells[slot] = cell(token, position, self._role_mark)
+            self._cells[slot] = cell(token, position, mark)
 
     def _out(self, row: Row) -> RowOut:
         if row.sample is not None and row.sample.grammar is not None:
@@ -143,7 +163,7 @@ class ToyEngine:
 
     def _draw(self, row: Row, sampling: Sampling, history: Sequence[int]) -> TokenOut:
         end = len(history)
-        total = self._sum(row.blocks, end)
+        total = self._sum(row.blocks, end) + shift_of(row.adapter)
         if not sampling.is_greedy:
             total += noise(sampling.seed, end)
         token = _FIRST + total % _SUM_MODULUS % self._num_answers
@@ -175,6 +195,11 @@ def cell(token: int, position: int, mark: int = 0) -> int:
     return (token + 1) * (position + 1) + mark
 
 
+def shift_of(adapter: str) -> int:
+    """`adapter` is its fingerprint; empty: the model alone."""
+    return 1 + int(adapter, 16) % (_SUM_MODULUS - 1) if adapter else 0
+
+
 def noise(seed: int, position: int) -> int:
     """splitmix64 (Steele, Lea, Flood 2014) of seed + position, reduced."""
     mixed = (seed + position + 0x9E3779B97F4A7C15) & _MASK
@@ -190,21 +215,24 @@ def answer(
     seed: int | None = None,
     prefilled: int = 0,
     num_answers: int = NUM_ANSWERS,
+    adapter: str = "",
 ) -> list[int]:
     """The `num_tokens` tokens that follow `prompt` (fewer if the end of sequence comes), for tests.
 
     `seed` None is greedy. `prefilled` is how many leading cells a prefill worker wrote on `toy-marked`.
+    `adapter`: the fingerprint of the request's LoRA adapter.
     """
-    tokens = list(prompt)
-    total = sum(
-        (position + 1) * cell(token, position, int(position < prefilled)) for position, token in enumerate(tokens)
+    tokens, shift = list(prompt), shift_of(adapter)
+    total = shift + sum(
+        (position + 1) * cell(token, position, shift + int(position < prefilled))
+        for position, token in enumerate(tokens)
     )
     while len(tokens) < len(prompt) + num_tokens:
         sampled = total if seed is None else total + noise(seed, len(tokens))
         token = _FIRST + sampled % _SUM_MODULUS % num_answers
         if _ends_here(tokens, len(prompt), len(tokens) - len(prompt)):
             token = EOS
-        total += (len(tokens) + 1) * cell(token, len(tokens))
+        total += (len(tokens) + 1) * cell(token, len(tokens), shift)
         tokens.append(token)
         if token == EOS:
             break

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from pdserve.bounded_file import MAX_JSON_BYTES, opened, parse_json, read_bytes, read_json_object
 from pdserve.core.errors import ModelError
@@ -79,9 +79,14 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def read_header(file: Path) -> list[StoredTensor]:
-    size, header = _header_bytes(file)
-    begin = 8 + len(header)
-    entries = parse_json(header, file.name, ModelError)
+    with opened(file, file.name, ModelError) as stream:
+        size, header = header_bytes(file, stream)
+    return tensors_of(file, size, 8 + len(header), parse_json(header, file.name, ModelError))
+
+
+def tensors_of(file: Path, size: int, begin: int, entries: Any) -> list[StoredTensor]:
+    """The tensors in a file of `size` bytes whose data begin at `begin`. `entries`: its parsed header. Raises
+    ModelError."""
     if not isinstance(entries, dict):
         raise ModelError(file.name, "a header that is not an object", "a safetensors file")
     tensors = [_stored(file, begin, name, entry) for name, entry in entries.items() if name != "__metadata__"]
@@ -107,27 +112,29 @@ def checkpoint_hash(folder: Path, checkpoint: Checkpoint, *choices: str) -> str:
     digest = hashlib.blake2b("\n".join(choices).encode(), digest_size=16)
     digest.update(read_bytes(folder / "config.json", MAX_JSON_BYTES, "config.json", ModelError))
     for file in sorted(checkpoint.files):
-        size, header = _header_bytes(file)
-        digest.update(size.to_bytes(8, "little") + len(header).to_bytes(8, "little") + header)
         with opened(file, file.name, ModelError) as stream:
+            size, header = header_bytes(file, stream)
+            digest.update(size.to_bytes(8, "little") + len(header).to_bytes(8, "little") + header)
             for sample in range(_SAMPLES_PER_FILE):
                 stream.seek(8 + len(header) + (size - 8 - len(header)) * sample // _SAMPLES_PER_FILE)
                 digest.update(stream.read(_SAMPLE_BYTES))
     return digest.hexdigest()
 
 
-def _header_bytes(file: Path) -> tuple[int, bytes]:
-    """The file's size, and its header."""
-    with opened(file, file.name, ModelError) as stream:
-        size = os.fstat(stream.fileno()).st_size
-        prefix = stream.read(8)
-        length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or length > size - 8:
-            seen = f"{size} bytes with a header of {length}" if len(prefix) == 8 else f"{size} bytes"
-            raise ModelError(file.name, seen, "a whole safetensors file; it may be truncated or a Git LFS pointer")
-        if length > MAX_HEADER_BYTES:
-            raise ModelError(file.name, f"a header of {length} bytes", f"at most {MAX_HEADER_BYTES} bytes")
-        return size, stream.read(length)
+def header_bytes(file: Path, stream: BinaryIO, most_bytes: int = MAX_HEADER_BYTES) -> tuple[int, bytes]:
+    """The size of the opened file, and its header, behind which `stream` stands then. Raises ModelError."""
+    size = os.fstat(stream.fileno()).st_size
+    prefix = stream.read(8)
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) < 8 or length > size - 8:
+        seen = f"{size} bytes with a header of {length}" if len(prefix) == 8 else f"{size} bytes"
+        raise ModelError(file.name, seen, "a whole safetensors file; it may be truncated or a Git LFS pointer")
+    if length > most_bytes:
+        raise ModelError(file.name, f"a header of {length} bytes", f"at most {most_bytes} bytes")
+    header = stream.read(length)
+    if len(header) < length:
+        raise ModelError(file.name, f"{8 + len(header)} bytes", f"{size} bytes: it became shorter while it was read")
+    return size, header
 
 
 def _stored(file: Path, data_begin: int, name: str, entry: Any) -> StoredTensor:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from pdserve.config import WorkerConfig
-from pdserve.core.errors import InternalError
+from pdserve.core.adapters import Adapter, AdapterLimits
+from pdserve.core.errors import InternalError, ModelError
 from pdserve.core.types import Role, Sampling, TokenOut
 from pdserve.engine import toy
-from pdserve.engine.interface import Row, RowOut
+from pdserve.engine.adapters import read_adapter
+from pdserve.engine.interface import AdapterEngine, Row, RowOut
 from pdserve.engine.load_engine import load_engine
 from pdserve.engine.toy import EOS, ToyEngine
+from tests.support.adapters import write_adapter
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -174,3 +179,81 @@ def test_the_toy_imports_neither_torch_nor_numpy() -> None:
         "assert not {'torch', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# --- adapters -------------------------------------------------------------------------------------------------
+
+LIMITS = AdapterLimits(rank=8, num_bytes=2**20)
+
+
+@pytest.fixture
+def adapters(tmp_path: Path) -> list[Adapter]:
+    return [read_adapter(f"a{at}", write_adapter(tmp_path / str(at), seed=at), LIMITS) for at in range(2)]
+
+
+def rows_of(history: list[int], start: int, blocks: list[int], adapter: str) -> list[Row]:
+    tokens = history[start:]
+    return [
+        Row(tokens=tokens, start=start, blocks=blocks, sample=GREEDY, history=history, prompt_len=4, adapter=adapter)
+    ]
+
+
+def test_adapters_answer_by_their_closed_form(adapters: list[Adapter]) -> None:
+    engine = ToyEngine(block_size=4, num_blocks=16)
+    assert isinstance(engine, AdapterEngine)
+    for adapter in adapters:
+        engine.load_adapter(adapter)
+    names = ["", *(one.fingerprint for one in adapters)]
+    histories = [list(b"text") for _ in names]
+    tables = [[4 * at + place for place in range(4)] for at in range(3)]
+    for step in range(8):
+        starts = [len(one) - 1 if step else 0 for one in histories]
+        rows = [row for each in zip(histories, starts, tables, names, strict=True) for row in rows_of(*each)]
+        for history, out in zip(histories, engine.step(rows), strict=True):
+            history.append(out.sampled[0].token_id)
+    assert [one[4:] for one in histories] == [toy.answer(list(b"text"), 8, adapter=name) for name in names]
+    assert len({tuple(one) for one in histories}) == 3
+
+
+def test_kv_of_another_adapter_changes_the_answer(adapters: list[Adapter]) -> None:
+    engine = ToyEngine(block_size=4, num_blocks=16)
+    for adapter in adapters:
+        engine.load_adapter(adapter)
+    names = ["", *(one.fingerprint for one in adapters)]
+    for number, writer in enumerate(names):
+        blocks = [4 * number, 4 * number + 1]
+        [out] = engine.step(rows_of(list(b"text"), 0, blocks, writer))
+        history = [*b"text", out.sampled[0].token_id]
+        for reader in names:
+            [out] = engine.step(rows_of(history, 4, blocks, reader))
+            expected = toy.answer(list(b"text"), 2, adapter=writer)
+            assert ([*history[4:], out.sampled[0].token_id] == expected) is (reader == writer)
+
+
+def test_only_loaded_adapters_are_computed(adapters: list[Adapter], tmp_path: Path) -> None:
+    engine = ToyEngine(adapter_limits=LIMITS, max_adapters=1)
+    first, second = adapters
+    rows = rows_of(list(b"text"), 0, [0], first.fingerprint)
+    with pytest.raises(InternalError, match="is not loaded"):
+        engine.step(rows)
+    for _ in range(2):
+        engine.load_adapter(first)
+    engine.step(rows)
+    with pytest.raises(ModelError, match="at most max_lora_adapters, 1"):
+        engine.load_adapter(second)
+    for _ in range(2):
+        engine.unload_adapter(first.fingerprint)
+    with pytest.raises(InternalError, match="is not loaded"):
+        engine.step(rows)
+    write_adapter(tmp_path / "0", seed=7)
+    with pytest.raises(ModelError, match="has changed since it was checked"):
+        engine.load_adapter(first)
+    engine.load_adapter(second)
+
+
+def test_limits_of_a_toy_are_those_of_the_settings(adapters: list[Adapter]) -> None:
+    for setting in ({"max_lora_rank": 1}, {"max_lora_bytes": 1024}):
+        engine = load_engine(WorkerConfig(model="toy", worker_id="w", lora_folders=("/a",), **setting), Role.DECODE)
+        assert isinstance(engine, ToyEngine)
+        with pytest.raises(ModelError, match=r"max_lora|at most 1024"):
+            engine.load_adapter(dataclasses.replace(adapters[0], num_bytes=1025))
