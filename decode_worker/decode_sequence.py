@@ -114,6 +114,7 @@ class DecodeSequence:
                 history=self.tokens,
                 prompt_len=self.prompt_len,
                 drafts=drafts,
+                adapter=self.attempt.adapter,
             )
         end = self.computed + count
         is_last = end == len(self.tokens)
@@ -126,4 +127,5 @@ class DecodeSequence:
             prompt_len=self.prompt_len,
             targets=self.attempt.targets(self.computed, end) if self.is_scored else (),
             num_top=self.attempt.num_top_of_prompt or 0,
+            adapter=self.attempt.adapter,
         )

@@ -132,6 +132,7 @@ class DecodeStep:
             history=sequence.tokens,
             prompt_len=sequence.prompt_len,
             follows=place if is_pending else None,
+            adapter=sequence.attempt.adapter,
         )
 
 

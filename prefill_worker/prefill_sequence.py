@@ -96,6 +96,7 @@ class PrefillSequence:
             prompt_len=len(attempt.prompt_ids) if is_last else 0,
             targets=attempt.targets(self.computed, end),
             num_top=attempt.num_top_of_prompt or 0,
+            adapter=attempt.adapter,
         )
 
 

@@ -77,6 +77,7 @@ class Options(TypedDict, total=False):
     request_id: str | None
     session_id: str | None  # groups requests in spans, logs and recordings; at most 128 printable characters
     cache_salt: str | None  # only requests with the same salt share cached prefixes; 1 to 256 characters
+    model: str | None  # a name that model() lists: of the model, which is the default, or of a LoRA adapter
     priority: int | None  # larger values are served first among requests of equal slack
     truncate_prompt_tokens: int | None  # keeps this many last prompt tokens
     traceparent: str | None  # W3C trace context of the caller's span, for programs without OpenTelemetry

@@ -88,11 +88,13 @@ class Model:
     sampling_defaults: SamplingDefaults = NO_DEFAULTS  # of requests that give no value
     version: str = ""  # of the router, with its build; empty if unknown
     tenant: str | None = None  # of the caller; empty for the operator, None if the router does not say
-    aliases: tuple[str, ...] = ()  # further names, that requests over HTTP may use
+    aliases: tuple[str, ...] = ()  # further names of the model
+    adapters: tuple[str, ...] = ()  # names of LoRA adapters that requests may choose as their model
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (self.name, *self.aliases)
+        """All that a request may give as its model."""
+        return (self.name, *self.aliases, *self.adapters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +177,7 @@ class Explanation:
     actual_ttft_s: float | None  # from arrival
     actual_tpot_s: float | None  # over the tokens so far
     retry_after_s: float | None  # of a refusal
+    adapter: str = ""  # name of its LoRA adapter; empty: the model alone
 
     @property
     def chosen(self) -> ExplainedCandidate | None:

@@ -43,6 +43,7 @@ class RefusalReason(Enum):
     DRAINING = "draining"
     TOO_LARGE = "too_large"  # the sequence can never fit this worker
     DEADLINE = "deadline"
+    NO_ADAPTER = "no_adapter"  # the worker has not loaded the sequence's adapter
 
 
 class FailureKind(Enum):
@@ -70,6 +71,7 @@ class Attempt(RequestAttributes):
     begun_at_s: float = 0.0
     tpot_s: float | None = None  # TPOT target
     itl_s: float | None = None  # as in Slo
+    adapter: str = ""  # fingerprint of its LoRA adapter, which `chain_key` also depends on; empty: the model alone
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -4,7 +4,8 @@
     ├── InvalidRequest        a field of the request is wrong; a retry cannot succeed
     │   └── ContextLengthExceeded   the prompt is too long for the model
     ├── NotFound              no such request, worker or model
-    │   └── UnknownMethod     the server does not implement the method that was called
+    │   ├── UnknownMethod     the server does not implement the method that was called
+    │   └── UnknownModel      the cluster serves no model or LoRA adapter of this name
     ├── IdInUse               a running request has the same id
     ├── ConfigError           a setting is wrong
     │   └── ModelError        the model folder cannot be served
@@ -27,6 +28,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any, Final, Self
 
 from pdserve.core.urls import hide_password
@@ -116,6 +118,25 @@ class UnknownMethod(NotFound):
         super().__init__("method", name)
         if not name:
             self.args = ("the server does not implement the method that was called",)
+
+
+MAX_SERVED: Final = 16  # names in one message
+
+
+class UnknownModel(NotFound):
+    """`served`: what requests may choose; empty if an adapter was unloaded while the request waited."""
+
+    reason = "UNKNOWN_MODEL"
+
+    def __init__(self, name: str, served: Sequence[str] = ()) -> None:
+        super().__init__("model", name)
+        if isinstance(served, str):  # as it was sent
+            self.served = served
+        else:
+            more = f" and {len(served) - MAX_SERVED} more" if len(served) > MAX_SERVED else ""
+            self.served = ", ".join(repr(one) for one in served[:MAX_SERVED]) + more
+        serves = f"; this server serves {self.served}" if self.served else ""
+        self.args = (f"the model {shortened(repr(name))} does not exist{serves}",)
 
 
 class ConfigError(PdserveError):

@@ -98,6 +98,62 @@ class UndrainWorker:
     worker_id: str
 
 
+# -- about LoRA adapters, in both directions ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedAdapter:
+    """What a name of an adapter means on a worker. Of two with the same name, the one with the larger `precedence`
+    counts, so workers and routers agree in whatever order they learn of them."""
+
+    name: str
+    fingerprint: str = ""  # empty: the name was unloaded
+    version: int = 0  # microseconds since 1970 by the router that an operator asked; 0: of the worker's settings
+    folder: str = ""  # on the worker
+
+    @property
+    def precedence(self) -> tuple[int, str]:
+        return self.version, self.fingerprint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadAdapter:
+    """Read the adapter and load it into the engine; AdapterLoaded follows. Requests can choose it only after the
+    NamedAdapter of the same version."""
+
+    name: str
+    folder: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropLoad:
+    """Free what LoadAdapter of this version has loaded, unless its NamedAdapter has come."""
+
+    name: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterLoaded:
+    """The result of LoadAdapter: a fingerprint, or why there is none."""
+
+    name: str
+    version: int
+    fingerprint: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapters:
+    """All adapters of a worker. `named` includes unloaded names, so that routers do not load them again."""
+
+    named: tuple[NamedAdapter, ...] = ()
+    loaded: tuple[str, ...] = ()  # fingerprints; also former ones of a name, whose sequences have not ended
+
+
+AdapterCommand = LoadAdapter | DropLoad | NamedAdapter
+
 # -- from a worker to a router -----------------------------------------------------------------------------------
 
 

@@ -60,7 +60,7 @@ class ExplainRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
-    __slots__ = ("request_id", "candidates", "decision", "reason", "actual_ttft_s", "actual_tpot_s", "waited_s", "slo_ttft_s", "slo_tpot_s", "tenant", "priority", "prompt_tokens", "attempt", "is_resumed", "stage", "outcome", "ended_because", "retry_after_s", "router_id")
+    __slots__ = ("request_id", "candidates", "decision", "reason", "actual_ttft_s", "actual_tpot_s", "waited_s", "slo_ttft_s", "slo_tpot_s", "tenant", "priority", "prompt_tokens", "attempt", "is_resumed", "stage", "outcome", "ended_because", "retry_after_s", "router_id", "adapter")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     DECISION_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +80,7 @@ class ExplainResponse(_message.Message):
     ENDED_BECAUSE_FIELD_NUMBER: _ClassVar[int]
     RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     candidates: _containers.RepeatedCompositeFieldContainer[Candidate]
     decision: str
@@ -99,7 +100,8 @@ class ExplainResponse(_message.Message):
     ended_because: str
     retry_after_s: float
     router_id: str
-    def __init__(self, request_id: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., decision: _Optional[str] = ..., reason: _Optional[str] = ..., actual_ttft_s: _Optional[float] = ..., actual_tpot_s: _Optional[float] = ..., waited_s: _Optional[float] = ..., slo_ttft_s: _Optional[float] = ..., slo_tpot_s: _Optional[float] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., attempt: _Optional[int] = ..., is_resumed: _Optional[bool] = ..., stage: _Optional[str] = ..., outcome: _Optional[str] = ..., ended_because: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., router_id: _Optional[str] = ...) -> None: ...
+    adapter: str
+    def __init__(self, request_id: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., decision: _Optional[str] = ..., reason: _Optional[str] = ..., actual_ttft_s: _Optional[float] = ..., actual_tpot_s: _Optional[float] = ..., waited_s: _Optional[float] = ..., slo_ttft_s: _Optional[float] = ..., slo_tpot_s: _Optional[float] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., attempt: _Optional[int] = ..., is_resumed: _Optional[bool] = ..., stage: _Optional[str] = ..., outcome: _Optional[str] = ..., ended_because: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., router_id: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class Candidate(_message.Message):
     __slots__ = ("prefill_worker", "decode_worker", "predicted_ttft_s", "predicted_tpot_s", "slack", "is_feasible", "is_chosen", "cost", "preference")
@@ -160,6 +162,30 @@ class GetWorkerLogRequest(_message.Message):
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     def __init__(self, worker_id: _Optional[str] = ...) -> None: ...
+
+class LoadAdapterRequest(_message.Message):
+    __slots__ = ("name", "folder")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    folder: str
+    def __init__(self, name: _Optional[str] = ..., folder: _Optional[str] = ...) -> None: ...
+
+class LoadAdapterResponse(_message.Message):
+    __slots__ = ("fingerprint",)
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: str
+    def __init__(self, fingerprint: _Optional[str] = ...) -> None: ...
+
+class UnloadAdapterRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class UnloadAdapterResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class GetWorkerLogResponse(_message.Message):
     __slots__ = ("lines",)

@@ -64,6 +64,16 @@ class ClusterServiceStub:
                 request_serializer=pdserve_dot_v1_dot_cluster__pb2.GetWorkerLogRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_cluster__pb2.GetWorkerLogResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/pdserve.v1.ClusterService/LoadAdapter',
+                request_serializer=pdserve_dot_v1_dot_cluster__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_cluster__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/pdserve.v1.ClusterService/UnloadAdapter',
+                request_serializer=pdserve_dot_v1_dot_cluster__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_cluster__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServiceServicer:
@@ -110,6 +120,21 @@ class ClusterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Loads a LoRA adapter on all connected workers, under a new name or in place of its present weights. Returns when all
+        of them serve it; if one cannot, nothing changes and the error says why.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Requests can no longer choose the adapter. Those that run end with it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -142,6 +167,16 @@ def add_ClusterServiceServicer_to_server(servicer, server):
                     servicer.GetWorkerLog,
                     request_deserializer=pdserve_dot_v1_dot_cluster__pb2.GetWorkerLogRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_cluster__pb2.GetWorkerLogResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=pdserve_dot_v1_dot_cluster__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_cluster__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=pdserve_dot_v1_dot_cluster__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_cluster__pb2.UnloadAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -306,6 +341,60 @@ class ClusterService:
             '/pdserve.v1.ClusterService/GetWorkerLog',
             pdserve_dot_v1_dot_cluster__pb2.GetWorkerLogRequest.SerializeToString,
             pdserve_dot_v1_dot_cluster__pb2.GetWorkerLogResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.ClusterService/LoadAdapter',
+            pdserve_dot_v1_dot_cluster__pb2.LoadAdapterRequest.SerializeToString,
+            pdserve_dot_v1_dot_cluster__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.ClusterService/UnloadAdapter',
+            pdserve_dot_v1_dot_cluster__pb2.UnloadAdapterRequest.SerializeToString,
+            pdserve_dot_v1_dot_cluster__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -23,6 +23,7 @@ class RefusalReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REFUSAL_REASON_DRAINING: _ClassVar[RefusalReason]
     REFUSAL_REASON_TOO_LARGE: _ClassVar[RefusalReason]
     REFUSAL_REASON_DEADLINE: _ClassVar[RefusalReason]
+    REFUSAL_REASON_NO_ADAPTER: _ClassVar[RefusalReason]
 
 class FailureKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -40,6 +41,7 @@ REFUSAL_REASON_NO_BLOCKS: RefusalReason
 REFUSAL_REASON_DRAINING: RefusalReason
 REFUSAL_REASON_TOO_LARGE: RefusalReason
 REFUSAL_REASON_DEADLINE: RefusalReason
+REFUSAL_REASON_NO_ADAPTER: RefusalReason
 FAILURE_KIND_UNSPECIFIED: FailureKind
 FAILURE_KIND_DEADLINE: FailureKind
 FAILURE_KIND_INTERNAL: FailureKind
@@ -47,7 +49,7 @@ FAILURE_KIND_INVALID: FailureKind
 FAILURE_KIND_TRANSFER: FailureKind
 
 class AttachRequest(_message.Message):
-    __slots__ = ("hello", "reserve", "prefill", "admit", "cancel", "drain", "batch", "undrain", "read_log")
+    __slots__ = ("hello", "reserve", "prefill", "admit", "cancel", "drain", "batch", "undrain", "read_log", "load_adapter", "drop_load", "set_adapter")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +59,9 @@ class AttachRequest(_message.Message):
     BATCH_FIELD_NUMBER: _ClassVar[int]
     UNDRAIN_FIELD_NUMBER: _ClassVar[int]
     READ_LOG_FIELD_NUMBER: _ClassVar[int]
+    LOAD_ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    DROP_LOAD_FIELD_NUMBER: _ClassVar[int]
+    SET_ADAPTER_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     reserve: Reserve
     prefill: Prefill
@@ -66,7 +71,10 @@ class AttachRequest(_message.Message):
     batch: AttachRequests
     undrain: UndrainWorker
     read_log: ReadLog
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., drain: _Optional[_Union[DrainWorker, _Mapping]] = ..., batch: _Optional[_Union[AttachRequests, _Mapping]] = ..., undrain: _Optional[_Union[UndrainWorker, _Mapping]] = ..., read_log: _Optional[_Union[ReadLog, _Mapping]] = ...) -> None: ...
+    load_adapter: LoadAdapter
+    drop_load: DropLoad
+    set_adapter: Adapter
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., drain: _Optional[_Union[DrainWorker, _Mapping]] = ..., batch: _Optional[_Union[AttachRequests, _Mapping]] = ..., undrain: _Optional[_Union[UndrainWorker, _Mapping]] = ..., read_log: _Optional[_Union[ReadLog, _Mapping]] = ..., load_adapter: _Optional[_Union[LoadAdapter, _Mapping]] = ..., drop_load: _Optional[_Union[DropLoad, _Mapping]] = ..., set_adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
 
 class AttachRequests(_message.Message):
     __slots__ = ("messages",)
@@ -89,7 +97,7 @@ class RouterHello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., router_incarnation: _Optional[str] = ..., wants_kv_events: _Optional[bool] = ..., reads_batches: _Optional[bool] = ..., version: _Optional[str] = ...) -> None: ...
 
 class Sequence(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "deadline_s", "traceparent", "cache_salt", "tpot_s", "priority", "session_id", "itl_s", "ttft_s", "waited_s")
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "deadline_s", "traceparent", "cache_salt", "tpot_s", "priority", "session_id", "itl_s", "ttft_s", "waited_s", "adapter")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +112,7 @@ class Sequence(_message.Message):
     ITL_S_FIELD_NUMBER: _ClassVar[int]
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
     WAITED_S_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -118,7 +127,8 @@ class Sequence(_message.Message):
     itl_s: float
     ttft_s: float
     waited_s: float
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., cache_salt: _Optional[bytes] = ..., tpot_s: _Optional[float] = ..., priority: _Optional[int] = ..., session_id: _Optional[str] = ..., itl_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., waited_s: _Optional[float] = ...) -> None: ...
+    adapter: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., cache_salt: _Optional[bytes] = ..., tpot_s: _Optional[float] = ..., priority: _Optional[int] = ..., session_id: _Optional[str] = ..., itl_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., waited_s: _Optional[float] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class Reserve(_message.Message):
     __slots__ = ("sequence", "is_local")
@@ -166,6 +176,56 @@ class ReadLog(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Adapter(_message.Message):
+    __slots__ = ("name", "fingerprint", "version", "folder")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    fingerprint: str
+    version: int
+    folder: str
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., version: _Optional[int] = ..., folder: _Optional[str] = ...) -> None: ...
+
+class LoadAdapter(_message.Message):
+    __slots__ = ("name", "folder", "version")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    folder: str
+    version: int
+    def __init__(self, name: _Optional[str] = ..., folder: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+
+class DropLoad(_message.Message):
+    __slots__ = ("name", "version")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    version: int
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+
+class AdapterLoaded(_message.Message):
+    __slots__ = ("name", "version", "fingerprint", "error")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    version: int
+    fingerprint: str
+    error: str
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[int] = ..., fingerprint: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
+
+class Adapters(_message.Message):
+    __slots__ = ("named", "loaded")
+    NAMED_FIELD_NUMBER: _ClassVar[int]
+    LOADED_FIELD_NUMBER: _ClassVar[int]
+    named: _containers.RepeatedCompositeFieldContainer[Adapter]
+    loaded: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, named: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., loaded: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class RecentLog(_message.Message):
     __slots__ = ("lines",)
     LINES_FIELD_NUMBER: _ClassVar[int]
@@ -183,7 +243,7 @@ class LogLine(_message.Message):
     def __init__(self, at_unix_s: _Optional[float] = ..., level: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("hello", "load", "granted", "refused", "first_token", "transfer_ended", "tokens", "failed", "released", "kv_events", "batch_timed", "prompt_scored", "batch", "kv_links", "log")
+    __slots__ = ("hello", "load", "granted", "refused", "first_token", "transfer_ended", "tokens", "failed", "released", "kv_events", "batch_timed", "prompt_scored", "batch", "kv_links", "log", "adapters", "adapter_loaded")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     GRANTED_FIELD_NUMBER: _ClassVar[int]
@@ -199,6 +259,8 @@ class AttachResponse(_message.Message):
     BATCH_FIELD_NUMBER: _ClassVar[int]
     KV_LINKS_FIELD_NUMBER: _ClassVar[int]
     LOG_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_LOADED_FIELD_NUMBER: _ClassVar[int]
     hello: WorkerHello
     load: Load
     granted: Granted
@@ -214,7 +276,9 @@ class AttachResponse(_message.Message):
     batch: AttachResponses
     kv_links: KvLinks
     log: RecentLog
-    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., transfer_ended: _Optional[_Union[TransferEnded, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., batch_timed: _Optional[_Union[BatchTimed, _Mapping]] = ..., prompt_scored: _Optional[_Union[PromptScored, _Mapping]] = ..., batch: _Optional[_Union[AttachResponses, _Mapping]] = ..., kv_links: _Optional[_Union[KvLinks, _Mapping]] = ..., log: _Optional[_Union[RecentLog, _Mapping]] = ...) -> None: ...
+    adapters: Adapters
+    adapter_loaded: AdapterLoaded
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., transfer_ended: _Optional[_Union[TransferEnded, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., batch_timed: _Optional[_Union[BatchTimed, _Mapping]] = ..., prompt_scored: _Optional[_Union[PromptScored, _Mapping]] = ..., batch: _Optional[_Union[AttachResponses, _Mapping]] = ..., kv_links: _Optional[_Union[KvLinks, _Mapping]] = ..., log: _Optional[_Union[RecentLog, _Mapping]] = ..., adapters: _Optional[_Union[Adapters, _Mapping]] = ..., adapter_loaded: _Optional[_Union[AdapterLoaded, _Mapping]] = ...) -> None: ...
 
 class AttachResponses(_message.Message):
     __slots__ = ("messages",)
@@ -223,7 +287,7 @@ class AttachResponses(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[AttachResponse, _Mapping]]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "model", "fingerprint", "block_size", "num_blocks", "max_context_tokens", "vocab_size", "eos_token_ids", "max_batch", "max_batch_tokens", "inbox_depth", "cost", "hash_seed", "reads_batches", "version")
+    __slots__ = ("worker_id", "incarnation", "role", "model", "fingerprint", "block_size", "num_blocks", "max_context_tokens", "vocab_size", "eos_token_ids", "max_batch", "max_batch_tokens", "inbox_depth", "cost", "hash_seed", "reads_batches", "version", "adapters")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -241,6 +305,7 @@ class WorkerHello(_message.Message):
     HASH_SEED_FIELD_NUMBER: _ClassVar[int]
     READS_BATCHES_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: Role
@@ -258,7 +323,8 @@ class WorkerHello(_message.Message):
     hash_seed: bytes
     reads_batches: bool
     version: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., model: _Optional[str] = ..., fingerprint: _Optional[_Union[_transfer_pb2.Fingerprint, _Mapping]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_batch: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., inbox_depth: _Optional[int] = ..., cost: _Optional[_Union[CostPrior, _Mapping]] = ..., hash_seed: _Optional[bytes] = ..., reads_batches: _Optional[bool] = ..., version: _Optional[str] = ...) -> None: ...
+    adapters: Adapters
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., model: _Optional[str] = ..., fingerprint: _Optional[_Union[_transfer_pb2.Fingerprint, _Mapping]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_batch: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., inbox_depth: _Optional[int] = ..., cost: _Optional[_Union[CostPrior, _Mapping]] = ..., hash_seed: _Optional[bytes] = ..., reads_batches: _Optional[bool] = ..., version: _Optional[str] = ..., adapters: _Optional[_Union[Adapters, _Mapping]] = ...) -> None: ...
 
 class CostPrior(_message.Message):
     __slots__ = ("prefill_base_s", "prefill_per_token_s", "prefill_per_token_context_s", "decode_base_s", "decode_per_row_s", "decode_per_context_token_s")

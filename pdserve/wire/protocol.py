@@ -30,6 +30,9 @@ TOKEN: Final = Codec(TokenOut, worker_pb2.Token, special={"top": TOPS}, given=("
 TOKEN_ROW: Final = Codec(pr.TokenRow, worker_pb2.TokenRow, nested=(TOKEN,))
 FINGERPRINT: Final = Codec(Fingerprint, transfer_pb2.Fingerprint, nested=(Codec(KvShape, transfer_pb2.KvShape),))
 COST: Final = Codec(CostPrior, worker_pb2.CostPrior)
+NAMED_ADAPTER: Final = Codec(pr.NamedAdapter, worker_pb2.Adapter)
+ADAPTERS: Final = Codec(pr.Adapters, worker_pb2.Adapters, nested=(NAMED_ADAPTER,))
+ADAPTER_LOADED: Final = Codec(pr.AdapterLoaded, worker_pb2.AdapterLoaded)
 LOAD: Final = Codec(pr.Load, worker_pb2.Load, given=("worker_id",))
 _CODECS: Final = (
     LOAD,
@@ -56,9 +59,15 @@ _REQUESTS: Final = _by_kind(
         Codec(pr.Cancel, worker_pb2.Cancel),
         Codec(pr.DrainWorker, worker_pb2.DrainWorker, given=("worker_id",)),
         Codec(pr.UndrainWorker, worker_pb2.UndrainWorker, given=("worker_id",)),
+        Codec(pr.LoadAdapter, worker_pb2.LoadAdapter),
+        Codec(pr.DropLoad, worker_pb2.DropLoad),
+        NAMED_ADAPTER,
     ),
     worker_pb2.AttachRequest,
 )
+_ADAPTER_COMMANDS: Final[Mapping[str, Codec[Any, Any]]] = {
+    name: codec for kind, (name, codec) in _REQUESTS.items() if kind in (pr.LoadAdapter, pr.DropLoad, pr.NamedAdapter)
+}
 _BY_NAME: Final[Mapping[str, Codec[Any, Any]]] = dict(_RESPONSES.values())
 
 
@@ -69,8 +78,8 @@ def encode_response(message: pr.WorkerMessage) -> worker_pb2.AttachResponse:
 
 
 def decode_response(worker_id: str, response: worker_pb2.AttachResponse) -> pr.WorkerMessage | None:
-    """Decodes on a router. None for messages that are not for the state: hello, prompt scores, KV events, and newer
-    kinds.
+    """Decodes on a router. None for messages that are not for the state: hello, prompt scores, KV events, adapters, and
+    newer kinds.
 
     Raises InvalidRequest on an unknown enum value, and on a duration out of bounds.
     """
@@ -88,7 +97,9 @@ def decode_response(worker_id: str, response: worker_pb2.AttachResponse) -> pr.W
     return codec.decode(inner, worker_id)  # type: ignore[no-any-return]
 
 
-def encode_request(command: pr.WorkerCommand, sequence: worker_pb2.Sequence | None = None) -> worker_pb2.AttachRequest:
+def encode_request(
+    command: pr.WorkerCommand | pr.AdapterCommand, sequence: worker_pb2.Sequence | None = None
+) -> worker_pb2.AttachRequest:
     """Encodes a router's command. `sequence` is that of its request; only Reserve and Prefill need it."""
     match command:
         case pr.Reserve():
@@ -100,6 +111,13 @@ def encode_request(command: pr.WorkerCommand, sequence: worker_pb2.Sequence | No
         case _:
             name, codec = _REQUESTS[type(command)]
             return worker_pb2.AttachRequest(**{name: codec.encode(command)})
+
+
+def decode_adapter_command(request: worker_pb2.AttachRequest) -> pr.AdapterCommand | None:
+    """None: another message."""
+    name = request.WhichOneof("message") or ""
+    codec = _ADAPTER_COMMANDS.get(name)
+    return None if codec is None else codec.decode(getattr(request, name))
 
 
 def _at(sequence: worker_pb2.Sequence | None, command: pr.Reserve | pr.Prefill) -> worker_pb2.Sequence:

@@ -39,6 +39,7 @@ from pdserve.core.errors import (
     Unauthenticated,
     Unavailable,
     UnknownMethod,
+    UnknownModel,
     shortened,
 )
 from pdserve.tls.reasons import connection_failure, tls_failure
@@ -78,6 +79,11 @@ TABLE: Final[Mapping[type[PdserveError], Mapped]] = {
     ),
     UnknownMethod: Mapped(
         grpc.StatusCode.UNIMPLEMENTED, ("name",), lambda _, fields, __: UnknownMethod(fields["name"])
+    ),
+    UnknownModel: Mapped(
+        grpc.StatusCode.NOT_FOUND,
+        ("name", "served"),
+        lambda _, fields, __: UnknownModel(fields["name"], fields["served"]),
     ),
     ConfigError: Mapped(grpc.StatusCode.FAILED_PRECONDITION, ("field", "seen", "expected"), _field_error(ConfigError)),
     ModelError: Mapped(grpc.StatusCode.FAILED_PRECONDITION, ("field", "seen", "expected"), _field_error(ModelError)),

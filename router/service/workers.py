@@ -112,8 +112,17 @@ _HELLO: Final = Codec(
     WorkerConnected,
     worker_pb2.WorkerHello,
     nested=(COST,),
-    given=("endpoint", "block_bytes", "version"),
-    ignored=("model", "fingerprint", "vocab_size", "eos_token_ids", "hash_seed", "reads_batches", "version"),
+    given=("endpoint", "block_bytes", "version", "adapters"),
+    ignored=(
+        "model",
+        "fingerprint",
+        "vocab_size",
+        "eos_token_ids",
+        "hash_seed",
+        "reads_batches",
+        "version",
+        "adapters",
+    ),
 )
 
 

@@ -30,7 +30,15 @@ from pdserve.core.results import Phase
 from pdserve.core.types import FinishReason, Path, Role, TokenOut
 from router.state.cluster_state import ClusterState
 from router.state.endings import Cause, Ending, Expire, Fail, Finish, Lose, apply_ending
-from router.state.interface import Command, EmitTokens, FailKind, WorkerConnected, WorkerForgotten, WorkerLost
+from router.state.interface import (
+    AdaptersChanged,
+    Command,
+    EmitTokens,
+    FailKind,
+    WorkerConnected,
+    WorkerForgotten,
+    WorkerLost,
+)
 from router.state.lifecycle import ENDED, IN_BATCH, NEEDS_SENDER, UNANSWERED, Move, SenderEnd
 from router.state.request import Placement, Request
 
@@ -79,7 +87,7 @@ def on_refused(cluster: ClusterState, event: Refused) -> Sequence[Command]:
     if request is not None:
         cluster.counters[f"refused_{event.reason.value}"] += 1
     view = cluster.fleet.connected(event.worker_id)
-    if view is not None and event.reason is not RefusalReason.TOO_LARGE:
+    if view is not None and event.reason not in (RefusalReason.TOO_LARGE, RefusalReason.NO_ADAPTER):
         closed_s = clamped_s(event.retry_after_s, FIRST_REFUSAL_S, LONGEST_CLOSED_S)
         view.closed_until_s = max(view.closed_until_s, cluster.now_s + closed_s)
     found = _present(cluster, event.worker_id, event.request_id, event.attempt)
@@ -92,6 +100,8 @@ def on_refused(cluster: ClusterState, event: Refused) -> Sequence[Command]:
     request, _ = found
     if event.reason is RefusalReason.TOO_LARGE:
         request.too_large_for.add(cluster.fleet.key(event.worker_id))
+    if event.reason is RefusalReason.NO_ADAPTER and view is not None:
+        view.adapters -= {request.facts.adapter}
     if not cluster.move(request, Move.DECLINED):
         return ()
     wait_s = backoff_s(FIRST_REFUSAL_S, LONGEST_REFUSAL_S, request.refusals)
@@ -334,6 +344,15 @@ def on_worker_connected(cluster: ClusterState, event: WorkerConnected) -> list[C
         cluster.no_decode_since_s = None
     cluster.is_placing_due = True
     return commands
+
+
+def on_adapters_changed(cluster: ClusterState, event: AdaptersChanged) -> Sequence[Command]:
+    view = cluster.fleet.connected(event.worker_id)
+    if view is not None:
+        view.adapters = frozenset(event.adapters)
+        view.freed_s = cluster.now_s  # requests that wait for an adapter ask again
+        cluster.is_placing_due = True
+    return ()
 
 
 def on_worker_lost(cluster: ClusterState, event: WorkerLost) -> list[Command]:

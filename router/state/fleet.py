@@ -197,13 +197,21 @@ def policy_input_of(request: Request, fleet: Fleet, lengths: OutputLengths, now_
     )
 
 
-def large_enough(request: Request, views: list[WorkerView], tokens: int, fits_all: int = 0) -> list[WorkerView]:
-    """Those of `views` that hold `tokens` of the request; each of them holds `fits_all`."""
+def able(
+    request: Request, views: list[WorkerView], tokens: int, fits_all: int = 0, *, needs_adapter: bool = True
+) -> list[WorkerView]:
+    """Those of `views` that have the request's adapter and hold `tokens` of it; each of them holds `fits_all`."""
+    if needs_adapter:
+        views = with_adapter(request.facts.adapter, views)
     if tokens <= fits_all and not request.too_large_for:
         return views
     if request.too_large_for:
         views = [view for view in views if (view.worker_id, view.incarnation) not in request.too_large_for]
     return [view for view in views if tokens <= view.max_tokens]
+
+
+def with_adapter(fingerprint: str, views: list[WorkerView]) -> list[WorkerView]:
+    return [view for view in views if fingerprint in view.adapters] if fingerprint else views
 
 
 def entry_of(request: Request, fleet: Fleet, lengths: OutputLengths, rules: frozenset[str], now_s: float) -> Entry:
@@ -214,7 +222,7 @@ def entry_of(request: Request, fleet: Fleet, lengths: OutputLengths, rules: froz
     tenant = facts.tenant if "fairness" in rules else ""
     request.unloaded = None
     if rules & NEEDS_ESTIMATE:
-        prefills, decodes = fleet.usable(now_s)
+        prefills, decodes = (with_adapter(facts.adapter, views) for views in fleet.usable(now_s))
         if decodes:
             expected_tokens = lengths.expected(facts.sampling.max_tokens, len(request.output))
             cached_tokens = _cached_tokens(request, fleet)

@@ -41,6 +41,7 @@ class DecisionRecord:
     retry_after_s: float | None = None  # retry time that the client received
     actual_ttft_s: float | None = None  # from arrival
     actual_tpot_s: float | None = None  # over the tokens so far; None before there are two
+    adapter: str = ""  # name of its LoRA adapter; empty: the model alone
 
 
 @final
@@ -110,6 +111,7 @@ def _explanation(request: Request, decision: Decision, now_s: float) -> Decision
         prompt_tokens=facts.num_prompt_tokens,
         attempt=request.attempt,
         is_resumed=bool(request.output),
+        adapter=facts.adapter_name,
     )
 
 

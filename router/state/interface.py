@@ -42,6 +42,8 @@ class RequestArrived(RequestAttributes):
     tenant: str = ""
     block_hashes: tuple[bytes, ...] = ()  # hashes of the prompt's full blocks
     cached_blocks: Mapping[str, int] = field(default_factory=dict)  # worker id -> leading prompt blocks it may hold
+    adapter: str = ""  # fingerprint of its LoRA adapter; empty: the model alone
+    adapter_name: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +85,15 @@ class WorkerConnected:
     block_bytes: int = 0  # 0: unknown
     version: str = ""  # with its build; empty if unknown
     cost: CostPrior = field(default_factory=CostPrior)
+    adapters: tuple[str, ...] = ()  # fingerprints of the LoRA adapters that it can compute
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptersChanged:
+    """The worker has loaded or freed LoRA adapters. `adapters` are all fingerprints that it can compute now."""
+
+    worker_id: str
+    adapters: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +145,7 @@ class TimePassed:
 
 
 ClientEvent = RequestArrived | ClientLeft | StopMatched
-WorkerEvent = WorkerConnected | WorkerLost | WorkerForgotten | WorkerMessage
+WorkerEvent = WorkerConnected | AdaptersChanged | WorkerLost | WorkerForgotten | WorkerMessage
 Event = ClientEvent | WorkerEvent | DrainRequested | UndrainRequested | RouterClosing | DrainEnded | TimePassed
 
 
@@ -163,6 +174,7 @@ class FailKind(Enum):
     SHUTTING_DOWN = "shutting_down"
     DEADLINE = "deadline"
     INVALID = "invalid"
+    NO_ADAPTER = "no_adapter"
     TRANSFER = "transfer"
     KV_LOST = "kv_lost"
     INTERNAL = "internal"
@@ -203,7 +215,7 @@ class FailRequest:
     retry_after_s: float | None = None
     role: str = ""  # NO_WORKERS: the missing role
     stage: str = ""  # DEADLINE: the request's stage
-    field: str = ""  # INVALID: the request's field
+    field: str = ""  # INVALID: the request's field; NO_ADAPTER: the adapter's name
     timings: Timings | None = None
     slices: tuple[Slice, ...] = ()
 
@@ -224,6 +236,8 @@ class FailRequest:
                     "one that a worker can run" if self.field == "request" else "one that compiles and can be met"
                 )
                 return errors.InvalidRequest(self.field, self.message, expected)
+            case FailKind.NO_ADAPTER:
+                return errors.UnknownModel(self.field)
             case FailKind.TRANSFER:
                 return errors.TransferFailed(self.message)
             case FailKind.KV_LOST:

@@ -20,7 +20,7 @@ from router.policy.availability import can_start, opens_in_s
 from router.policy.interface import Choice, Decision, Obstacle
 from router.state.cluster_state import ClusterState
 from router.state.endings import Ending, Fail, Finish, Reject, apply_ending
-from router.state.fleet import large_enough, policy_input_of
+from router.state.fleet import able, policy_input_of, with_adapter
 from router.state.interface import Command, FailKind
 from router.state.lifecycle import WAITING, Move
 from router.state.load import Reservation
@@ -128,7 +128,7 @@ class _Placing:
                     continue
                 _waits(cluster, request, decision)
             _retry_at(cluster, request.ask_again_s)
-            if request.waits_for not in (Obstacle.PREFILL, Obstacle.ROOM):
+            if request.waits_for not in (Obstacle.PREFILL, Obstacle.ROOM) and not self._is_restricted(request):
                 return
             passed.append(first)
 
@@ -146,6 +146,10 @@ class _Placing:
             max(view.freed_s, view.free_at_s - view.batch_s) >= asked_s and can_start(view, tokens, now_s)
             for view in self._prefills
         ) or any(view.computed_s >= asked_s and view.queue_s(now_s) <= view.load.batch_s for view in self._decodes)
+
+    def _is_restricted(self, request: Request) -> bool:
+        """Whether only some workers have its adapter, so that later requests may find room on the others."""
+        return len(with_adapter(request.facts.adapter, self._decodes)) < len(self._decodes)
 
     def _takes_the_last_worker(self, request: Request, decision: Decision) -> bool:
         """Whether a request that could not meet its target even on an unloaded cluster would take the last worker that
@@ -181,21 +185,24 @@ class _Placing:
             self._end(Finish(request, FinishReason.LENGTH, cancel=False))
             return None
         fits_all = cluster.fleet.fits_all
-        fitting = large_enough(request, self._decodes, request.num_tokens + 1, fits_all)
+        fitting = able(request, self._decodes, request.num_tokens + 1, fits_all)
         if not fitting:
-            if _all_large_enough(cluster, request):
-                return Decision(
-                    choice=Choice.WAIT,
-                    reason="all workers that are large enough are disconnected",
-                    obstacle=Obstacle.WORKERS,
-                )
+            facts = request.facts
+            if not with_adapter(facts.adapter, list(cluster.fleet.workers.values())):
+                message = f"no worker has the LoRA adapter {facts.adapter_name} any more"
+                self._end(Fail(request, FailKind.NO_ADAPTER, message, field=facts.adapter_name))
+                return None
+            if _all_able(cluster, request):
+                which = "have its LoRA adapter" if facts.adapter else "are large enough"
+                reason = f"all workers that {which} are disconnected"
+                return Decision(choice=Choice.WAIT, reason=reason, obstacle=Obstacle.WORKERS)
             limit = max(view.max_tokens for view in cluster.fleet.all_decode())
             message = f"{request.num_tokens} tokens; no decode worker takes more than {limit}"
             self._end(Fail(request, FailKind.INVALID, message, field="prompt"))
             return None
-        able = large_enough(request, self._prefills, request.num_tokens, fits_all)
+        prefills = able(request, self._prefills, request.num_tokens, fits_all)
         return cluster.policy(
-            policy_input_of(request, cluster.fleet, cluster.lengths, cluster.now_s), able, fitting, cluster.now_s
+            policy_input_of(request, cluster.fleet, cluster.lengths, cluster.now_s), prefills, fitting, cluster.now_s
         )
 
     def _apply(self, request: Request, decision: Decision) -> bool:
@@ -274,13 +281,14 @@ def _wait_for_decode_workers(cluster: ClusterState) -> list[Command]:
 def _wait_for_workers(cluster: ClusterState, request: Request) -> list[Command]:
     """Parks a request for which no large enough worker receives requests, possibly for long."""
     if cluster.now_s - request.queued_s >= cluster.settings.workers_grace_s:
-        return _no_workers(cluster, request, _all_large_enough(cluster, request))
+        return _no_workers(cluster, request, _all_able(cluster, request))
     cluster.park(request, cluster.now_s + AWAY_S)
     return []
 
 
-def _all_large_enough(cluster: ClusterState, request: Request) -> list[WorkerView]:
-    return large_enough(request, cluster.fleet.all_decode(), request.num_tokens + 1)
+def _all_able(cluster: ClusterState, request: Request) -> list[WorkerView]:
+    """Also those that routers will give the adapter, which another worker has."""
+    return able(request, cluster.fleet.all_decode(), request.num_tokens + 1, needs_adapter=False)
 
 
 def _no_workers(cluster: ClusterState, request: Request, decodes: Sequence[WorkerView]) -> list[Command]:

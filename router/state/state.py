@@ -43,6 +43,7 @@ from router.state.cluster_state import MAX_IN_PROGRESS, ClusterSnapshot, Cluster
 from router.state.endings import APPLY, Disconnect, Ending, Expire, Fail, Finish, Reject, apply_ending
 from router.state.history import DecisionRecord
 from router.state.interface import (
+    AdaptersChanged,
     ClientLeft,
     Command,
     DrainEnded,
@@ -417,6 +418,7 @@ _HANDLERS: Final[Mapping[type, Handler]] = {
     ClientLeft: _on_client_left,
     StopMatched: _on_stop_matched,
     WorkerConnected: attempts.on_worker_connected,
+    AdaptersChanged: attempts.on_adapters_changed,
     WorkerLost: attempts.on_worker_lost,
     WorkerForgotten: attempts.on_worker_forgotten,
     Load: _heard(_on_load),

@@ -80,6 +80,7 @@ class WorkerView:
 
     __slots__ = (
         "_at_report",
+        "adapters",
         "cached_load",
         "closed_until_s",
         "computed_s",
@@ -121,6 +122,7 @@ class WorkerView:
 
     def _start(self, now_s: float) -> None:
         hello = self.hello
+        self.adapters = frozenset(hello.adapters)  # fingerprints
         self.max_tokens = min(hello.num_blocks * hello.block_size, hello.max_context_tokens)  # of one sequence
         self.is_connected = True
         self.heard_s = now_s

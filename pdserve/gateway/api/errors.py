@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,6 +21,7 @@ from pdserve.core.errors import (
     Unauthenticated,
     Unavailable,
     UnknownMethod,
+    UnknownModel,
     shortened,
 )
 
@@ -35,15 +36,6 @@ class UnknownField(InvalidRequest):
 
 class UnsupportedField(InvalidRequest):
     """A field of OpenAI or vLLM that pdserve does not support."""
-
-
-class UnknownModel(NotFound):
-    """The cluster serves another model."""
-
-    def __init__(self, name: str, served: Sequence[str]) -> None:
-        super().__init__("model", name)
-        named = ", ".join(map(repr, served))
-        self.args = (f"the model {shortened(repr(name))} does not exist; this server serves {named}",)
 
 
 @dataclass(frozen=True, slots=True)

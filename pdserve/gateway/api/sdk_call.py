@@ -13,11 +13,10 @@ from pydantic import BaseModel, ValidationError
 
 from pdserve.client.request import Options, Prompt
 from pdserve.client.results import Model
-from pdserve.core.errors import InvalidRequest
+from pdserve.core.errors import InvalidRequest, UnknownModel
 from pdserve.core.grammar import Grammar, GrammarKind, choice
 from pdserve.core.setting import did_you_mean
 from pdserve.core.types import MAX_DELTA_TOKENS, MAX_PROMPT_LOGPROBS, MAX_SEED
-from pdserve.gateway.api.errors import UnknownModel
 from pdserve.gateway.api.field_support import Endpoint, meant_field, supported
 from pdserve.gateway.api.http_input import summarised
 from pdserve.gateway.api.request_models import (

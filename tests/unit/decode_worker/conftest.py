@@ -116,6 +116,7 @@ class Bench:
         attempt: int = 1,
         deadline_at_s: float | None = None,
         tpot_s: float | None = None,
+        adapter: str = "",
         **sampling: Any,
     ) -> list[DecodeEffect]:
         key = self.key(name, attempt)
@@ -125,6 +126,7 @@ class Bench:
             output_ids=output,
             sampling=Sampling(**{"temperature": 0.0, "max_tokens": 8, **sampling}),
             arrived_s=self.now_s,
+            adapter=adapter,
             deadline_at_s=deadline_at_s,
             tpot_s=tpot_s,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from pdserve.core.effects import (
 )
 from pdserve.core.protocol import AttemptFailed, Granted, Released, TokenRow
 from pdserve.core.types import FinishReason
+from pdserve.engine.interface import OnLayer, Row, RowOut
 from pdserve.engine.toy import answer
 from tests.unit.decode_worker.conftest import spread
 
@@ -383,3 +385,30 @@ def test_a_deadline_ends_an_attempt_at_every_stage(bench: Any) -> None:
     key = bench.key("receiving")
     assert bench.scheduler.lost(key, "drained") == [TransferCancelled(key=key), Released(key=key)]
     assert bench.scheduler.live() == []
+
+
+# -- adapters --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("max_drafts", [0, 3])
+def test_every_row_names_its_adapter(make_bench: Any, is_async: bool, max_drafts: int) -> None:
+    bench = make_bench(num_blocks=12, is_async=is_async, max_drafts=max_drafts)
+    seen, step, table = set[tuple[str, bool]](), bench.engine.step, bench.scheduler.sequences.by_key
+
+    def checked(rows: list[Row], on_layer: OnLayer | None = None) -> list[RowOut]:
+        owners = {each.blocks[0]: each.attempt.adapter for each in table.values() if each.blocks}
+        for row in rows:
+            assert row.adapter == owners.get(row.blocks[0], row.adapter)
+            seen.add((row.adapter, row.start >= len(PROMPT)))
+        return step([replace(row, adapter="") for row in rows], on_layer)
+
+    bench.engine.step = checked
+    for name, adapter in (("a", "one"), ("b", "two"), ("c", "")):
+        bench.offer(name, [ord(name), *PROMPT[1:]], adapter=adapter, max_tokens=16)
+    first = bench.reserve_and_write("d", [9, *PROMPT[1:]], adapter="two", max_tokens=4)
+    bench.receive("d")
+    bench.admit("d", first)
+    bench.run()
+    assert seen == {(adapter, is_decode) for adapter in ("one", "two", "") for is_decode in (False, True)}
+    assert (bench.num_async > 3) == (is_async and not max_drafts)

@@ -29,8 +29,9 @@ from pdserve.core.errors import (
     Unauthenticated,
     Unavailable,
     UnknownMethod,
+    UnknownModel,
 )
-from pdserve.gateway.api.errors import ROWS, BodyTooLarge, UnknownField, UnknownModel, UnsupportedField, reply
+from pdserve.gateway.api.errors import ROWS, BodyTooLarge, UnknownField, UnsupportedField, reply
 from pdserve.testing import Cluster
 from pdserve.v1 import inference_pb2
 from tests.unit.client.conftest import Script, delta, fail, started
@@ -47,7 +48,7 @@ STATUS = [
     (Unauthenticated("no"), 401, "invalid_api_key", None),
     (core.IdInUse("a"), 409, "id_in_use", None),
     (NotFound("worker", "p0"), 404, "not_found", None),
-    (UnknownModel("a", "b"), 404, "model_not_found", None),
+    (UnknownModel("a", ["b"]), 404, "model_not_found", None),
     (UnknownMethod("/x"), 501, "unknown_method", None),
     (DeadlineExceeded("queued"), 408, "deadline", None),
     (Overloaded("full", 1.5), 429, "overloaded", None),

@@ -66,6 +66,7 @@ class Bench:
         granted_size: int = BLOCK_SIZE,
         deadline_at_s: float | None = None,
         ttft_s: float | None = None,
+        adapter: str = "",
         **sampling: Any,
     ) -> list[PrefillEffect]:
         one = Attempt(
@@ -74,6 +75,7 @@ class Bench:
             output_ids=output,
             sampling=Sampling(**{"temperature": 0.0, "max_tokens": 8, **sampling}),
             arrived_s=self.now_s,
+            adapter=adapter,
             deadline_at_s=deadline_at_s,
             ttft_s=ttft_s,
             begun_at_s=self.now_s,

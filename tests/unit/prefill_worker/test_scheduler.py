@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -349,3 +350,16 @@ def test_cancelling_a_prompt_without_a_transfer_frees_at_once(bench: Any) -> Non
     bench.step()
     assert bench.scheduler.cancel(bench.key("a")) == [Released(key=bench.key("a"))]
     assert bench.run() == []
+
+
+def test_every_chunk_names_its_adapter(bench: Any) -> None:
+    bench.offer("a", PROMPT, adapter="one")
+    bench.offer("b", PROMPT)
+    seen, now_s = [], 0.0
+    while bench.scheduler.has_work:
+        plan, _ = bench.scheduler.plan(now_s)
+        seen += [(key.request_id, row.adapter) for key, row in zip(plan.keys, plan.rows, strict=True)]
+        now_s += 1.0
+        bench.scheduler.apply(plan, bench.engine.step([replace(row, adapter="") for row in plan.rows]), now_s)
+    assert set(seen) == {("a", "one"), ("b", "")}
+    assert len(seen) > 2

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pdserve.core.types import Role, Slo
-from router.state.fleet import Fleet, OutputLengths, entry_of, large_enough, policy_input_of
+from router.state.fleet import Fleet, OutputLengths, able, entry_of, policy_input_of
 from router.state.interface import RouterSettings
 from router.state.request import Request
 from router.state.state import RouterState
@@ -85,10 +85,10 @@ def test_only_failed_incarnations_are_avoided(fleet: Fleet) -> None:
 def test_a_worker_that_is_too_small_is_skipped(fleet: Fleet) -> None:
     one, views = request(), [fleet.workers["d0"], fleet.workers["d1"]]
     most = views[0].max_tokens
-    assert large_enough(one, views, most) == views
-    assert large_enough(one, views, most + 1) == []
+    assert able(one, views, most) == views
+    assert able(one, views, most + 1) == []
     one.too_large_for = {("d0", "d0.1"), ("d1", "d1.1")}
-    assert large_enough(one, views, 1) == views[1:], "d1 was restarted since, and may have more memory"
+    assert able(one, views, 1) == views[1:], "d1 was restarted since, and may have more memory"
 
 
 def test_queue_entries_sort_by_level_then_start_time(fleet: Fleet) -> None:

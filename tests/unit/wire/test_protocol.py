@@ -63,6 +63,7 @@ def test_plain_tokens_come_before_rows() -> None:
 def test_every_message_has_a_codec_or_is_read_elsewhere() -> None:
     responses = {field.name for field in worker_pb2.AttachResponse.DESCRIPTOR.oneofs_by_name["message"].fields}
     elsewhere = {"hello", "tokens", "kv_events", "prompt_scored", "batch", "kv_links", "log"}
+    elsewhere |= {"adapters", "adapter_loaded"}
     assert set(protocol._BY_NAME) == responses - elsewhere
     requests = {field.name for field in worker_pb2.AttachRequest.DESCRIPTOR.oneofs_by_name["message"].fields}
     assert {name for name, _ in protocol._REQUESTS.values()} == requests - {
@@ -84,6 +85,27 @@ def test_a_command_adds_the_sequence_without_changing_it(command: pr.Reserve | p
     assert (list(sent.prompt_token_ids), list(sent.output_token_ids)) == ([1, 2], [8, 9])
     assert (sent.request_id, sent.attempt, sent.deadline_s) == ("r", 3, 1.5)
     assert sequence == worker_pb2.Sequence(request_id="r", prompt_token_ids=[1, 2])
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pr.LoadAdapter(name="a", folder="/f", version=2**60),
+        pr.DropLoad(name="a", version=1),
+        pr.NamedAdapter(name="a", fingerprint="f" * 32, version=1, folder="/f"),
+        pr.NamedAdapter(name="a", version=2),
+    ],
+)
+def test_commands_about_adapters_survive_the_wire(command: pr.AdapterCommand) -> None:
+    data = protocol.encode_request(command).SerializeToString()
+    assert protocol.decode_adapter_command(worker_pb2.AttachRequest.FromString(data)) == command
+
+
+def test_an_older_router_reads_an_unknown_reason_as_a_full_inbox() -> None:
+    refused = worker_pb2.Refused(request_id="r", attempt=1, reason=99)  # type: ignore[arg-type]  # of a newer worker
+    message = protocol.decode_response("w0", worker_pb2.AttachResponse(refused=refused))
+    assert isinstance(message, pr.Refused)
+    assert message.reason is RefusalReason.INBOX_FULL
 
 
 def test_a_grant_is_bounded_on_a_router() -> None:
