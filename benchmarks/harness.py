@@ -12,6 +12,8 @@ import statistics
 import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from ctypes.util import find_library
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -50,6 +52,22 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     lines = [table_row(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) for cells in rows]
     rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
     return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def vllm_env(python: Path, threads: int) -> dict[str, str]:
+    """Environment variables of a process with vLLM for CPUs: this checkout, the OpenMP runtime and the allocator that
+    vLLM's documentation asks for, where they are installed, and the thread settings that it gives its own workers."""
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
+    runtime, allocator = python.parent.parent / "lib/libiomp5.so", find_library("tcmalloc_minimal")
+    return {
+        "LD_PRELOAD": ":".join(filter(None, (allocator, str(runtime) if runtime.exists() else None))),
+        "OMP_NUM_THREADS": str(threads),
+        "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{cores}]",
+        "KMP_BLOCKTIME": "5",
+        "KMP_TPAUSE": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": cores,
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+    }
 
 
 class JsonProcess:

@@ -2,6 +2,9 @@
 
     python -m benchmarks.engine --model FOLDER [--dtypes float32,bfloat16,int8,int4,int8/int8] [--out DIR]
         [--peer-python PYTHON] [--peer-dtypes float32,bfloat16]
+    python -m benchmarks.engine --model FOLDER --engine vllm --peer-python PYTHON --dtypes bfloat16   # its overhead
+
+With --engine vllm our engine is vLLM's model runner behind our interface, and its peer is vLLM's own step.
 
 Decode: prompts of 32 tokens, two steps to warm up, then --steps measured ones; a turn counts with the median of its
 steps. Prefill: one prompt in one step, to its first token. Greedy everywhere, end of sequence ignored, the same
@@ -23,19 +26,17 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from ctypes.util import find_library
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from benchmarks.engine.report import Memory, limits_line, peer_table, points_of, speed_table
+from benchmarks.engine.report import Memory, cost_table, limits_line, peer_table, points_of, speed_table
 from benchmarks.engine.turns import PROMPT_TOKENS, WARM_STEPS, PeerEngine, PeerFailed, Point, Turn, take_turns
 from benchmarks.engine.work import WEIGHT_BYTES, EngineWork, decode_work, prefill_work
-from benchmarks.harness import numbers, table
+from benchmarks.harness import numbers, table, vllm_env
 from pdserve.core.errors import PdserveError
 from pdserve.engine.model.config import ModelConfig, read_config
 
-ROOT: Final = Path(__file__).parents[2]
 ROOM_TOKENS: Final = 128  # vLLM's block on a CPU: the KV of each sequence is rounded up to it
 PEERS: Final = "benchmarks.engine.peers"
 TRANSFORMERS: Final = "transformers float32"
@@ -64,13 +65,14 @@ def main() -> int:
         (out / "engine.json").write_text(json.dumps([asdict(turn) for turn in turns]) + "\n")
         memory = {peer.name: _memory(peer) for peer in peers}
         check = _check_generate(peers, turns, flags.steps)
-    others = [name for name in memory if not name.startswith("pdserve ")]
+    others = [name for name in memory if not name.startswith("pdserve")]
     report = "\n\n".join(
         [
             f"{flags.model.resolve().name}, {flags.threads} threads, {platform.processor() or platform.machine()}, "
             f"Python {platform.python_version()}, {flags.rounds} rounds, {flags.steps} steps; {limits_line(turns)}",
             table(speed_table(turns, others, lambda turn: _work(model, flags.steps, turn))),
-            table(peer_table(turns, memory, TRANSFORMERS)),
+            *(table(cost_table(turns, name)) for name in others if name != TRANSFORMERS),
+            table(peer_table(turns, memory, others[0])),
             *check,
         ]
     )
@@ -83,16 +85,24 @@ def main() -> int:
 def _flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--engine", choices=("own", "vllm"), default="own", help="of pdserve; vllm: by --peer-python")
     parser.add_argument("--dtypes", default="float32", help="our engine's: weights, or weights/KV; comma-separated")
     parser.add_argument("--peer-python", type=Path, help="python of an environment with vllm; not measured without")
-    parser.add_argument("--peer-dtypes", default="float32,bfloat16", help="vllm's, comma-separated")
+    parser.add_argument(
+        "--peer-dtypes", help="vllm's, comma-separated (float32,bfloat16; with --engine vllm: --dtypes)"
+    )
     parser.add_argument("--batches", type=numbers, default=[1, 4, 8, 16, 32])
     parser.add_argument("--prompts", type=numbers, default=[128, 512, 2048], help="tokens of the prefills")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=16, help="measured decode steps of a turn")
     parser.add_argument("--out", type=Path, metavar="DIR", help="for the report and the raw figures")
-    return parser.parse_args()
+    flags = parser.parse_args()
+    if flags.engine == "vllm" and not flags.peer_python:
+        parser.error("--engine vllm: give --peer-python, the python of an environment with vllm (make vllm-env)")
+    if not flags.peer_dtypes:
+        flags.peer_dtypes = flags.dtypes.partition("/")[0] if flags.engine == "vllm" else "float32,bfloat16"
+    return flags
 
 
 def _points(flags: argparse.Namespace, model: ModelConfig) -> list[Point]:
@@ -115,37 +125,24 @@ def _commands(
     each = -(-(PROMPT_TOKENS + WARM_STEPS + flags.steps + 1) // ROOM_TOKENS) * ROOM_TOKENS
     batch = max([1, *flags.batches])
     kv_tokens = max(room, batch * each)
-    ours = [sys.executable, "-m", PEERS]
+    prompts_tokens = max(room, batch * PROMPT_TOKENS)
+    env = vllm_env(flags.peer_python, flags.threads) if flags.peer_python else {}
     commands: dict[str, tuple[list[str], dict[str, str]]] = {}
     for kind in flags.dtypes.split(","):
         weights, _, kv = kind.partition("/")
-        commands[f"pdserve {kind}"] = [*ours, "ours", folder, weights, kv, threads, str(kv_tokens)], {}
-    commands[TRANSFORMERS] = [*ours, "transformers", folder, threads], {}
-    if flags.peer_python:
-        prompts_tokens = max(room, batch * PROMPT_TOKENS)
-        env = _vllm_environment(flags.peer_python, flags.threads)
-        for dtype in flags.peer_dtypes.split(","):
-            values = (kv_tokens + ROOM_TOKENS) * model.num_layers * 2 * model.num_kv_heads * model.head_dim
-            sizes = (values * WEIGHT_BYTES[dtype], batch, min(room, model.max_context_tokens), prompts_tokens)
-            command = [str(flags.peer_python), "-m", "benchmarks.engine.vllm_peer", folder, dtype, *map(str, sizes)]
-            commands[f"vllm {dtype}"] = command, env
+        ours = ["ours", flags.engine, folder, weights, kv or "auto", threads, str(kv_tokens), str(prompts_tokens)]
+        if flags.engine == "vllm":
+            commands[f"pdserve-vllm {kind}"] = [str(flags.peer_python), "-m", PEERS, *ours], env
+        else:
+            commands[f"pdserve {kind}"] = [sys.executable, "-m", PEERS, *ours], {}
+    if flags.engine == "own":
+        commands[TRANSFORMERS] = [sys.executable, "-m", PEERS, "transformers", folder, threads], {}
+    for dtype in flags.peer_dtypes.split(",") if flags.peer_python else ():
+        values = (kv_tokens + ROOM_TOKENS) * model.num_layers * 2 * model.num_kv_heads * model.head_dim
+        sizes = (values * WEIGHT_BYTES[dtype], batch, min(room, model.max_context_tokens), prompts_tokens)
+        command = [str(flags.peer_python), "-m", "benchmarks.engine.vllm_peer", folder, dtype, *map(str, sizes)]
+        commands[f"vllm {dtype}"] = command, env
     return commands
-
-
-def _vllm_environment(python: Path, threads: int) -> dict[str, str]:
-    """The allocator and the OpenMP runtime that its documentation asks for, and its threads on the first cores."""
-    preload = [str(python.parent.parent / "lib/libiomp5.so")]
-    allocator = find_library("tcmalloc_minimal")
-    if allocator is None:
-        _say("vllm runs without tcmalloc: libtcmalloc_minimal is not installed")
-    else:
-        preload.insert(0, allocator)
-    cores = sorted(os.sched_getaffinity(0))[:threads]
-    return {
-        "LD_PRELOAD": ":".join(path for path in preload if "/" not in path or Path(path).exists()),
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
-        "PYTHONPATH": str(ROOT),
-    }
 
 
 @contextmanager
@@ -170,9 +167,9 @@ def _memory(peer: PeerEngine) -> Memory:
 
 def _check_generate(peers: Sequence[PeerEngine], turns: Sequence[Turn], steps: int) -> list[str]:
     """One line on transformers' own `generate` beside the loop that stands for it."""
-    oracle = next(peer for peer in peers if peer.name == TRANSFORMERS)
+    oracle = next((peer for peer in peers if peer.name == TRANSFORMERS), None)
     decoded = points_of(turns, "decode")
-    if not decoded:
+    if oracle is None or not decoded:
         return []
     point = decoded[len(decoded) // 2]
     loop, whole = [], []

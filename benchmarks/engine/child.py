@@ -48,6 +48,25 @@ def serve(load: Callable[[], Orders]) -> None:
         sys.exit(1)
 
 
+class Stopwatch:
+    """Wall and CPU time of steps, each in a `with`. CPU time is that of all threads of this process."""
+
+    def __init__(self) -> None:
+        self.step_s: list[float] = []
+        self.cpu_s: list[float] = []
+
+    def __enter__(self) -> None:
+        self._began = time.process_time(), time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.step_s.append(time.perf_counter() - self._began[1])
+        self.cpu_s.append(time.process_time() - self._began[0])
+
+    def steps(self, first: int, count: int) -> dict[str, Any]:
+        """The answer to an order: `count` steps from `first` on."""
+        return {"step_s": self.step_s[first : first + count], "cpu_s": self.cpu_s[first : first + count]}
+
+
 def memory() -> dict[str, Any]:
     """The peak of resident memory since the last call, and the private memory now, in bytes."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

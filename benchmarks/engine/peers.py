@@ -1,6 +1,7 @@
 """Our engine, transformers and the machine's own limits, each as a child process of benchmarks.engine.
 
-ours: Engine.step, with rows built anew for each step as a worker does.
+ours: Engine.step of an engine of pdserve, with rows built anew for each step as a worker does; building them is not
+timed. The engine vllm runs with the python of vLLM's environment.
 transformers: model.forward on a static batch with its DynamicCache, sdpa attention, inference mode, no mask (every
 prompt has the same length), the head on the last position only, and argmax: what `generate` does in a greedy step
 without its bookkeeping. The order `generate` times the real thing, as a check that nothing was taken from it.
@@ -17,70 +18,71 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks.engine.child import Orders, prompts, serve
+from benchmarks.engine.child import Orders, Stopwatch, prompts, serve
 from pdserve.config import WorkerConfig
-from pdserve.core.types import Sampling
+from pdserve.core.types import Role, Sampling
 from pdserve.engine.interface import Engine, Row
-from pdserve.engine.load.build_engine import open_torch_engine
+from pdserve.engine.load_engine import load_engine
 
-BLOCK_SIZE: Final = 16
+BLOCK_SIZES: Final = {"own": 16, "vllm": 32}  # the defaults of workers; vLLM's kernels take multiples of 32
 MATRIX_SIDE: Final = 2048
 GREEDY: Final = Sampling(temperature=0.0, max_tokens=4096, ignore_eos=True)
 PROBES: Final = 3  # of which the best counts, because a limit is the machine's best result
 
 
-def ours(model: str, dtype: str, kv_dtype: str, threads: int, kv_tokens: int) -> Orders:
-    settings: dict[str, Any] = {"kv_dtype": kv_dtype} if kv_dtype else {}
-    engine = open_torch_engine(
+def ours(
+    engine_name: str, model: str, dtype: str, kv_dtype: str, threads: int, kv_tokens: int, step_tokens: int
+) -> Orders:
+    engine = load_engine(
         WorkerConfig(
             model=model,
             worker_id="bench",
+            engine=engine_name,
             dtype=dtype,
+            kv_dtype=kv_dtype,
             threads=threads,
-            block_size=BLOCK_SIZE,
-            kv_blocks=kv_tokens // BLOCK_SIZE,
-            **settings,
-        )
+            block_size=BLOCK_SIZES[engine_name],
+            kv_blocks=kv_tokens // BLOCK_SIZES[engine_name],
+            max_batch_tokens=step_tokens,
+        ),
+        Role.DECODE,
     )
 
     def decode(batch: int, prompt_tokens: int, warm: int, steps: int, salt: int) -> dict[str, Any]:
         histories = prompts(batch, prompt_tokens, engine.spec.vocab_size, salt)
-        first = step(engine, histories, [0] * batch, prompt_tokens)
-        for history, token in zip(histories, first, strict=True):
-            history.append(token)
-        took_s = []
+        watch = Stopwatch()
+        step(engine, watch, histories, [0] * batch, prompt_tokens)
         for _ in range(warm + steps):
-            began_s = time.perf_counter()
-            sampled = step(engine, histories, [len(one) - 1 for one in histories], prompt_tokens)
-            took_s.append(time.perf_counter() - began_s)
-            for history, token in zip(histories, sampled, strict=True):
-                history.append(token)
-        return {"step_s": took_s[warm:], "tokens": histories[0][prompt_tokens:]}
+            step(engine, watch, histories, [len(one) - 1 for one in histories], prompt_tokens)
+        return {**watch.steps(1 + warm, steps), "tokens": histories[0][prompt_tokens:]}
 
     def prefill(tokens: int, salt: int) -> dict[str, Any]:
-        histories = prompts(1, tokens, engine.spec.vocab_size, salt)
-        began_s = time.perf_counter()
-        step(engine, histories, [0], tokens)
-        return {"prefill_s": time.perf_counter() - began_s}
+        watch = Stopwatch()
+        step(engine, watch, prompts(1, tokens, engine.spec.vocab_size, salt), [0], tokens)
+        return watch.steps(0, 1)
 
     return {"decode": decode, "prefill": prefill}
 
 
-def step(engine: Engine, histories: list[list[int]], starts: list[int], prompt_len: int) -> list[int]:
-    """Computes every history from its start on; each sequence owns a run of blocks of equal length."""
+def step(engine: Engine, watch: Stopwatch, histories: list[list[int]], starts: list[int], prompt_len: int) -> None:
+    """Computes every history from its start on, and appends its next token. Each sequence owns a run of blocks of equal
+    length."""
     each = engine.spec.num_blocks // len(histories)
     rows = [
         Row(
             tokens=history[start:],
             start=start,
-            blocks=range(index * each, index * each - len(history) // -BLOCK_SIZE),
+            blocks=range(index * each, index * each - len(history) // -engine.spec.block_size),
             sample=GREEDY,
             history=history,
             prompt_len=prompt_len,
         )
         for index, (history, start) in enumerate(zip(histories, starts, strict=True))
     ]
-    return [out.sampled[0].token_id for out in engine.step(rows)]
+    with watch:
+        outs = engine.step(rows)
+    for history, out in zip(histories, outs, strict=True):
+        history.append(out.sampled[0].token_id)
 
 
 def transformers(model: str, threads: int) -> Orders:
@@ -99,20 +101,20 @@ def transformers(model: str, threads: int) -> Orders:
     def decode(batch: int, prompt_tokens: int, warm: int, steps: int, salt: int) -> dict[str, Any]:
         cache: Any = DynamicCache(config=net.config)
         token_B1 = forward(torch.tensor(prompts(batch, prompt_tokens, vocab_size, salt)), cache)
-        took_s, tokens = [], [int(token_B1[0])]
+        watch, tokens = Stopwatch(), [int(token_B1[0])]
         for _ in range(warm + steps):
-            began_s = time.perf_counter()
-            token_B1 = forward(token_B1, cache)
-            tokens.append(int(token_B1[0]))
-            took_s.append(time.perf_counter() - began_s)
-        return {"step_s": took_s[warm:], "tokens": tokens}
+            with watch:
+                token_B1 = forward(token_B1, cache)
+                tokens.append(int(token_B1[0]))
+        return {**watch.steps(warm, steps), "tokens": tokens}
 
     @torch.inference_mode()
     def prefill(tokens: int, salt: int) -> dict[str, Any]:
         ids_1T = torch.tensor(prompts(1, tokens, vocab_size, salt))
-        began_s = time.perf_counter()
-        forward(ids_1T, DynamicCache(config=net.config)).tolist()
-        return {"prefill_s": time.perf_counter() - began_s}
+        watch = Stopwatch()
+        with watch:
+            forward(ids_1T, DynamicCache(config=net.config)).tolist()
+        return watch.steps(0, 1)
 
     @torch.inference_mode()
     def generate(batch: int, prompt_tokens: int, steps: int, salt: int) -> dict[str, Any]:
@@ -163,8 +165,8 @@ def _best_s(work: Callable[[], torch.Tensor]) -> float:
 
 def main(kind: str, *rest: str) -> None:
     if kind == "ours":
-        model, dtype, kv_dtype, threads, kv_tokens = rest
-        serve(lambda: ours(model, dtype, kv_dtype, int(threads), int(kv_tokens)))
+        engine, model, dtype, kv_dtype, *sizes = rest
+        serve(lambda: ours(engine, model, dtype, kv_dtype, *map(int, sizes)))
     elif kind == "transformers":
         model, threads = rest
         serve(lambda: transformers(model, int(threads)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,58 @@ def speed_table(turns: Sequence[Turn], others: Sequence[str], work_of: Callable[
                 ]
             )
     return rows
+
+
+def cost_table(turns: Sequence[Turn], base: str) -> list[list[str]]:
+    """The cost of a step relative to that of `base`: medians of the ratios of each round, with the interval that holds
+    the true median with a probability of 95 %."""
+    rows = [["point", "peer", "ms", "CPU ms", f"time / {base}", f"CPU time / {base}"]]
+    for point in dict.fromkeys(turn.point for turn in turns):
+        here = [turn for turn in turns if turn.point == point]
+        based = by_round(here, base)
+        for peer in sorted({turn.peer for turn in here} - {base}):
+            own = by_round(here, peer)
+            rows.append(
+                [
+                    point.label,
+                    peer,
+                    *(
+                        " and ".join(f"{1e3 * statistics.median(map(cost, one.values())):.2f}" for one in (own, based))
+                        for cost in (_seconds, _cpu_s)
+                    ),
+                    *(
+                        "{:.3f} ({:.3f} to {:.3f})".format(
+                            *median_interval([cost(turn) / cost(based[number]) for number, turn in own.items()])
+                        )
+                        for cost in (_seconds, _cpu_s)
+                    ),
+                ]
+            )
+    return rows
+
+
+def median_interval(values: Sequence[float], risk: float = 0.05) -> tuple[float, float, float]:
+    """The median, and two of the values between which the true median lies with a probability of 1 - `risk`, whatever
+    the distribution; the least and the greatest where there are too few for that.
+
+    Each value is below the true median with a probability of a half, so the number of those is binomial.
+    """
+    ordered, outside, rank = sorted(values), 0.0, 0
+    while rank < len(ordered) // 2:
+        outside += 2.0 * math.comb(len(ordered), rank) / 2.0 ** len(ordered)
+        if outside > risk:
+            break
+        rank += 1
+    at = max(rank - 1, 0)
+    return statistics.median(ordered), ordered[at], ordered[-1 - at]
+
+
+def _seconds(turn: Turn) -> float:
+    return turn.seconds
+
+
+def _cpu_s(turn: Turn) -> float:
+    return turn.cpu_s
 
 
 def peer_table(turns: Sequence[Turn], memory: Mapping[str, Memory], oracle: str | None) -> list[list[str]]:

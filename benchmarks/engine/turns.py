@@ -8,6 +8,7 @@ seconds.
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +93,7 @@ class Turn:
     round: int
     peer: str
     seconds: float  # the median of the turn's steps, or the prefill
+    cpu_s: float  # the same of the CPU time of all threads
     tokens: tuple[int, ...]  # of the first sequence, where the peer tells
     read_bytes_per_s: float  # what the machine could do just before and after, the mean of both
     flops_per_s: float
@@ -116,7 +118,8 @@ def take_turns(
                         point=point,
                         round=number,
                         peer=peer.name,
-                        seconds=_seconds(answer),
+                        seconds=statistics.median(answer["step_s"]),
+                        cpu_s=statistics.median(answer["cpu_s"]),
                         tokens=tuple(answer.get("tokens", ())),
                         read_bytes_per_s=(before["read_bytes_per_s"] + after["read_bytes_per_s"]) / 2,
                         flops_per_s=(before["flops_per_s"] + after["flops_per_s"]) / 2,
@@ -124,10 +127,3 @@ def take_turns(
                 )
                 before = after
             yield turns
-
-
-def _seconds(answer: Mapping[str, Any]) -> float:
-    if "prefill_s" in answer:
-        return float(answer["prefill_s"])
-    steps = sorted(answer["step_s"])
-    return float(steps[len(steps) // 2])

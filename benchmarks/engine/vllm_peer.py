@@ -1,24 +1,24 @@
 """vLLM as a peer of benchmarks.engine, run by the python of its own environment. Imports nothing of pdserve.
 
-The engine core runs in this process (no RPC between steps), without prefix caching, tokenizer or detokenizer. A step is
-one LLMEngine.step: schedule, compute, draw, process the output. Prompts of one turn are added before its first step,
-and the budget of a step takes them all, so every step after the first is a decode step of the whole batch.
+The engine core runs in this process, with its default runner, compiled, and without prefix caching, tokenizer or
+detokenizer. Timed is what costs least of a step of vLLM: its executor computes what its own scheduler chose, and its
+own sampler draws. Scheduling before and bookkeeping after are not timed. Prompts of one turn are added before its first
+step, and the budget of a step takes them all, so every step after the first is a decode step of the whole batch.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import time
 from typing import Any
 
-from benchmarks.engine.child import Orders, prompts, serve
+from benchmarks.engine.child import Orders, Stopwatch, prompts, serve
 
 
 def load(model: str, dtype: str, kv_bytes: int, max_batch: int, max_tokens: int, step_tokens: int) -> Orders:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
-    from vllm.inputs import TokensPrompt
+    from vllm.v1.request import Request
 
     llm = LLM(
         model=model,
@@ -31,37 +31,38 @@ def load(model: str, dtype: str, kv_bytes: int, max_batch: int, max_tokens: int,
         max_num_seqs=max_batch,
         disable_log_stats=True,
     )
-    engine = llm.llm_engine
+    core: Any = llm.llm_engine.engine_core.engine_core
     vocab_size = llm.model_config.get_vocab_size()
     serial = 0
 
-    def run(batch: int, prompt_tokens: int, steps: int, salt: int) -> tuple[list[float], list[int]]:
-        """Seconds of each step, and the tokens of the first row."""
+    def run(batch: int, prompt_tokens: int, steps: int, salt: int) -> tuple[Stopwatch, list[int]]:
+        """The time of each step, and the tokens of the first row."""
         nonlocal serial
         params = SamplingParams(temperature=0.0, max_tokens=1 + steps, ignore_eos=True, detokenize=False)
         first = f"{serial}-0"
         for index, row in enumerate(prompts(batch, prompt_tokens, vocab_size, salt)):
-            engine.add_request(f"{serial}-{index}", TokensPrompt(prompt_token_ids=row), params)
+            core.add_request(Request(f"{serial}-{index}", row, params, None))
         serial += 1
-        took_s: list[float] = []
+        watch = Stopwatch()
         tokens: list[int] = []
-        while engine.has_unfinished_requests():
-            began_s = time.perf_counter()
-            outs = engine.step()
-            took_s.append(time.perf_counter() - began_s)
-            for out in outs:
-                if out.request_id.startswith(first):
-                    tokens = list(out.outputs[0].token_ids)
-        return took_s, tokens
+        while core.scheduler.has_requests():
+            scheduled = core.scheduler.schedule()
+            with watch:
+                output = core.model_executor.execute_model(scheduled)
+                if output is None:
+                    output = core.model_executor.sample_tokens(None)
+            for done in core.scheduler.update_from_output(scheduled, output).values():
+                for one in done.outputs:
+                    if one.request_id == first:
+                        tokens += one.new_token_ids
+        return watch, tokens
 
     def decode(batch: int, prompt_tokens: int, warm: int, steps: int, salt: int) -> dict[str, Any]:
-        took_s, tokens = run(batch, prompt_tokens, warm + steps, salt)
-        # The last step may only hand in what was computed before it.
-        return {"step_s": took_s[1 + warm : 1 + warm + steps], "tokens": tokens}
+        watch, tokens = run(batch, prompt_tokens, warm + steps, salt)
+        return {**watch.steps(1 + warm, steps), "tokens": tokens}
 
     def prefill(tokens: int, salt: int) -> dict[str, Any]:
-        took_s, _ = run(1, tokens, 0, salt)
-        return {"prefill_s": sum(took_s)}
+        return run(1, tokens, 0, salt)[0].steps(0, 1)
 
     return {"decode": decode, "prefill": prefill}
 
