@@ -21,9 +21,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any, Final, Protocol, final
 
 import numpy as np
+import torch
 
 from pdserve.config import SECRET_ENV, WorkerConfig
 from pdserve.config_flags import to_flags
@@ -32,18 +34,16 @@ from pdserve.core.errors import ConfigError, InternalError
 from pdserve.core.kv.stamps import BlockStamps
 from pdserve.core.types import Role
 from pdserve.engine.gpu.plain_rows import Words
-from pdserve.engine.interface import EngineSpec, Flight, OnLayer, Row, RowOut
+from pdserve.engine.interface import Engine, EngineSpec, Flight, KvPool, OnLayer, Row, RowOut
 from pdserve.engine.load.build_engine import open_rank, plan_shared_pool, warmed
 from pdserve.engine.load.device import choose_device
 from pdserve.engine.memory.host import HostMemory
 from pdserve.engine.memory.plan import MemoryPlan, with_device_defaults
-from pdserve.engine.memory.pool import TorchPool
 from pdserve.engine.model.collectives import LOOPBACK, Ranks, make_store, memory_file, private_store
 from pdserve.engine.model.config import read_config
 from pdserve.engine.model.parameters import Shard, rank_config
 from pdserve.engine.ranks.rendezvous import Rendezvous
 from pdserve.engine.rows import check_rows, to_words
-from pdserve.engine.torch_engine import TorchEngine
 from pdserve.isolated.tied_program import tied_command
 from pdserve.tls.certificates import certificates_of
 
@@ -154,6 +154,14 @@ STOP: Final = 0  # first number of an order
 STEP: Final = 1
 GRAPHS: Final = "graphs"  # key in the store: whether ranks run decode steps as graphs
 _POLL_S: Final = 0.05
+_ENDING_S: Final = 2.0  # between the end of a rank's groups and that of its process
+
+
+class RankEngine(Engine, Protocol):
+    """The engine of one rank."""
+
+    @property
+    def memory(self) -> MemoryPlan | None: ...
 
 
 class _Leading:
@@ -162,7 +170,7 @@ class _Leading:
 
     def __init__(
         self,
-        engine: TorchEngine | GraphEngine,
+        engine: RankEngine,
         ranks: Ranks,
         followers: Sequence[RankProcess],
         rank_addresses: Sequence[str] = (),
@@ -186,7 +194,7 @@ class _Leading:
         return self._inner.spec
 
     @property
-    def pool(self) -> TorchPool:
+    def pool(self) -> KvPool:
         return self._inner.pool
 
     @property
@@ -321,65 +329,108 @@ def _everywhere(on_layer: OnLayer) -> OnLayer:
     return stored
 
 
+@final
+class StartedRanks:
+    """The followers of a worker from their start on, and this process's groups with them."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        device: torch.device,
+        descriptor: int | None = None,
+        options: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """`device`: on which the groups exchange tensors. `descriptor`: the memory file that the ranks share, if they
+        do. `options`: what followers read from the store. Raises ConfigError if a rank does not start."""
+        self._config = config
+        self._is_shared = descriptor is not None
+        self.shard = Shard(0, config.tensor_parallel)
+        secret = ClusterSecret(config.cluster_secret) if config.rendezvous else None
+        if secret is None:
+            place = memory_file()
+            self.store = private_store(place, self.shard.size, timeout_s=MEET_S)
+        else:
+            self.store = make_store(0, self.shard.size, is_leader=True, timeout_s=MEET_S)
+            place = int(self.store.port)
+        for name, value in options.items():
+            self.store.set(name, value)
+        # The rendezvous comes first: if its address cannot be used, nothing else has started.
+        self.rendezvous: Rendezvous | None = None
+        if secret is not None:
+            others = range(config.ranks_here, self.shard.size)
+            tls = certificates_of(config, is_mutual=True)
+            self.rendezvous = Rendezvous(config.rendezvous, secret, place, others, to_flags(config), tls)
+        self.followers: list[RankProcess] = [
+            Follower(config, rank, place, descriptor) for rank in range(1, config.ranks_here)
+        ]
+        if self.rendezvous is not None:
+            self.followers += self.rendezvous.ranks.values()
+        with self.ended_on_error():
+            _meet(self.store, self.followers)
+            self.ranks = Ranks(self.shard, self.store, device, config.stall_s, gloo_host(config), secret)
+
+    @contextmanager
+    def ended_on_error(self) -> Iterator[None]:
+        """Ends the ranks if the block raises. If one has ended before, its message is the error."""
+        try:
+            yield
+        except BaseException as error:
+            try:
+                if isinstance(error, RuntimeError):  # of a group, whose other end may be gone
+                    _check_ended(self.followers)
+            finally:
+                for follower in self.followers:
+                    follower.kill()
+                if self.rendezvous is not None:
+                    self.rendezvous.close()
+            raise
+
+    def check_loaded(self, weights_hash: str) -> None:
+        """Waits until all ranks have loaded the same weights."""
+        _meet(self.store, self.followers, "loaded", MEET_S + self._config.stall_s)
+        check_weights(self.store, self.followers, weights_hash)
+        log.info("tensor-parallel ranks are ready", extra={"ranks": self.shard.size, "here": self._config.ranks_here})
+
+    def addresses(self) -> list[str]:
+        """HOST:PORT of each follower's RankService, if it has its own pool."""
+        if self._is_shared or not self._config.cluster_secret:
+            return []
+        return [self.store.get(f"address/{one.rank}").decode() for one in self.followers]
+
+
 def open_parallel_engine(config: WorkerConfig, role: Role) -> ParallelEngine | ParallelGraphEngine:
     """Starts the followers and loads this rank's part. Raises ConfigError and ModelError like a single rank."""
     size, model_config = config.tensor_parallel, read_config(Path(config.model))
     rank_config(model_config, Shard(0, size))  # before anything starts
-    secret = ClusterSecret(config.cluster_secret) if config.rendezvous else None
-    if secret is None:
-        place = memory_file()
-        store = private_store(place, size, timeout_s=MEET_S)
-    else:
-        store = make_store(0, size, is_leader=True, timeout_s=MEET_S)
-        place = int(store.port)
     device = choose_device(config.device)
     config = with_device_defaults(config, role, is_gpu=device.type == "cuda")
     pool_bytes = 0
     if device.type == "cpu":
         config, pool_bytes = plan_shared_pool(config)
     has_graphs = device.type == "cuda" and _gpu_builder().takes_graphs(config, role)
-    store.set(GRAPHS, "on" if has_graphs else "off")
-    each = dataclasses.replace(config, threads=max(1, config.threads // config.ranks_here) if config.threads else 0)
+    each = of_each_rank(config)
     is_shared = device.type == "cpu" and config.rank_pools != "own" and not config.rendezvous
     memory = _shared_memory(size, pool_bytes) if is_shared else None
     descriptor = None if memory is None else memory.descriptor
-    # The rendezvous comes first: if its address cannot be used, nothing else has started.
-    rendezvous = None
-    if secret is not None:
-        others = range(config.ranks_here, size)
-        rendezvous = Rendezvous(
-            config.rendezvous, secret, place, others, to_flags(each), certificates_of(config, is_mutual=True)
-        )
-    followers: list[RankProcess] = [Follower(each, rank, place, descriptor) for rank in range(1, config.ranks_here)]
-    if rendezvous is not None:
-        followers += rendezvous.ranks.values()
-    try:
-        _meet(store, followers)
-        shard = Shard(0, size)
-        ranks = Ranks(shard, store, device, config.stall_s, gloo_host(config), secret)
+    started = StartedRanks(each, device, descriptor, {GRAPHS: "on" if has_graphs else "off"})
+    with started.ended_on_error():
         measure_graphs = _gpu_builder().graphs_meter(each) if has_graphs else None
-        engine = open_rank(each, shard, ranks, memory, graphs=measure_graphs)
-        _meet(store, followers, "loaded", MEET_S + config.stall_s)
-        check_weights(store, followers, engine.spec.weights_hash)
+        engine = open_rank(each, started.shard, started.ranks, memory, graphs=measure_graphs)
+        started.check_loaded(engine.spec.weights_hash)
         graphs = _gpu_builder().open_graphs(engine, each) if has_graphs else None
-    except BaseException:
-        for follower in followers:
-            follower.kill()
-        if rendezvous is not None:
-            rendezvous.close()
-        raise
     if memory is not None:
         engine.pool.seal()
-    log.info("tensor-parallel ranks are ready", extra={"ranks": size, "here": config.ranks_here})
-    addresses = (
-        []
-        if is_shared or not config.cluster_secret
-        else [store.get(f"address/{one.rank}").decode() for one in followers]
-    )
+    rest = (started.ranks, started.followers, started.addresses(), started.rendezvous)
     if graphs is not None:
-        return warmed(ParallelGraphEngine(graphs, ranks, followers, addresses, rendezvous))
-    together = ParallelEngine(engine, ranks, followers, addresses, rendezvous)
+        return warmed(ParallelGraphEngine(graphs, *rest))
+    together = ParallelEngine(engine, *rest)
     return together if device.type == "cpu" else warmed(together)
+
+
+def of_each_rank(config: WorkerConfig) -> WorkerConfig:
+    """The settings of one rank: the ranks of a host share its threads."""
+    threads = max(1, config.threads // config.ranks_here) if config.threads else 0
+    return dataclasses.replace(config, threads=threads)
 
 
 def _gpu_builder() -> Any:
@@ -400,6 +451,15 @@ def check_weights(store: Any, followers: Sequence[RankProcess], weights_hash: st
         if theirs != weights_hash:
             seen = f"a checkpoint on rank {follower.rank} ({theirs[:16]}) that is not rank 0's ({weights_hash[:16]})"
             raise ConfigError("model", seen, "the same files on every host")
+
+
+def _check_ended(followers: Sequence[RankProcess]) -> None:
+    """Raises ConfigError if a rank ends within a moment."""
+    ends_s = time.monotonic() + _ENDING_S
+    while time.monotonic() < ends_s:
+        for follower in followers:
+            follower.check()
+        time.sleep(_POLL_S)
 
 
 def _shared_memory(size: int, num_bytes: int) -> HostMemory:
