@@ -4,7 +4,6 @@ killed workers, judged by transformers in float64."""
 from __future__ import annotations
 
 import asyncio
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +13,10 @@ import pytest
 from pdserve import AsyncClient
 from pdserve.core.types import Sampling
 from tests.cluster.cluster import Cluster
-from tests.cluster.families import BUNDLED, VOCAB, prompts
+from tests.cluster.families import BUNDLED, prompts
 from tests.cluster.faults import all_have, decode_worker_of
 from tests.cluster.suite import LENGTHS, generate_all, tokens_of
 from tests.models.far_oracle import FarOracle
-from tests.models.tiny import TINY, build
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -104,21 +102,3 @@ def test_answers_survive_the_death_of_their_decode_worker(cluster: Cluster, orac
     answers = asyncio.run(asyncio.wait_for(run(), 800))
     assert [len(tokens) for tokens in answers] == [400] * len(texts)
     oracle.assert_exact(texts, answers, sampling=[one if one.temperature else None for one in asked])
-
-
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_blocks_of_mla_are_transferred_in_runs(transport: str, tmp_path: Path) -> None:
-    """A block is one run of bytes for each layer."""
-    family, own = TINY["deepseek-v2"]
-    model = build(family, own | {"vocab_size": VOCAB}, tmp_path / "mla")
-    for part in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(BUNDLED / part, model / part)
-    texts = prompts([2, 15, 33, 100, 257, 600])
-    flags = ("--decode", "1", "--transport", transport, "--set", "router.policy=round-robin")  # transfers if it can
-    with open_cluster(tmp_path, model, *flags) as cluster:
-        done = generate_all(cluster, texts, **GREEDY)
-        FarOracle(model).assert_exact(texts, tokens_of(done, TOKENS))
-        assert {one.timings.path for one in done} == {"remote"}
-        again = generate_all(cluster, texts, **GREEDY)
-        FarOracle(model).assert_exact(texts, tokens_of(again, TOKENS))
-        cluster.wait_until_idle()
