@@ -185,13 +185,13 @@ def test_vllm_in_our_own_environment_needs_no_other_python(new_family: str, monk
 
 @pytest.mark.parametrize("word", ["worker.lora=a=/adapters/a,b=/adapters/b", "decode_worker.lora_folders=/adapters"])
 def test_auto_takes_vllm_for_adapters(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "_vllm_python", lambda: "/env/bin/python")
+    monkeypatch.setattr(settings, "vllm_python", lambda: "/env/bin/python")
     assert worker_table({"model": "stdlib-5m"}, word)["engine"] == "vllm"
     for engine in ("own", "torch"):
         with pytest.raises(ConfigError, match="engine vllm: our own engine") as caught:
             settings.read({"model": "stdlib-5m", "engine": engine}, None, [word])
         assert caught.value.field == word.partition("=")[0]
-    monkeypatch.setattr(settings, "_vllm_python", lambda: None)
+    monkeypatch.setattr(settings, "vllm_python", lambda: None)
     with pytest.raises(ConfigError, match="make vllm-env"):
         settings.read({"model": "stdlib-5m"}, None, [word])
 
