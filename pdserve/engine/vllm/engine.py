@@ -69,8 +69,11 @@ class VllmEngine:
             return []
         outs: list[RowOut] = []
         for part in divided(rows, self._limits.rows, self._limits.tokens):
-            with self._within():  # some of vLLM's modules read it when they are first used
-                outs += self._part(part)
+            try:
+                with self._within():  # some of vLLM's modules read it when they are first used
+                    outs += self._part(part)
+            finally:
+                self._wait()
         # Once, when nothing can fail any more: a repeated step clears whole blocks, so none may be on its way.
         if on_layer is not None:
             on_layer(self.spec.num_layers)
@@ -78,6 +81,15 @@ class VllmEngine:
 
     def close(self) -> None:
         close_worker(self._worker)
+
+    def _wait(self) -> None:
+        """Until a GPU has computed what the runner launched.
+
+        The runner fills pinned buffers again in the next step, and waits for their copies only where its own sampler
+        does. It computes on a stream of its own, and a transfer waits for the default stream.
+        """
+        if not self.pool.is_on_host:
+            torch.cuda.current_stream(self.pool.raw.device).synchronize()
 
     def _part(self, rows: Sequence[Row]) -> list[RowOut]:
         if sum(row.num_queries for row in rows) > self._limits.tokens:
