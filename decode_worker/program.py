@@ -160,7 +160,14 @@ class DecodeProgram(RoleProgram[DecodeStep, DecodeEffect, IncomingTransfer]):
         return None if planned is None else in_flight.launch(planned.step)
 
     def compute(self, begun: Begun[DecodeStep]) -> Sequence[RowOut | RowFailed]:
-        return super().compute(begun) if self._in_flight is None else self._in_flight.read(begun)
+        if self._in_flight is None:
+            return super().compute(begun)
+        self._in_flight.is_paused = self.adapters.waits
+        return self._in_flight.read(begun)
+
+    @property
+    def is_in_flight(self) -> bool:
+        return self._in_flight is not None and self._in_flight.is_busy
 
     # -- messages -----------------------------------------------------------------------------------------------
 

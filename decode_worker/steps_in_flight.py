@@ -35,6 +35,7 @@ class StepsInFlight:
     def __init__(self, engine: AsyncEngine, scheduler: DecodeScheduler, isolation: Isolation) -> None:
         self._engine, self._scheduler, self._isolation = engine, scheduler, isolation
         self._next: Begun[DecodeStep] | None = None
+        self.is_paused = False  # launches no step before the running one is read
 
     @property
     def is_busy(self) -> bool:
@@ -61,7 +62,7 @@ class StepsInFlight:
         """
         flight = begun.flight
         assert flight is not None
-        following = self._scheduler.plan_after(begun.step)
+        following = None if self.is_paused else self._scheduler.plan_after(begun.step)
 
         def compute() -> Sequence[RowOut]:
             if flight.unsampled:

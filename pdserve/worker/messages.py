@@ -20,12 +20,13 @@ from pdserve.core.types import check_token_ids
 from pdserve.telemetry.trace_context import trace_id_of
 from pdserve.v1 import inference_pb2, worker_pb2
 from pdserve.wire.convert import logprobs_to_proto
-from pdserve.wire.protocol import SEQUENCE, encode_response
+from pdserve.wire.protocol import ADAPTER_LOADED, ADAPTERS, SEQUENCE, encode_response
 
 # --- checks of messages from routers --------------------------------------------------------------------------
 
 MAX_REQUEST_ID_CHARS: Final = 256
 MAX_SALT_BYTES: Final = 1024
+MAX_FINGERPRINT_CHARS: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +56,8 @@ def read_sequence(message: worker_pb2.Sequence, key: AttemptKey, limits: Sequenc
         )
     if len(message.cache_salt) > MAX_SALT_BYTES:
         raise InvalidRequest("cache_salt", f"{len(message.cache_salt)} bytes", f"at most {MAX_SALT_BYTES}")
+    if len(message.adapter) > MAX_FINGERPRINT_CHARS:
+        raise InvalidRequest("adapter", f"{len(message.adapter)} characters", f"at most {MAX_FINGERPRINT_CHARS}")
     deadline_s = message.deadline_s if message.HasField("deadline_s") else None
     if deadline_s is not None:
         check_duration("deadline_s", deadline_s)
@@ -180,6 +183,15 @@ class Outbox:
         response = worker_pb2.AttachResponse(kv_links=worker_pb2.KvLinks(links=reported))
         for one in self._routers if session is None else (session,):
             self.send(one, response)
+
+    def report_adapters(self, adapters: pr.Adapters, session: int | None = None) -> None:
+        """To one router or all."""
+        response = worker_pb2.AttachResponse(adapters=ADAPTERS.encode(adapters))
+        for one in self._routers if session is None else (session,):
+            self.send(one, response)
+
+    def report_adapter_loaded(self, session: int, loaded: pr.AdapterLoaded) -> None:
+        self.send(session, worker_pb2.AttachResponse(adapter_loaded=ADAPTER_LOADED.encode(loaded)))
 
     def report_cache(self, change: CacheChange, session: int | None = None) -> None:
         """To one router, or all that want KV events."""

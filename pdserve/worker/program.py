@@ -13,13 +13,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar, assert_never
 
 from pdserve.build import FULL_VERSION
 from pdserve.config import WorkerConfig
 from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
-from pdserve.core.attempt import Attempt, AttemptKey, AttemptLedger, EndRule, FailureKind
+from pdserve.core.adapters import Adapter, AdapterLimits
+from pdserve.core.attempt import Attempt, AttemptKey, AttemptLedger, EndRule, FailureKind, RefusalReason
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.kv.blocks import BlockAllocator, CacheChange
 from pdserve.core.kv.cache import KvCache
@@ -27,6 +29,7 @@ from pdserve.core.kv.hashing import hash_seed
 from pdserve.core.kv.kv_shape import Fingerprint, TransferKey
 from pdserve.core.kv.stamps import BlockStamps
 from pdserve.core.types import Role
+from pdserve.engine.adapters import read_adapter
 from pdserve.engine.interface import Engine, PlainOuts, RowOut
 from pdserve.engine.memory.plan import with_device_defaults
 from pdserve.engine.ranks.rejected_joins import rejected_joins
@@ -37,8 +40,9 @@ from pdserve.telemetry.metrics import Metrics
 from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.v1 import worker_pb2
 from pdserve.wire.convert import role_to_proto
-from pdserve.wire.protocol import COST, FINGERPRINT
+from pdserve.wire.protocol import ADAPTERS, COST, FINGERPRINT, decode_adapter_command
 from pdserve.worker import calibrate
+from pdserve.worker.adapters import WorkerAdapters
 from pdserve.worker.interface import Effect, Scheduler, Step
 from pdserve.worker.messages import AttemptFields, Outbox, SequenceLimits, key_of, read_sequence
 from pdserve.worker.reports import StatusReports
@@ -122,6 +126,16 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         self.isolation = Isolation(engine, partial(free_row, self.kv))
         self._ledger = AttemptLedger()
         self.outbox = Outbox()
+        self.adapters = WorkerAdapters(
+            engine,
+            config,
+            self._read_adapter,
+            post=context.post,
+            now=context.now,
+            on_change=self._adapters_changed,
+            answer=self.outbox.report_adapter_loaded,
+        )
+        self.adapters.load_configured()
         self.is_drained = False  # by an operator, who may undo it
         self._is_leaving = False  # drained by its own process, which then ends
         self.is_between_steps = False  # a step follows the last one at once
@@ -186,17 +200,21 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
             hash_seed=limits.hash_seed,
             reads_batches=True,
             version=FULL_VERSION,
+            adapters=None if self.adapters.report is None else ADAPTERS.encode(self.adapters.report),
         )
 
     def attached(self, session: int, hello: worker_pb2.RouterHello) -> None:
         self.outbox.attach(session, wants_kv_events=hello.wants_kv_events)
         if hello.wants_kv_events:
             self.outbox.report_cache(self.kv.snapshot(), session)
+        if self.adapters.report is not None:  # it may have changed since the hello
+            self.outbox.report_adapters(self.adapters.report, session)
         self.reports.attached(session, self._with_state(self.scheduler.load()))
 
     def lost(self, session: int) -> None:
         """The router's stream ended: its requests are abandoned."""
         self.outbox.detach(session)
+        self.adapters.lost(session)
         for key in self.scheduler.live():
             if key.router == session:
                 self.act(self.scheduler.cancel(key))
@@ -217,6 +235,10 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
                     self._set_drained(True)
                 case "undrain":
                     self._set_drained(False)
+                case "load_adapter" | "drop_load" | "set_adapter":
+                    command = decode_adapter_command(message)
+                    assert command is not None
+                    self.adapters.handle(session, command)
                 case _:
                     self.take(session, message)
         except InvalidRequest as error:
@@ -289,9 +311,16 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
                 outs.append(entry)
         return outs
 
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a step runs between two calls of `step`."""
+        return False
+
     def tick(self) -> None:
-        """Between steps and while idle: deadlines, heartbeats, cache changes."""
+        """Between steps and while idle: deadlines, heartbeats, cache changes, adapters."""
         now_s = self.context.now()
+        if not self.is_in_flight:
+            self.adapters.change_engine()
         self.act(self.scheduler.expire(now_s))
         load = self.reports.due_load(now_s, self.scheduler.load)
         if load is not None:
@@ -319,6 +348,7 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         live = set(self.scheduler.live())
         assert self.log_fields.keys == live, "log fields differ from the attempts"
         assert set(self.transfers) <= live, "a KV transfer has no attempt"
+        self.adapters.check()
 
     def close(self) -> None:
         """Ends the transfer threads and the engine."""
@@ -343,6 +373,9 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
             self.context.metrics.add(metric_names.INVALID_MESSAGES, field=error.field)
             self._failed(pr.AttemptFailed(key=key, kind=FailureKind.INVALID, message=error.message))
             self._released(pr.Released(key=key))
+            return None
+        if attempt.adapter and not self.adapters.begin(key, attempt.adapter):
+            self.act_on_common(pr.Refused(key=key, reason=RefusalReason.NO_ADAPTER))
             return None
         self.log_fields.add(attempt, message.traceparent)
         return attempt
@@ -393,9 +426,19 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
     def _forget(self, key: AttemptKey) -> None:
         self.transfers.pop(key, None)
         self.log_fields.remove(key)
+        self.adapters.end(key)
         self._ledger.forget(key)
 
     # -- reports ------------------------------------------------------------------------------------------------
+
+    def _read_adapter(self, name: str, folder: Path) -> Adapter:
+        """On any thread. Raises ConfigError."""
+        config = self.context.config
+        return read_adapter(name, folder, AdapterLimits(config.max_lora_rank, config.max_lora_bytes))
+
+    def _adapters_changed(self) -> None:
+        if self.adapters.report is not None:
+            self.outbox.report_adapters(self.adapters.report)
 
     def _report(self, load: pr.Load) -> None:
         self.reports.send(self._with_state(load), self.kv_links())

@@ -130,7 +130,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         recent_log: Callable[[], tuple[LogLine, ...]] = tuple,
     ) -> None:
         self.program = program
-        self._hello = worker_pb2.AttachResponse(hello=program.hello())
         self._post = post
         self._num_waiting_calls = num_waiting_calls
         self._recent_log = recent_log
@@ -183,7 +182,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._attachments.recovered(name, router_id=name, session=session)
         reader: asyncio.Task[None] | None = None
         try:
-            await context.write(self._hello)
+            await context.write(worker_pb2.AttachResponse(hello=self.program.hello()))
             self._post(partial(self.program.attached, session, hello))
             reader = asyncio.create_task(self._read(session, context, outbox))
             async for message in outbox:
