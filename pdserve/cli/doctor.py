@@ -227,7 +227,8 @@ def _chosen(asked: str, model: str | None) -> tuple[str, Path | None, ModelError
 
 def _engine(asked: str, model: str | None, python: str | None) -> Iterator[CheckResult]:
     """Names the engine of the model, and the vLLM of this host."""
-    from pdserve.launch.settings import MAKE_VLLM, vllm_python, without_vllm
+    from pdserve.launch.engine_python import MAKE_VLLM, vllm_python
+    from pdserve.launch.settings import without_vllm
 
     engine, folder, unknown = _chosen(asked, model)
     python = python or vllm_python()
@@ -259,7 +260,8 @@ def _engine(asked: str, model: str | None, python: str | None) -> Iterator[Check
 
 def _vllm(python: str, folder: str, *, is_needed: bool) -> Iterator[CheckResult]:
     """Asks vLLM's environment, in which pdserve describes it. `folder`: of a model that vLLM shall serve."""
-    from pdserve.launch.settings import MAKE_VLLM, visible_gpus
+    from pdserve.launch.engine_python import MAKE_VLLM
+    from pdserve.launch.settings import visible_gpus
 
     level: Level = "fail" if is_needed else "warn"
     try:

@@ -6,7 +6,6 @@ Flags override `--set`, which overrides the file, which overrides defaults. An u
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
 import re
 import secrets
@@ -30,6 +29,7 @@ from pdserve.engine.model.config import read_config
 from pdserve.key_file_access import read_bytes
 from pdserve.launch import confine
 from pdserve.launch.confine import of_operator
+from pdserve.launch.engine_python import MAKE_VLLM, check_python, vllm_python
 from pdserve.launch.keys import KINDS, Kind, check_command_line, check_settings, check_top, fields_of
 from pdserve.launch.report import LogLimits
 from pdserve.launch.spec import ClusterSpec, ClusterTls, Process, gateway, processes
@@ -41,8 +41,6 @@ _OF_WORKER_TABLES: Final[tuple[Kind, ...]] = ("worker", "prefill_worker", "decod
 _WORKER_COUNTS: Final[Mapping[Kind, str]] = {"prefill_worker": "prefill", "decode_worker": "decode"}
 _OF_ROUTER: Final = ("otlp", "generation_config", "served_model_name")
 _OF_WORKERS: Final = ("transport", "engine", "device", "dtype", "kv_dtype", "load")
-_VLLM_ENVIRONMENT: Final = ".venv-vllm"  # of the checkout
-MAKE_VLLM: Final = f"run `make vllm-env` in the checkout, which makes {_VLLM_ENVIRONMENT}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +104,10 @@ def read(
             tables.setdefault("router", {}).setdefault(name, found[name])
     if "record" in found:
         tables.setdefault("router", {}).setdefault("record", found["record"])
+    for kind in _OF_WORKER_TABLES:
+        if python := tables.get(kind, {}).get("engine_python"):
+            # Absolute, because actors have another working directory. A link stays: it names the environment.
+            tables[kind]["engine_python"] = str(Path(python).expanduser().absolute())
     if record := tables.get("router", {}).get("record"):
         # Absolute, because the router may run in another working directory.
         tables["router"]["record"] = str(Path(record).expanduser().absolute())
@@ -136,6 +138,7 @@ def read(
     _check_engines(model, engines, _of_workers("tensor_parallel", 1, found, tables))
     if not found.get("ray"):
         _choose_engines(tables, model, engines.keys(), _with_adapters(found, tables))
+        _check_pythons(found, tables)
         if found.get("model") not in (None, BUNDLED, *TOY_MODELS):
             _check_texts(Path(model))
     spec = ClusterSpec(
@@ -327,12 +330,18 @@ def _of_workers(
     name: str, default: Any, found: Mapping[str, Any], tables: Mapping[Kind, Mapping[str, Any]]
 ) -> dict[Any, str]:
     """The values of a setting that the started workers get, each with the key that gives it."""
-    values = {}
-    for kind, count in _WORKER_COUNTS.items():
-        if found.get(count) != 0:
-            table: Kind = kind if name in tables.get(kind, {}) else "worker"
-            values[tables.get(table, {}).get(name, default)] = f"{table}.{name}"
-    return values
+    return dict(_of_worker(kind, name, default, tables) for kind in _started(found))
+
+
+def _started(found: Mapping[str, Any]) -> list[Kind]:
+    """The kinds of workers of which there is one."""
+    return [kind for kind, count in _WORKER_COUNTS.items() if found.get(count) != 0]
+
+
+def _of_worker(kind: Kind, name: str, default: Any, tables: Mapping[Kind, Mapping[str, Any]]) -> tuple[Any, str]:
+    """The value of a setting that workers of this kind get, and the key that gives it."""
+    table: Kind = kind if name in tables.get(kind, {}) else "worker"
+    return tables.get(table, {}).get(name, default), f"{table}.{name}"
 
 
 def _check_engines(model: str, engines: Mapping[str, str], degrees: Mapping[int, str]) -> None:
@@ -346,14 +355,6 @@ def _check_engines(model: str, engines: Mapping[str, str], degrees: Mapping[int,
         raise ConfigError(engines["toy"], "toy", expected)
     if is_toy and engines.keys() <= OURS and (degree := max(degrees, default=1)) > 1:
         raise ConfigError(degrees[degree], degree, "1: a toy has nothing to divide")
-
-
-def vllm_python() -> str | None:
-    """The Python that has vLLM: this one, or that of the checkout's environment; None if neither has."""
-    if importlib.util.find_spec("vllm") is not None:
-        return sys.executable
-    python = Path(pdserve.__file__).parents[1] / _VLLM_ENVIRONMENT / "bin" / "python"
-    return str(python) if os.access(python, os.X_OK) else None
 
 
 def unknown_architecture(folder: Path) -> ModelError | None:
@@ -387,7 +388,7 @@ def _choose_engines(
     the Python of vLLM's workers. `engines`: of the workers that are started. `adapters`: the key that gives them
     adapters.
 
-    Raises ModelError if no engine of this host serves the model, and ConfigError for an absent Python.
+    Raises ModelError if no engine of this host serves the model, and ConfigError if none has vLLM.
     """
     if set(engines) <= OURS and model not in TOY_MODELS:
         wrong: ConfigError | None = unknown_architecture(Path(model))
@@ -404,17 +405,25 @@ def _choose_engines(
                     tables.setdefault(table, {})["engine"] = VLLM
     for table in _OF_WORKER_TABLES:
         values = tables.get(table, {})
-        if given := values.get("engine_python"):
-            if not os.access(given, os.X_OK):
-                raise ConfigError(
-                    f"{table}.engine_python", given, f"the python of an environment with pdserve; {MAKE_VLLM}"
-                )
-        elif values.get("engine") == VLLM and VLLM in engines:
+        if tables.get("worker", {}).get("engine_python") or values.get("engine_python"):
+            continue
+        if values.get("engine") == VLLM and VLLM in engines:
             found = vllm_python()
             if found is None:
                 raise ConfigError(f"{table}.engine", VLLM, f"vLLM: {MAKE_VLLM}, or set {table}.engine_python")
             if found != sys.executable:
                 values["engine_python"] = found
+
+
+def _check_pythons(found: Mapping[str, Any], tables: Mapping[Kind, Mapping[str, Any]]) -> None:
+    """Checked here, because a worker would report it only after others have started. Raises ConfigError."""
+    checked = set()
+    for kind in _started(found):
+        engine, _ = _of_worker(kind, "engine", AUTO, tables)
+        python, field = _of_worker(kind, "engine_python", "", tables)
+        if (python or engine == VLLM) and (asked := (python or sys.executable, engine == VLLM)) not in checked:
+            checked.add(asked)
+            check_python(field, asked[0], is_for_vllm=asked[1])
 
 
 def _check_defaults(spec: ClusterSpec) -> None:

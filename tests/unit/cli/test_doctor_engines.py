@@ -11,7 +11,7 @@ import pytest
 
 from pdserve.build import FULL_VERSION
 from pdserve.cli.main import main
-from pdserve.launch import settings
+from pdserve.launch import engine_python, settings
 
 SOUND = {"pdserve": FULL_VERSION, "vllm": "0.32.1", "build": "CPUs"}
 GOOD = f"echo '{json.dumps(SOUND)}'"
@@ -19,7 +19,7 @@ GOOD = f"echo '{json.dumps(SOUND)}'"
 
 @pytest.fixture(autouse=True)
 def no_vllm_and_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "vllm_python", lambda: None)
+    monkeypatch.setattr(engine_python, "vllm_python", lambda: None)
     monkeypatch.setattr(settings, "visible_gpus", lambda: ())
 
 

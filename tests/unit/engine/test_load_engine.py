@@ -165,6 +165,7 @@ def worker_table(flags: dict[str, str], *words: str) -> dict[str, object]:
 
 def test_auto_takes_vllm_for_a_model_that_we_do_not_serve(new_family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "vllm_python", lambda: "/env/bin/python")
+    monkeypatch.setattr(settings, "check_python", lambda field, python, *, is_for_vllm: None)
     assert worker_table({"model": new_family}) == {"engine": "vllm", "engine_python": "/env/bin/python"}
     assert "engine" not in settings.read({"model": "stdlib-5m"}, None, []).spec.settings.get("worker", {})
 
@@ -180,12 +181,14 @@ def test_without_vllm_a_model_that_we_do_not_serve_is_rejected(
 
 def test_vllm_in_our_own_environment_needs_no_other_python(new_family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "vllm_python", lambda: sys.executable)
+    monkeypatch.setattr(settings, "check_python", lambda field, python, *, is_for_vllm: None)
     assert worker_table({"model": new_family, "engine": "vllm"}) == {"engine": "vllm"}
 
 
 @pytest.mark.parametrize("word", ["worker.lora=a=/adapters/a,b=/adapters/b", "decode_worker.lora_folders=/adapters"])
 def test_auto_takes_vllm_for_adapters(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "vllm_python", lambda: "/env/bin/python")
+    monkeypatch.setattr(settings, "check_python", lambda field, python, *, is_for_vllm: None)
     assert worker_table({"model": "stdlib-5m"}, word)["engine"] == "vllm"
     for engine in ("own", "torch"):
         with pytest.raises(ConfigError, match="engine vllm: our own engine") as caught:
@@ -205,6 +208,7 @@ def test_our_engine_rejects_adapters_before_it_reads_weights(tmp_path: Path) -> 
 
 def test_one_role_may_run_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "vllm_python", lambda: "/env/bin/python")
+    monkeypatch.setattr(settings, "check_python", lambda field, python, *, is_for_vllm: None)
     tables = settings.read({"model": "stdlib-5m"}, None, ["decode_worker.engine=vllm"]).spec.settings
     assert dict(tables["decode_worker"]) == {"engine": "vllm", "engine_python": "/env/bin/python"}
     assert "worker" not in tables
