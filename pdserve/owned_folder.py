@@ -13,6 +13,7 @@ import shutil
 import stat
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Self, final
 
@@ -68,6 +69,16 @@ class OwnedFolder:
             os.close(self._lock)
             os.close(self._aging_lock)
             self._lock = -1
+
+
+@contextlib.contextmanager
+def owned_folder(purpose: str) -> Iterator[Path]:
+    """One that is removed at the end of the block."""
+    folder = OwnedFolder.make(purpose)
+    try:
+        yield folder.path
+    finally:
+        folder.remove()
 
 
 def sweep(*parents: Path) -> list[Path]:

@@ -7,6 +7,7 @@ distribution registers its factory as an entry point of the group `pdserve.engin
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Final
@@ -169,6 +170,8 @@ def toy_blocks(config: WorkerConfig) -> int:
 def _vllm(config: WorkerConfig, role: Role) -> Engine:
     if config.model in TOY_MODELS:
         raise ConfigError("engine", VLLM, f"auto or toy: the model {config.model} has no weights")
+    # torch reads it when it is imported. vLLM's C++ code would warn at each start that it binds memory to a NUMA node.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from pdserve.engine.vllm.start import open_vllm
 
     return open_vllm(config, role)

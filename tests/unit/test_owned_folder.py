@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,22 @@ def orphan(tmp_path: Path) -> Path:
 def test_the_folder_of_a_killed_owner_is_removed(orphan: Path) -> None:
     assert sweep(orphan.parent) == [orphan]
     assert not orphan.exists()
+
+
+def test_programs_that_may_be_killed_make_no_other_folders() -> None:
+    """No start would remove them."""
+    root = Path(owned_folder.__file__).parent
+    makes = re.compile(r"\bTemporaryDirectory\(|\bmkdtemp\(")
+    found = {path.name for path in root.rglob("*.py") if makes.search(path.read_text())}
+    assert found == {"owned_folder.py", "image_check.py"}  # the second ends in seconds, before any cluster
+
+
+def test_a_folder_of_a_block_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with owned_folder.owned_folder("vllm") as path:
+        assert path.parent == tmp_path
+        assert sweep(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_living_owner_keeps_its_folder_and_removes_it(tmp_path: Path) -> None:

@@ -12,11 +12,12 @@ import json
 import logging
 import os
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
@@ -40,6 +41,7 @@ from pdserve.engine.vllm import PACKAGES, SUPPORTED, SUPPORTED_RANGE, is_support
 from pdserve.engine.vllm.engine import Limits, VllmEngine, close_worker
 from pdserve.engine.vllm.pool import VllmPool, choose_layout
 from pdserve.model_source import model_name
+from pdserve.owned_folder import owned_folder
 from pdserve.progress import PhaseReport
 
 log = logging.getLogger(__name__)
@@ -66,12 +68,17 @@ def open_vllm(config: WorkerConfig, role: Role) -> VllmEngine:
     """Raises ConfigError if the settings or the environment do not suit vLLM, ModelError if it cannot serve the
     model."""
     began_s = time.monotonic()
+    importing = PhaseReport(config.worker_id, "vllm", "imports")
+    importing(0, 1)
     checked = check(config, role)
     config, vllm_config, is_gpu = checked.config, checked.vllm_config, checked.is_gpu
     folder, checkpoint, installed = checked.folder, checked.checkpoint, checked.installed
     if config.threads > 0 and not is_gpu:
         torch.set_num_threads(config.threads)  # vLLM's CPU worker forbids it later
-    worker = open_worker(config, vllm_config, folder, installed)
+    _prepare_process()
+    importing(1, 1)
+    stored = 0 if checkpoint is None else sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
+    worker = open_worker(config, vllm_config, folder, installed, stored)
     try:
         pool, unit = make_pool(config, vllm_config, worker, is_gpu=is_gpu)
         spec = _spec(config, vllm_config, worker, pool, unit)
@@ -91,7 +98,6 @@ def open_vllm(config: WorkerConfig, role: Role) -> VllmEngine:
     except BaseException:
         close_worker(worker)
         raise
-    stored = 0 if checkpoint is None else sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
     engine.memory = plain_plan(str(device), free_bytes(), stored, pool.num_blocks, unit)
     log.info(
         "model loaded",
@@ -285,17 +291,16 @@ def _dtype(config: WorkerConfig, *, is_gpu: bool) -> str:
     return "float32" if stored == "float32" else "auto"
 
 
-def open_worker(config: WorkerConfig, vllm_config: Any, folder: Path, installed: str) -> Any:
-    """vLLM's worker with its weights. Raises ModelError."""
+def open_worker(config: WorkerConfig, vllm_config: Any, folder: Path, installed: str, stored: int) -> Any:
+    """vLLM's worker with its weights, of which the checkpoint has `stored` bytes. Raises ModelError."""
     from vllm.config import set_current_vllm_config
     from vllm.platforms import current_platform
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
-    report = PhaseReport(config.worker_id, "weights", "files")
-    report(0, 1)
-    _prepare_process()
+    report, total = PhaseReport(config.worker_id, "weights", "bytes"), max(stored, 1)
+    report(0, total)
     # Its process group of one rank meets at a file, which nothing needs later.
-    with tempfile.TemporaryDirectory(prefix="pdserve-vllm-") as meeting, set_current_vllm_config(vllm_config):
+    with owned_folder("vllm") as meeting, set_current_vllm_config(vllm_config):
         worker = resolve_obj_by_qualname(vllm_config.parallel_config.worker_cls)(
             vllm_config=vllm_config,
             local_rank=0,
@@ -305,7 +310,7 @@ def open_worker(config: WorkerConfig, vllm_config: Any, folder: Path, installed:
         )
         try:
             worker.init_device()
-            with model_errors(folder, installed):
+            with model_errors(folder, installed), _counted(lambda done: report(min(done, total - 1), total)):
                 worker.load_model()
             if getattr(worker.get_model(), "token_lookback_depth", 0):
                 expected = "a model that needs no tokens before those of a step"
@@ -314,8 +319,29 @@ def open_worker(config: WorkerConfig, vllm_config: Any, folder: Path, installed:
         except BaseException:
             close_worker(worker)
             raise
-    report(1, 1)
+    report(total, total)
     return worker
+
+
+@contextlib.contextmanager
+def _counted(count: Callable[[int], None]) -> Iterator[None]:
+    """Calls `count` with the bytes of the checkpoint's tensors that vLLM's loader has passed on."""
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    read = DefaultModelLoader.get_all_weights
+
+    def get_all_weights(loader: Any, *args: Any) -> Iterator[Any]:
+        done = 0
+        for name, tensor in read(loader, *args):
+            yield name, tensor
+            done += tensor.nbytes
+            count(done)
+
+    DefaultModelLoader.get_all_weights = get_all_weights
+    try:
+        yield
+    finally:
+        DefaultModelLoader.get_all_weights = read
 
 
 @functools.cache
