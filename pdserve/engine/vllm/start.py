@@ -7,17 +7,17 @@ Nothing of vLLM's server and scheduler runs. Its loggers write to ours.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import json
 import logging
 import os
+import shutil
 import sys
 import time
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
@@ -51,6 +51,7 @@ _KV_DTYPES: Final = ("auto", "fp8")
 _FLOATS: Final = ("float32", "bfloat16", "float16")
 _CPU_BLOCK: Final = 32  # its attention kernels take multiples
 _CPU_LATENT: Final = (512, 64)  # values of a token's latent and of its rotated key, for which its MLA has a kernel
+_NUMA: Final = "libnuma.so.1"
 _FEWEST_TOKENS: Final = 64  # of a step, whatever the settings: steps that warm up have 48
 #: Set before vLLM is imported. The second version of its runner keeps other state between forward pass and sampling.
 _ENVIRONMENT: Final = {
@@ -140,6 +141,8 @@ def check(config: WorkerConfig, role: Role) -> Checked:
     from vllm.platforms import current_platform
 
     is_gpu = check_platform(config, current_platform)
+    if not is_gpu:
+        check_host(config)
     config = with_device_defaults(config, role, is_gpu=is_gpu)
     folder = Path(config.model)
     checkpoint = open_checkpoint(folder) if config.load == "auto" else None
@@ -210,6 +213,23 @@ def check_platform(config: WorkerConfig, platform: Any) -> bool:
         built = "CUDA" if is_gpu else "CPUs"
         raise ConfigError("device", config.device, f"auto: the vLLM of this environment is built for {built}")
     return is_gpu
+
+
+def check_host(config: WorkerConfig) -> None:
+    """Raises ConfigError if this host lacks something that vLLM's build for CPUs needs and no Python package brings."""
+    if shutil.which("lscpu") is None:
+        raise ConfigError(
+            "engine", "vllm without the program lscpu", "util-linux installed, with which vLLM finds cores"
+        )
+    try:
+        ctypes.CDLL(_NUMA)
+    except OSError:
+        raise ConfigError("engine", f"vllm without the library {_NUMA}", "it installed (Debian: libnuma1)") from None
+    if config.cuda_graphs and shutil.which(compiler := os.environ.get("CXX", "g++")) is None:
+        expected = (
+            f"a C++ compiler (Debian: g++, or set CXX), which is not found as {compiler}; or false, which is slower"
+        )
+        raise ConfigError("cuda_graphs", True, expected)
 
 
 def check_model(folder: Path, model: Any) -> None:

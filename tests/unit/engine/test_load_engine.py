@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -258,6 +259,27 @@ def test_settings_of_our_own_engine_are_rejected_by_name(
     with pytest.raises(ConfigError) as caught:
         open_engine("vllm", "stdlib-5m", **{name: value})
     assert caught.value.field == name
+
+
+def test_what_vllm_needs_of_the_host_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Programs and libraries that no Python package brings, and that slim images lack."""
+    for name in ("lscpu", "g++"):
+        (tmp_path / name).touch(mode=0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(start, "_NUMA", "libc.so.6")
+    config = WorkerConfig(model="model", worker_id="worker", engine="vllm")
+    start.check_host(config)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match=r"cuda_graphs: .*not found as no-such-compiler; or false"):
+        start.check_host(config)
+    start.check_host(replace(config, cuda_graphs=False))
+    monkeypatch.setattr(start, "_NUMA", "libnothing.so.1")
+    with pytest.raises(ConfigError, match=r"without the library libnothing\.so\.1"):
+        start.check_host(config)
+    (tmp_path / "lscpu").unlink()
+    with pytest.raises(ConfigError, match="util-linux"):
+        start.check_host(config)
 
 
 # --- opaque layouts -------------------------------------------------------------------------------------------
