@@ -33,7 +33,8 @@ def forking_python(folder: Path) -> Iterator[Path]:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
     listener.listen()
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tests.models.fork_server "{path}" "$@"\n')
+    own = f'exec "{sys.executable}"'  # also answers the launcher, which asks it what it has
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && {own} "$@"\n{own} -m tests.models.fork_server "{path}" "$@"\n')
     python.chmod(0o755)
     server = subprocess.Popen(
         [sys.executable, "-c", f"from tests.models import fork_server; fork_server.serve({listener.fileno()})"],
