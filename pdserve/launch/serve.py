@@ -211,6 +211,7 @@ async def serve(asked: Asked, read_again: Callable[[], Asked]) -> int:
         await _stop(cluster, force, is_graceful=is_graceful)
         for task in tasks:
             task.cancel()
+        sweep()  # folders of workers that were killed during their start
         report.close()
 
 

@@ -6,7 +6,10 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx2 as httpx
 import pytest
@@ -95,3 +98,12 @@ def test_the_streams_of_a_killed_router_end_with_an_error_event() -> None:
         found = asyncio.run(ends(cluster, lambda: os.kill(cluster.pid("router"), signal.SIGKILL)))
         assert "cut" not in found, "each has an error"
         assert set(found) != {"complete"}
+
+
+def test_folders_of_killed_workers_end_with_the_cluster(tmp_path: Path) -> None:
+    code = "import os; from pdserve.owned_folder import OwnedFolder as F; F.make('vllm'); os.kill(os.getpid(), 9)"
+    env = {"TMPDIR": str(tmp_path)}
+    with Running.start("--model", "toy", env=env):
+        subprocess.run([sys.executable, "-c", code], env={**os.environ, **env}, check=False)
+        assert [path.name for path in tmp_path.glob("pdserve-run-vllm-*")]
+    assert list(tmp_path.glob("pdserve-run-*")) == []
