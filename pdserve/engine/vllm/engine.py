@@ -17,12 +17,14 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from pdserve.core.errors import InternalError
+from pdserve.core.adapters import Adapter
+from pdserve.core.errors import InternalError, ModelError
 from pdserve.engine.interface import EngineSpec, OnLayer, Row, RowOut
 from pdserve.engine.memory.plan import MemoryPlan
-from pdserve.engine.rows import check_rows
+from pdserve.engine.rows import check_rows, warm_rows
 from pdserve.engine.sampling.grammars import Grammars
 from pdserve.engine.torch_engine import sample_rows, score
+from pdserve.engine.vllm.adapters import AdapterSlots
 from pdserve.engine.vllm.pool import VllmPool
 from pdserve.engine.vllm.requests import Place, Requests, divided
 
@@ -48,14 +50,21 @@ class VllmEngine:
     """`worker` is vLLM's, with weights, and with `pool` divided among its layers."""
 
     def __init__(
-        self, spec: EngineSpec, pool: VllmPool, grammars: Grammars, vllm_config: Any, worker: Any, limits: Limits
+        self,
+        spec: EngineSpec,
+        pool: VllmPool,
+        grammars: Grammars,
+        vllm_config: Any,
+        worker: Any,
+        limits: Limits,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         from vllm.config import set_current_vllm_config
         from vllm.sampling_params import SamplingParams
 
         self.spec, self.pool, self.grammars = spec, pool, grammars
         self.memory: MemoryPlan | None = None
-        self._worker, self._limits = worker, limits
+        self._worker, self._limits, self._adapters = worker, limits, adapters
         self._runner = worker.model_runner
         self._requests = Requests(spec.block_size)
         self._stale: set[str] = set()  # requests that a failed step left behind
@@ -64,20 +73,46 @@ class VllmEngine:
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> list[RowOut]:
-        check_rows(self.spec, rows)
+        adapters = self._adapters
+        rows = list(rows)  # one may be made whenever it is read
+        check_rows(self.spec, rows, adapters=() if adapters is None else adapters)
         if not rows:
             return []
-        outs: list[RowOut] = []
-        for part in divided(rows, self._limits.rows, self._limits.tokens):
+        outs = [RowOut()] * len(rows)
+        slots = () if adapters is None else (adapters.num_slots, adapters.active)
+        for part in divided(rows, self._limits.rows, self._limits.tokens, *slots):
             try:
                 with self._within():  # some of vLLM's modules read it when they are first used
-                    outs += self._part(part)
+                    found = self._part([rows[index] for index in part])
             finally:
                 self._wait()
+            for index, out in zip(part, found, strict=True):
+                outs[index] = out
         # Once, when nothing can fail any more: a repeated step clears whole blocks, so none may be on its way.
         if on_layer is not None:
             on_layer(self.spec.num_layers)
         return outs
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        if self._adapters is None:
+            raise ModelError("lora", adapter.name, "a worker that was started with lora or lora_folders")
+        with self._within():
+            self._adapters.load(adapter)
+
+    def unload_adapter(self, fingerprint: str) -> None:
+        if self._adapters is not None:
+            self._adapters.unload(fingerprint)
+            self._stale |= self._requests.forget()  # they name an adapter that the runner no longer has
+
+    def warm_up(self) -> None:
+        """Runs every kind of step, so that no request waits for a kernel to compile."""
+        for rows in warm_rows(self.spec):
+            self.step(rows)
+        if self._adapters is not None:
+            with self._adapters.warm() as fingerprint:
+                for rows in warm_rows(self.spec):
+                    self.step([replace(row, adapter=fingerprint) for row in rows])
+                self._stale |= self._requests.forget()
 
     def close(self) -> None:
         close_worker(self._worker)
@@ -168,7 +203,7 @@ class VllmEngine:
                         pooling_params=None,
                         block_ids=(place.blocks,),
                         num_computed_tokens=row.start,
-                        lora_request=None,
+                        lora_request=self._adapters.request_of(row.adapter) if self._adapters else None,
                     )
                 )
             else:

@@ -1,15 +1,15 @@
 """Which rows of a step continue rows of the last one, so that vLLM's runner, which keeps requests, computes them. Pure:
 needs no vLLM.
 
-The runner knows of a request its blocks, and nothing that decides a result: the engine writes the tokens of every row,
-and their KV is in the blocks. So any request whose blocks are the row's first blocks may be continued, whichever text
-it began with. A row that continues none becomes a new request. Requests that the next step does not continue are
-finished.
+The runner knows of a request its blocks and its adapter, and nothing else that decides a result: the engine writes the
+tokens of every row, and their KV is in the blocks. So any request with the row's adapter whose blocks are the row's
+first blocks may be continued, whichever text it began with. A row that continues none becomes a new request. Requests
+that the next step does not continue are finished.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import final
@@ -31,6 +31,7 @@ class Place:
 class _Request:
     name: str
     blocks: list[int]  # that the runner has
+    adapter: str
 
 
 @final
@@ -55,7 +56,7 @@ class Requests:
             num_needed = -(-end // self._block_size)
             is_new = request is None or request.name in names  # rows of one text cannot continue it twice
             if request is None or is_new:
-                request = _Request(f"row-{next(self._numbers)}", [])
+                request = _Request(f"row-{next(self._numbers)}", [], row.adapter)
             added = list(row.blocks[len(request.blocks) : num_needed])
             request.blocks += added
             places.append(Place(request.name, is_new, added, end))
@@ -66,7 +67,8 @@ class Requests:
         return places, ended
 
     def forget(self) -> set[str]:
-        """The names of all requests, after a step that failed: the runner may have any of them, or not."""
+        """The names of all requests, which no row continues then: after a step that failed the runner may have any of
+        them, or not."""
         names, self._names = self._names, set()
         self._writer_of.clear()
         return names
@@ -75,17 +77,44 @@ class Requests:
         if row.start == 0:
             return None
         request = self._writer_of.get(row.blocks[(row.start - 1) // self._block_size])
-        if request is None or list(row.blocks[: len(request.blocks)]) != request.blocks:
+        if (
+            request is None
+            or request.adapter != row.adapter
+            or list(row.blocks[: len(request.blocks)]) != request.blocks
+        ):
             return None
         return request
 
 
-def divided(rows: Sequence[Row], most_rows: int, most_tokens: int) -> Iterator[Sequence[Row]]:
-    """Consecutive rows that the runner can compute together. A row alone may have more tokens than allowed."""
+def divided(
+    rows: Sequence[Row],
+    most_rows: int,
+    most_tokens: int,
+    most_adapters: int = 0,
+    active: Callable[[], Container[str]] = frozenset,
+) -> Iterator[Sequence[int]]:
+    """Indices of rows that the runner can compute together. A row alone may have more tokens than allowed.
+
+    With too many adapters, rows are ordered by them. Those whose weights are in a slot (`active`) come first, so that
+    a step replaces as few as possible.
+    """
+    order: Sequence[int] = range(len(rows))
+    adapters = dict.fromkeys(row.adapter for row in rows if row.adapter)
+    if len(adapters) > most_adapters:
+        known = active()
+        places = {name: place for place, name in enumerate(sorted(adapters, key=lambda name: name not in known))}
+        order = sorted(order, key=lambda index: places.get(rows[index].adapter, 0) // most_adapters)
     first = num_tokens = 0
-    for index, row in enumerate(rows):
-        if index > first and (index - first == most_rows or num_tokens + row.num_queries > most_tokens):
-            yield rows[first:index]
-            first, num_tokens = index, 0
+    together: set[str] = set()
+    for at, index in enumerate(order):
+        row = rows[index]
+        is_full = at - first == most_rows or num_tokens + row.num_queries > most_tokens
+        if row.adapter and row.adapter not in together:
+            is_full |= len(together) == most_adapters
+            together.add(row.adapter)
+        if at > first and is_full:
+            yield order[first:at]
+            first, num_tokens = at, 0
+            together = {row.adapter} - {""}
         num_tokens += row.num_queries
-    yield rows[first:]
+    yield order[first:]

@@ -35,9 +35,9 @@ from pdserve.engine.load.checkpoint_files import Checkpoint, checkpoint_hash, op
 from pdserve.engine.load.weights import dummy_hash
 from pdserve.engine.memory.host import free_bytes
 from pdserve.engine.memory.plan import PoolUnit, explicit_blocks, host_blocks, plain_plan, with_device_defaults
-from pdserve.engine.rows import warm_rows
 from pdserve.engine.sampling.grammars import open_grammars
 from pdserve.engine.vllm import PACKAGES, SUPPORTED, SUPPORTED_RANGE, is_supported
+from pdserve.engine.vllm.adapters import AdapterSlots, check_adapters, lora_args, wrap_linear_layers_only
 from pdserve.engine.vllm.engine import Limits, VllmEngine, close_worker
 from pdserve.engine.vllm.pool import VllmPool, choose_layout
 from pdserve.model_source import model_name
@@ -81,7 +81,9 @@ def open_vllm(config: WorkerConfig, role: Role) -> VllmEngine:
     stored = 0 if checkpoint is None else sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
     worker = open_worker(config, vllm_config, folder, installed, stored)
     try:
-        pool, unit = make_pool(config, vllm_config, worker, is_gpu=is_gpu)
+        adapters = AdapterSlots(config, worker.model_runner, is_gpu=is_gpu) if config.serves_adapters else None
+        slot_bytes = adapters.num_bytes if adapters else 0
+        pool, unit = make_pool(config, vllm_config, worker, is_gpu=is_gpu, slot_bytes=slot_bytes)
         spec = _spec(config, vllm_config, worker, pool, unit)
         device = pool.raw.device
         choices = (f"vllm {installed}", spec.dtype, str(vllm_config.model_config.quantization))
@@ -92,14 +94,13 @@ def open_vllm(config: WorkerConfig, role: Role) -> VllmEngine:
         limits = Limits(
             rows=vllm_config.scheduler_config.max_num_seqs, tokens=vllm_config.scheduler_config.max_num_batched_tokens
         )
-        engine = VllmEngine(spec, pool, open_grammars(folder, spec), vllm_config, worker, limits)
+        engine = VllmEngine(spec, pool, open_grammars(folder, spec), vllm_config, worker, limits, adapters)
         with model_errors(folder, installed):
-            for rows in warm_rows(spec):
-                engine.step(rows)
+            engine.warm_up()
     except BaseException:
         close_worker(worker)
         raise
-    engine.memory = plain_plan(str(device), free_bytes(), stored, pool.num_blocks, unit)
+    engine.memory = plain_plan(str(device), free_bytes(), stored + slot_bytes, pool.num_blocks, unit)
     log.info(
         "model loaded",
         extra={
@@ -149,6 +150,7 @@ def check(config: WorkerConfig, role: Role) -> Checked:
     with model_errors(folder, installed):
         vllm_config = make_config(config, is_gpu=is_gpu)
     check_model(folder, vllm_config.model_config)
+    check_adapters(config, vllm_config.model_config, is_gpu=is_gpu)
     if vllm_config.model_config.is_deepseek_mla and not is_gpu:
         if vllm_config.model_config.use_mla:  # unless VLLM_MLA_DISABLE=1
             check_latents(config, vllm_config.model_config)
@@ -297,6 +299,7 @@ def make_config(config: WorkerConfig, *, is_gpu: bool) -> Any:
         async_scheduling=False,
         disable_hybrid_kv_cache_manager=True,  # one list of blocks for all layers
         disable_log_stats=True,
+        **lora_args(config),
         use_tqdm_on_load=False,
     )
     return args.create_engine_config()
@@ -330,6 +333,8 @@ def open_worker(config: WorkerConfig, vllm_config: Any, folder: Path, installed:
         )
         try:
             worker.init_device()
+            if vllm_config.lora_config is not None:
+                wrap_linear_layers_only(worker.model_runner)
             with model_errors(folder, installed), _counted(lambda done: report(min(done, total - 1), total)):
                 worker.load_model()
             if getattr(worker.get_model(), "token_lookback_depth", 0):
@@ -390,8 +395,11 @@ def _hidden(name: str) -> Iterator[None]:
 # --- pool -----------------------------------------------------------------------------------------------------
 
 
-def make_pool(config: WorkerConfig, vllm_config: Any, worker: Any, *, is_gpu: bool) -> tuple[VllmPool, PoolUnit]:
-    """Sizes the pool, and has vLLM divide it among its layers. Raises ConfigError and ModelError."""
+def make_pool(
+    config: WorkerConfig, vllm_config: Any, worker: Any, *, is_gpu: bool, slot_bytes: int
+) -> tuple[VllmPool, PoolUnit]:
+    """Sizes the pool, and has vLLM divide it among its layers. `slot_bytes`: of adapters, which a host allocates when
+    they are used. Raises ConfigError and ModelError."""
     from vllm.config import set_current_vllm_config
     from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 
@@ -418,7 +426,7 @@ def make_pool(config: WorkerConfig, vllm_config: Any, worker: Any, *, is_gpu: bo
         report(1, 2)
         num_blocks = explicit_blocks(config.kv_blocks, config.kv_memory_bytes, unit)
         if num_blocks is None:
-            num_blocks = room // block_bytes if is_gpu else host_blocks(free_bytes(), 0, unit)
+            num_blocks = room // block_bytes if is_gpu else host_blocks(free_bytes(), slot_bytes, unit)
         if num_blocks < 1:
             raise ConfigError("gpu_memory_share", config.gpu_memory_share, f"room for a block of {block_bytes} bytes")
         parts = get_kv_cache_config_from_groups(vllm_config, groups, num_blocks * block_bytes)

@@ -171,6 +171,7 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     outs: list[TokenOut] = field(default_factory=list)
     num_computed: int = 0
+    adapter: str = ""
 
     @property
     def history(self) -> list[int]:
@@ -267,6 +268,7 @@ def serve() -> Callable[..., list[list[int]]]:
                         history=one.history if is_last else (),
                         prompt_len=len(one.prompt),
                         drafts=drafts,
+                        adapter=one.adapter,
                     )
                 )
                 asking.append(one)

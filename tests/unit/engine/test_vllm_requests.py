@@ -12,8 +12,8 @@ from pdserve.engine.vllm.requests import Place, Requests, divided
 SIZE = 4
 
 
-def row(start: int, count: int, blocks: list[int], drafts: int = 0) -> Row:
-    return Row(tokens=[1] * count, start=start, blocks=blocks, drafts=[2] * drafts)
+def row(start: int, count: int, blocks: list[int], drafts: int = 0, adapter: str = "") -> Row:
+    return Row(tokens=[1] * count, start=start, blocks=blocks, drafts=[2] * drafts, adapter=adapter)
 
 
 class Runner:
@@ -127,8 +127,46 @@ def test_the_runner_always_has_the_blocks_of_the_row() -> None:
 
 def test_rows_are_divided_at_the_runners_limits() -> None:
     rows = [row(0, count, [at]) for at, count in enumerate((3, 3, 1, 1, 1, 9, 1))]
-    parts = [[len(one.tokens) for one in part] for part in divided(rows, most_rows=3, most_tokens=6)]
-    assert parts == [[3, 3], [1, 1, 1], [9], [1]]
+    assert [list(part) for part in divided(rows, most_rows=3, most_tokens=6)] == [[0, 1], [2, 3, 4], [5], [6]]
+
+
+def test_another_adapter_is_another_request() -> None:
+    requests = Requests(SIZE)
+    [first], _ = requests.place([row(0, 3, [1], adapter="a")])
+    [second], ended = requests.place([row(3, 1, [1], adapter="b")])
+    assert (second.is_new, ended) == (True, {first.name})
+    [third], ended = requests.place([row(3, 1, [1])])
+    assert (third.is_new, ended) == (True, {second.name})
+    [fourth], _ = requests.place([row(3, 1, [1])])
+    assert fourth.name == third.name
+
+
+def test_rows_are_divided_at_the_number_of_adapters() -> None:
+    rows = [row(0, 1, [at], adapter=name) for at, name in enumerate(["a", "", "b", "a", "c", "b", "d", "a"])]
+    for most, active, expected in (
+        (4, (), [[0, 1, 2, 3, 4, 5, 6, 7]]),
+        (2, (), [[0, 1, 2, 3, 5, 7], [4, 6]]),
+        (2, ("c", "d"), [[1, 4, 6], [0, 2, 3, 5, 7]]),
+        (3, ("b", "c", "d"), [[1, 2, 4, 5, 6], [0, 3, 7]]),
+        (1, ("d",), [[1, 6], [0, 3, 7], [2, 5], [4]]),
+    ):
+        parts = list(divided(rows, 8, 99, most, lambda active=active: active))  # type: ignore[misc]
+        assert [list(part) for part in parts] == expected
+
+
+def test_every_row_is_in_one_part_within_all_limits() -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        names = ["", *map(str, range(rng.randrange(1, 9)))]
+        rows = [row(0, rng.randrange(1, 5), [at], adapter=rng.choice(names)) for at in range(rng.randrange(1, 20))]
+        most_adapters, active = rng.randrange(1, 5), {name for name in names if rng.random() < 0.3}
+        parts = list(divided(rows, 4, 7, most_adapters, lambda active=active: active))  # type: ignore[misc]
+        assert sorted(index for part in parts for index in part) == list(range(len(rows)))
+        for part in parts:
+            together = [rows[index] for index in part]
+            assert 1 <= len(part) <= 4
+            assert sum(one.num_queries for one in together) <= 7
+            assert len({one.adapter for one in together} - {""}) <= most_adapters
 
 
 def test_the_layout_has_blocks_outermost_where_the_backends_allow_it() -> None:
