@@ -139,6 +139,16 @@ class AsyncClient(BaseClient):
         """Allows new work on a drained worker again. Raises NotFound."""
         await self._ask(calls.undrain(worker_id))
 
+    async def load_adapter(self, name: str, folder: str) -> str:
+        """Loads a LoRA adapter on all workers, under a new name or in place of its present weights. `folder` lies on
+        the workers, below one of their lora_folders. Returns its fingerprint once all of them serve it. Raises
+        InvalidRequest, with the workers' reasons; nothing has changed then."""
+        return await self._ask(calls.load_adapter(name, folder))
+
+    async def unload_adapter(self, name: str) -> None:
+        """New requests can no longer choose the adapter; running ones end with it. Raises UnknownModel."""
+        await self._ask(calls.unload_adapter(name))
+
     async def worker_log(self, worker_id: str) -> tuple[LogLine, ...]:
         """The last lines of a worker's log, oldest first. Raises NotFound, or Unavailable if it does not answer."""
         return await self._ask(calls.worker_log(worker_id))

@@ -439,6 +439,15 @@ def undrain(worker_id: str) -> UnaryCall[None]:
     return _cluster("Undrain", cluster_pb2.UndrainRequest(worker_id=worker_id), lambda _: None)
 
 
+def load_adapter(name: str, folder: str) -> UnaryCall[str]:
+    request = cluster_pb2.LoadAdapterRequest(name=name, folder=folder)
+    return _cluster("LoadAdapter", request, lambda response: str(response.fingerprint))
+
+
+def unload_adapter(name: str) -> UnaryCall[None]:
+    return _cluster("UnloadAdapter", cluster_pb2.UnloadAdapterRequest(name=name), lambda _: None)
+
+
 def worker_log(worker_id: str) -> UnaryCall[tuple[LogLine, ...]]:
     request = cluster_pb2.GetWorkerLogRequest(worker_id=worker_id)
     return _cluster("GetWorkerLog", request, lambda response: tuple(map(LOG_LINE.decode, response.lines)))

@@ -115,13 +115,16 @@ class Admission:
         time_remaining_s: float | None,
         client: ClientKey = ANONYMOUS,
         tenant: Tenant = DEFAULT_TENANT,
+        adapter: str = "",
     ) -> Prepared:
-        """Raises InvalidRequest with the field and its limit, and Overloaded if too many requests wait for a thread."""
+        """`adapter`: fingerprint. Raises InvalidRequest with the field and its limit, and Overloaded if too many
+        requests wait for a thread."""
         limits = self.limits
         request_id = _request_id(request)
         attributes = convert.attributes_from_proto(request)
         _check_priority(attributes.priority, tenant)
-        salt = cache_salt(self._secret, tenant.name, request.cache_salt if request.HasField("cache_salt") else None)
+        given_salt = request.cache_salt if request.HasField("cache_salt") else None
+        salt = cache_salt(self._secret, tenant.name, given_salt, adapter)
         sampling = await self._sampling(request.sampling, model, client)
         n, best_of = answer.counts(request, sampling)
         slo = convert.slo_from_proto(request.slo, tenant.slo or limits.default_slo)

@@ -19,6 +19,7 @@ from pdserve.wire import status
 from pdserve.wire.codec import Codec, Special
 from pdserve.wire.protocol import FRAME, LOAD
 from router.policy.interface import Candidate, Decision
+from router.service.adapters import ClusterAdapters
 from router.service.runtime import Runtime
 from router.service.workers import KvLinks, WorkerLogs
 from router.state.cluster_state import WorkerFacts
@@ -103,9 +104,11 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         watching: Watching,
         links: KvLinks,
         logs: WorkerLogs,
+        adapters: ClusterAdapters,
         router_id: str,
     ) -> None:
         self._runtime, self._watching, self._links, self._logs = runtime, watching, links, logs
+        self._adapters = adapters
         self._router_id = router_id
         self._started_s = time.monotonic()
 
@@ -155,6 +158,24 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
             return cluster_pb2.GetWorkerLogResponse(lines=await self._logs.read(request.worker_id))
         except PdserveError as error:
             return await status.abort(context, error)
+
+    async def LoadAdapter(
+        self, request: cluster_pb2.LoadAdapterRequest, context: Any
+    ) -> cluster_pb2.LoadAdapterResponse:
+        try:
+            fingerprint = await self._adapters.load(request.name, request.folder)
+        except PdserveError as error:
+            return await status.abort(context, error)
+        return cluster_pb2.LoadAdapterResponse(fingerprint=fingerprint)
+
+    async def UnloadAdapter(
+        self, request: cluster_pb2.UnloadAdapterRequest, context: Any
+    ) -> cluster_pb2.UnloadAdapterResponse:
+        try:
+            await self._adapters.unload(request.name)
+        except PdserveError as error:
+            return await status.abort(context, error)
+        return cluster_pb2.UnloadAdapterResponse()
 
     async def _require(self, worker_id: str, context: Any) -> None:
         workers = self._runtime.state.snapshot().workers

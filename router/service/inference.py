@@ -19,13 +19,24 @@ from pdserve.build import FULL_VERSION
 from pdserve.core.access.key_file import Tenant
 from pdserve.core.access.shares import Shares, caller_of
 from pdserve.core.attempt import Attempt, AttemptKey
-from pdserve.core.errors import NONE_YET, Cancelled, IdInUse, InternalError, NoWorkers, PdserveError, QuotaExceeded
+from pdserve.core.errors import (
+    NONE_YET,
+    Cancelled,
+    IdInUse,
+    InternalError,
+    NoWorkers,
+    PdserveError,
+    QuotaExceeded,
+    UnknownModel,
+)
+from pdserve.core.protocol import NamedAdapter
 from pdserve.prefix.index import PrefixLookup
 from pdserve.telemetry import names, trace_context
 from pdserve.telemetry.tracing import OpenSpan
 from pdserve.v1 import inference_pb2, inference_pb2_grpc
 from pdserve.wire import status
 from pdserve.wire.protocol import SAMPLING_DEFAULTS, SEQUENCE
+from router.service.adapters import ClusterAdapters
 from router.service.admission import Admission, Prepared, least_tokens
 from router.service.answer import MAX_PENDING_TOKENS, Answer, Group, is_shared
 from router.service.auth import current_tenant
@@ -40,6 +51,7 @@ log = logging.getLogger(__name__)
 
 WRITE_S: Final = 30.0  # a client that reads nothing for this long is treated as disconnected
 MAX_SAME_ID: Final = 16  # concurrent requests with the same id
+BASE: Final = NamedAdapter(name="")  # the model alone
 
 
 @final
@@ -49,6 +61,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         runtime: Runtime,
         admission: Admission,
         model: Callable[[], ModelFacts | None],
+        adapters: ClusterAdapters,
         lookup: PrefixLookup,
         measure: Measure,
         quotas: Quotas,
@@ -60,6 +73,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._runtime = runtime
         self._admission = admission
         self._model = model
+        self._adapters = adapters
         self._lookup = lookup
         self._measure = measure
         self._quotas = quotas
@@ -111,6 +125,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             # The prompt takes at least one token of the context.
             max_new_tokens=min(self._admission.limits.max_new_tokens, model.max_context_tokens - 1),
             tenant=tenant,
+            adapters=self._adapters.names,
         )
 
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Any) -> inference_pb2.TokenizeResponse:
@@ -175,8 +190,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         model = self._model()
         if model is None:
             raise NoWorkers("decode", states=NONE_YET)
+        adapter = self._chosen(request.model, model)
+        client = client_of(context.peer(), tenant.name)
         prepared = await self._admission.prepare(
-            request, model, context.time_remaining(), client_of(context.peer(), tenant.name), tenant
+            request, model, context.time_remaining(), client, tenant, adapter.fingerprint
         )
         prepared_s = time.monotonic()
         max_tokens = [one.max_tokens for one in prepared.samplings]
@@ -186,15 +203,24 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         cached = await self._cached_blocks(() if is_scored else prepared.block_hashes, span)
         lookup_s = time.monotonic() - prepared_s
         if len(prepared.samplings) == 1:
-            answer = self._answer(prepared, 0, model)
-            request_id = self._begin(prepared, 0, cached, answer, span, claim, lookup_s)
+            answer = self._answer(prepared, 0, model, adapter)
+            request_id = self._begin(prepared, 0, cached, answer, span, claim, lookup_s, adapter)
             try:
                 await self._stream(answer, context)
             finally:
                 self._runtime.leave(request_id, answer)
                 self._delivered(span, [answer])
         else:
-            await self._generate_many(prepared, model, cached, context, span, claim, lookup_s)
+            await self._generate_many(prepared, model, cached, context, span, claim, lookup_s, adapter)
+
+    def _chosen(self, name: str, model: ModelFacts) -> NamedAdapter:
+        """Without a fingerprint: the model alone. Raises UnknownModel."""
+        if not name or name in model.names:
+            return BASE
+        found = self._adapters.find(name)
+        if found is None:
+            raise UnknownModel(name, (*model.names, *self._adapters.names))
+        return found
 
     async def _generate_many(
         self,
@@ -205,15 +231,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         span: OpenSpan,
         claim: CallClaim,
         lookup_s: float,
+        adapter: NamedAdapter,
     ) -> None:
         """Sends nothing before every answer was admitted. The first error ends all of them."""
         changed = asyncio.Event()
-        answers = [self._answer(prepared, index, model, changed) for index in range(len(prepared.samplings))]
+        answers = [self._answer(prepared, index, model, adapter, changed) for index in range(len(prepared.samplings))]
         group = Group(answers, changed, num_kept=prepared.num_answers)
         begun: list[str] = []
         try:
             for index, answer in enumerate(answers):
-                request_id = self._begin(prepared, index, cached, answer, span, claim, lookup_s)
+                request_id = self._begin(prepared, index, cached, answer, span, claim, lookup_s, adapter)
                 begun.append(request_id)
                 if index == 0 and prepared.block_hashes:
                     await is_shared(answer)
@@ -233,7 +260,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             self._measure.delivered(span, max(ended))
 
     def _answer(
-        self, prepared: Prepared, index: int, model: ModelFacts, changed: asyncio.Event | None = None
+        self,
+        prepared: Prepared,
+        index: int,
+        model: ModelFacts,
+        adapter: NamedAdapter,
+        changed: asyncio.Event | None = None,
     ) -> Answer:
         sampling = prepared.samplings[index]
         is_ranked = len(prepared.samplings) > prepared.num_answers
@@ -249,7 +281,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             max_pending_tokens=sampling.max_tokens if is_ranked else MAX_PENDING_TOKENS,
             changed=changed,
             shows_logprobs=prepared.sampling.logprobs is not None,
-            model=model.name,
+            model=adapter.name or model.name,
             reasoning=prepared.reasoning,
             split=prepared.reasoning_split(),
         )
@@ -268,6 +300,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         span: OpenSpan,
         claim: CallClaim,
         lookup_s: float,
+        adapter: NamedAdapter,
     ) -> str:
         """Passes answer number `index` to the state, and returns the id of its request. `lookup_s`: that the prefix
         lookup just before has taken."""
@@ -283,6 +316,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             ttft_s=prepared.slo.ttft_s,
             tpot_s=prepared.slo.tpot_s,
             itl_s=prepared.slo.itl_s,
+            adapter=adapter.fingerprint,
             **prepared.attributes(),
         )
         sequence = SEQUENCE.encode(attempt)
@@ -301,6 +335,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             tenant=prepared.tenant,
             block_hashes=prepared.block_hashes,
             cached_blocks=cached,
+            adapter=adapter.fingerprint,
+            adapter_name=adapter.name,
             **prepared.attributes(),
         )
         facts = RequestFacts(

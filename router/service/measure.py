@@ -48,6 +48,9 @@ class RequestFacts:
     is_sibling: bool = False  # a further answer to a prompt that is already counted
 
 
+MAX_MODELS: Final = 256  # names with labels of their own
+
+
 @final
 class Measure:
     def __init__(
@@ -63,6 +66,7 @@ class Measure:
         self._labels = TenantLabels(tenant_labels)
         self._server: Mapping[str, str | int] = {}
         self._running_labels: set[str] = set()
+        self._models = TenantLabels(MAX_MODELS)  # operators may load adapters under ever new names
 
     def listens_at(self, host: str, port: int) -> None:
         self._server = {names.SERVER_ADDRESS: host, names.SERVER_PORT: port}
@@ -151,7 +155,7 @@ class Measure:
         metrics.observe(metric_names.TTFT, timings.ttft_s, trace_id=trace_id, path=path)
         tenant = self._labels.of(facts.tenant)
         metrics.observe(metric_names.TENANT_TTFT, timings.ttft_s, trace_id=trace_id, tenant=tenant)
-        labels = _labels(facts)
+        labels = self._labels_of(facts)
         metrics.observe(metric_names.GEN_AI_TTFT, timings.ttft_s, trace_id=trace_id, **labels)
         metrics.observe(metric_names.GEN_AI_DURATION, timings.total_s, trace_id=trace_id, error_type="", **labels)
         if end.usage.completion_tokens > 1:
@@ -213,7 +217,11 @@ class Measure:
         if timings is not None and self.metrics.is_on:
             trace_id = facts.span.exemplar
             self.metrics.observe(
-                metric_names.GEN_AI_DURATION, timings.total_s, trace_id=trace_id, error_type=reason, **_labels(facts)
+                metric_names.GEN_AI_DURATION,
+                timings.total_s,
+                trace_id=trace_id,
+                error_type=reason,
+                **self._labels_of(facts),
             )
 
     def _trace(self, facts: RequestFacts, timings: Timings, slices: Sequence[Slice]) -> None:
@@ -252,22 +260,22 @@ class Measure:
         link = self._link_of(timings.prefill_worker, timings.decode_worker) if timings.transfer_bytes else None
         return {} if link is None else {names.TRANSFER_KIND: link.transport, names.TRANSFER_REASON: link.reason}
 
+    def _labels_of(self, facts: RequestFacts) -> dict[str, str]:
+        """metric_names.GEN_AI_LABELS."""
+        model = self._models.of(facts.model)
+        return {
+            "gen_ai_operation_name": facts.operation,
+            "gen_ai_provider_name": names.PROVIDER_NAME,
+            "gen_ai_request_model": model,
+            "gen_ai_response_model": model,
+        }
+
     def _service(self, worker_id: str) -> Service | None:
         """The worker, as backends show it; None for the router."""
         if not worker_id:
             return None
         role = self._role_of(worker_id)
         return Service("pdserve-worker" if role is None else f"pdserve-{role.value}", worker_id)
-
-
-def _labels(facts: RequestFacts) -> dict[str, str]:
-    """metric_names.GEN_AI_LABELS."""
-    return {
-        "gen_ai_operation_name": facts.operation,
-        "gen_ai_provider_name": names.PROVIDER_NAME,
-        "gen_ai_request_model": facts.model,
-        "gen_ai_response_model": facts.model,
-    }
 
 
 def _kept(timings: Timings, slo: Slo) -> str:

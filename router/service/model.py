@@ -23,6 +23,10 @@ class ModelFacts:
     aliases: tuple[str, ...] = ()  # further names for callers
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
+    @property
     def max_prompt_tokens(self) -> int:
         """At least one position is left for an answer."""
         return self.max_context_tokens - 1

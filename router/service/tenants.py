@@ -14,6 +14,7 @@ An answer is in progress until no worker holds memory for it. So a client gains 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from hashlib import blake2b
 from typing import Final, final
 
 from pdserve.core.access.key_file import DEFAULT_TENANT, RESERVED_NAMES, Tenant
@@ -296,17 +297,25 @@ class TenantLabels:
 # Requests with different salts never share a cached prefix.
 #
 # The salt is derived from the tenant and from the salt that the request itself may have. Without either, it is empty.
+# An adapter's fingerprint is added, because its KV differs for equal tokens.
+#
 # The cluster's secret is the key of the derivation, so block hashes in Redis or in a recording cannot be compared with
 # the hashes of a guessed prompt. All routers of a cluster compute the same salt.
 
 MAX_SALT_CHARS: Final = 256
 
 
-def cache_salt(secret: ClusterSecret | None, tenant: str, given: str | None) -> bytes:
-    """32 bytes, or empty for a request of the default tenant without a salt. Raises InvalidRequest."""
+def cache_salt(secret: ClusterSecret | None, tenant: str, given: str | None, adapter: str = "") -> bytes:
+    """32 bytes, or empty for a request of the default tenant without a salt and a LoRA adapter. `adapter`: its
+    fingerprint. Raises InvalidRequest."""
     if given is not None and not 1 <= len(given) <= MAX_SALT_CHARS:
         raise InvalidRequest("cache_salt", f"{len(given)} characters", f"1 to {MAX_SALT_CHARS} characters")
     if not tenant and given is None:
-        return b""
-    assert secret is not None
-    return secret.mac("cache salt", tenant, given or "")
+        salt = b""
+    else:
+        assert secret is not None
+        salt = secret.mac("cache salt", tenant, given or "")
+    if not adapter:
+        return salt
+    # The inner salt has 0 or 32 bytes, so it ends where the fingerprint begins.
+    return blake2b(salt + adapter.encode(), digest_size=32, person=b"pdserve.adapter").digest()

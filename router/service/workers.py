@@ -28,9 +28,10 @@ from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.v1 import worker_pb2
 from pdserve.wire.codec import Codec
 from pdserve.wire.protocol import COST, FINGERPRINT, decode_response
+from router.service.adapters import ClusterAdapters, read_report
 from router.service.model import ModelFacts, difference, facts_of
 from router.service.worker_stream import SILENCE_S, WorkerStream
-from router.state.interface import Event, WorkerConnected, WorkerForgotten, WorkerLost
+from router.state.interface import AdaptersChanged, Event, WorkerConnected, WorkerForgotten, WorkerLost
 
 # --- logs of workers ------------------------------------------------------------------------------------------
 # Asks for the last lines on the workers' Attach streams.
@@ -183,6 +184,7 @@ class Workers:
         self.model: ModelFacts | None = None
         self.links = KvLinks()
         self.logs = WorkerLogs(self.send)
+        self.adapters = ClusterAdapters(self.send, lambda: () if self.model is None else self.model.names)
         self.num_invalid = 0  # messages with a value out of bounds
 
     @property
@@ -244,7 +246,14 @@ class Workers:
         fingerprint = FINGERPRINT.decode(hello.fingerprint)
         block_bytes = fingerprint.block_bytes * fingerprint.shape.tp_degree
         version = hello.version[:MAX_CHARS]
-        event = _HELLO.decode(hello, endpoint=stream.endpoint, block_bytes=block_bytes, version=version)
+        report = read_report(hello.adapters) if hello.HasField("adapters") else None
+        event = _HELLO.decode(
+            hello,
+            endpoint=stream.endpoint,
+            block_bytes=block_bytes,
+            version=version,
+            adapters=() if report is None else report.loaded,
+        )
         former = self._attached.get(hello.worker_id)
         if former is not None:  # the new incarnation has connected before the stream of the old one ended
             self._lose(former, "another incarnation came")
@@ -266,6 +275,7 @@ class Workers:
                 "a worker has another version or build", hello.worker_id, **extra, router_version=FULL_VERSION
             )
         self._on_event(event)
+        self.adapters.reported(hello.worker_id, report)
         self._on_change()
         return None
 
@@ -284,6 +294,14 @@ class Workers:
                 return
             if message.HasField("log"):
                 self.logs.reported(stream.worker_id, message.log.lines)
+                return
+            if message.HasField("adapters"):
+                report = read_report(message.adapters)
+                self._on_event(AdaptersChanged(worker_id=stream.worker_id, adapters=report.loaded))
+                self.adapters.reported(stream.worker_id, report)
+                return
+            if message.HasField("adapter_loaded"):
+                self.adapters.loaded(stream.worker_id, message.adapter_loaded)
                 return
             event = decode_response(stream.worker_id, message)
         except InvalidRequest as error:
@@ -341,7 +359,8 @@ class Workers:
             return f"it serves {hello.model!r}, this router tokenizes for {self._model_name!r}"
         try:
             facts = facts_of(hello)
-        except ConfigError as error:
+            read_report(hello.adapters)
+        except (ConfigError, InvalidRequest) as error:
             return f"its {error.message}"
         return difference(self.model, facts) if self.model is not None and self._attached else None
 
@@ -362,6 +381,7 @@ class Workers:
         del self._attached[stream.worker_id]
         self._roles.pop(stream.worker_id, None)
         self.links.forget(stream.worker_id)
+        self.adapters.lost(stream.worker_id)
         if self._contexts.pop(stream.worker_id, None) is not None:
             self._set_context()
         if self._index is not None:

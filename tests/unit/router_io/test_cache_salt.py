@@ -38,6 +38,19 @@ def test_salts_differ_by_tenant_salt_and_cluster() -> None:
     assert cache_salt(SECRET, "acme", "x") == cache_salt(SECRET, "acme", "x")
 
 
+def test_a_salt_names_the_adapter() -> None:
+    given: list[tuple[ClusterSecret | None, str, str | None]] = [
+        (None, "", None),
+        (SECRET, "", "x"),
+        (SECRET, "acme", None),
+        (SECRET, "acme", "x"),
+    ]
+    salts = {cache_salt(*one, adapter) for one in given for adapter in ("", "1" * 32, "2" * 32)}
+    assert len(salts) == 12
+    assert {len(one) for one in salts} == {0, 32}
+    assert cache_salt(None, "", None, "1" * 32) == cache_salt(SECRET, "", None, "1" * 32), "routers agree"
+
+
 def test_the_default_tenant_has_an_empty_salt() -> None:
     assert cache_salt(SECRET, "", None) == cache_salt(None, "", None) == b""
 
