@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final, TypeVar, final
 
 from starlette.applications import Starlette
@@ -33,6 +34,7 @@ from pdserve.core.errors import (
     PdserveError,
     PermissionDenied,
     ShuttingDown,
+    UnknownModel,
     shortened,
 )
 from pdserve.gateway import endpoints
@@ -173,6 +175,16 @@ class Gateway:
             routes=[
                 *(self._route(path, "POST", self._generation(kind)) for path, kind in GENERATION_PATHS.items()),
                 self._route("/v1/models", "GET", self._models),
+                self._route(
+                    "/v1/load_lora_adapter",
+                    "POST",
+                    self._adapter_command(endpoints.load_lora_request, endpoints.load_lora),
+                ),
+                self._route(
+                    "/v1/unload_lora_adapter",
+                    "POST",
+                    self._adapter_command(endpoints.unload_lora_request, endpoints.unload_lora),
+                ),
                 self._route("/v1/models/{name:path}", "GET", self._model),
                 self._route(
                     "/tokenize",
@@ -213,7 +225,9 @@ class Gateway:
             self._check_declared(given)
             with self._held.body(caller.share) as held:
                 options = http_input.options(given)
-                call = await self._read(receive, held, lambda fields: make_call(fields, caller.model, options))
+                call, caller = await self._read(
+                    receive, held, caller, lambda fields, model: make_call(fields, model, options)
+                )
                 self._hold_answer(held, call.answer_bytes(caller.model))
                 try:
                     return await self._responder.respond(endpoint, call, caller.client, caller.model, receive, send)
@@ -231,20 +245,40 @@ class Gateway:
         async def handle(scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
             self._check_declared(given)
             with self._held.body(caller.share) as held:
-                request = await self._read(receive, held, lambda fields: make_request(fields, caller.model))
+                request, caller = await self._read(receive, held, caller, make_request)
                 self._hold_answer(held, answer_bytes(request, held.num_bytes), "body")
                 return await _send(send, 200, await work(request, caller))
 
         return handle
 
     async def _models(self, scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
+        caller = await self._door.renewed(caller)
         return await _send(send, 200, replies.models(caller.model, self._created_s))
 
     async def _model(self, scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
-        model = caller.model
+        model = (await self._door.renewed(caller)).model
         name = scope["path_params"]["name"]
         check_model(name, model)
         return await _send(send, 200, replies.model(name, model, self._created_s))
+
+    def _adapter_command(
+        self,
+        make_request: Callable[[Mapping[str, Any], Model], AnyRequest],
+        work: Callable[[AnyRequest, Caller], Awaitable[str]],
+    ) -> Handler:
+        async def handle(scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
+            await caller.client.topology()  # raises PermissionDenied for the key of a tenant, before its body is read
+            self._check_declared(given)
+            with self._held.body(caller.share) as held:
+                request, caller = await self._read(receive, held, caller, make_request)
+                try:
+                    text = await work(request, caller)
+                finally:
+                    self._door.renew_all()
+            await send_whole(send, 200, text.encode(), ((b"content-type", b"text/plain; charset=utf-8"),))
+            return 200
+
+        return handle
 
     async def _metrics_text(self, scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
         await caller.client.topology()  # raises PermissionDenied for the key of a tenant
@@ -333,12 +367,26 @@ class Gateway:
             raise InvalidRequest(field, f"an answer of up to {num_bytes} bytes", expected)
         held.add(num_bytes)
 
-    async def _read(self, receive: Any, held: HeldBody, make: Callable[[Mapping[str, Any]], AnyRequest]) -> AnyRequest:
-        """Parses and validates the body. A large one is read in a thread, so that others do not wait for it."""
+    async def _read(
+        self, receive: Any, held: HeldBody, caller: Caller, make: Callable[[Mapping[str, Any], Model], AnyRequest]
+    ) -> tuple[AnyRequest, Caller]:
+        """Parses and validates the body. Also returns the caller, whose model is read again if the body names an
+        unknown one, because an adapter may have been loaded."""
         body = await read_body(receive, self.config.max_body_bytes, self.config.body_s, held)
+        try:
+            return await self._parsed(body, caller, make), caller
+        except UnknownModel:
+            caller = await self._door.renewed(caller)
+            return await self._parsed(body, caller, make), caller
+
+    async def _parsed(
+        self, body: bytes, caller: Caller, make: Callable[[Mapping[str, Any], Model], AnyRequest]
+    ) -> AnyRequest:
+        """A large body is read in a thread, so that others do not wait for it."""
         if len(body) <= QUICK_BYTES:
-            return make(http_input.parse(body))
-        return await asyncio.get_running_loop().run_in_executor(self._reader, lambda: make(http_input.parse(body)))
+            return make(http_input.parse(body), caller.model)
+        work = partial(_make, body, caller.model, make)
+        return await asyncio.get_running_loop().run_in_executor(self._reader, work)
 
     def _route(self, path: str, method: str, handler: Handler) -> BaseRoute:
         """The handler runs only for callers that are admitted."""
@@ -432,6 +480,10 @@ class _Received:
         if not message.get("more_body", False):
             self.is_complete = True
         return message
+
+
+def _make(body: bytes, model: Model, make: Callable[[Mapping[str, Any], Model], AnyRequest]) -> AnyRequest:
+    return make(http_input.parse(body), model)
 
 
 async def _send(send: Any, status: int, value: dict[str, Any]) -> int:

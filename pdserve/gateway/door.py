@@ -34,6 +34,7 @@ MAX_CALLERS: Final = 1024
 MAX_REJECTED: Final = 1024
 MAX_CHECKS: Final = 64  # unknown tokens that are checked at a time
 RETRY_S: Final = 0.1
+RENEW_S: Final = 1.0  # a caller that names an unknown model has the model read again, if it is older
 
 Entry = TypeVar("Entry")
 
@@ -83,9 +84,21 @@ class Door:
             if known is None and self._num_unknown >= MAX_CHECKS:
                 raise Overloaded(f"{MAX_CHECKS} tokens are being checked", RETRY_S)
             self._num_unknown += known is None
-            check = self._checks[key] = asyncio.create_task(self._check(key, token, is_unknown=known is None))
-            check.add_done_callback(_note_error)
+            check = self._begin_check(key, self._client.with_token(token), is_unknown=known is None)
         return await asyncio.shield(check)
+
+    async def renewed(self, caller: Caller) -> Caller:
+        """The caller with the model's present names, at most RENEW_S old. Raises like `admit`."""
+        known = self._known.get(caller.key)
+        if known is not None and self._clock() < known[1] - REMEMBER_S + RENEW_S:
+            return known[0]
+        check = self._checks.get(caller.key) or self._begin_check(caller.key, caller.client, is_unknown=False)
+        return await asyncio.shield(check)
+
+    def renew_all(self) -> None:
+        """The model has other names now."""
+        for key, (caller, _) in self._known.items():
+            self._known[key] = (caller, -math.inf)
 
     async def is_open(self) -> bool:
         """Whether the router accepts a made-up token, which means that it needs none. Raises Unavailable."""
@@ -102,9 +115,13 @@ class Door:
 
     # ------------------------------------------------------------------------------------------------------------
 
-    async def _check(self, key: bytes, token: str | None, *, is_unknown: bool) -> Caller:
+    def _begin_check(self, key: bytes, client: AsyncClient, *, is_unknown: bool) -> asyncio.Task[Caller]:
+        check = self._checks[key] = asyncio.create_task(self._check(key, client, is_unknown=is_unknown))
+        check.add_done_callback(_note_error)
+        return check
+
+    async def _check(self, key: bytes, client: AsyncClient, *, is_unknown: bool) -> Caller:
         try:
-            client = self._client.with_token(token)
             caller = Caller(client, await client.model(), key)
         except Unauthenticated as error:
             self._known.pop(key, None)

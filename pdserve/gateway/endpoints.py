@@ -13,7 +13,12 @@ from pdserve.client.results import Model
 from pdserve.core.errors import Cancelled, InvalidRequest, PermissionDenied
 from pdserve.core.live import PERIOD_S, LiveFrame, frame_to_json
 from pdserve.gateway.api import sse
-from pdserve.gateway.api.request_models import DetokenizeRequest, TokenizeRequest
+from pdserve.gateway.api.request_models import (
+    DetokenizeRequest,
+    LoadLoraRequest,
+    TokenizeRequest,
+    UnloadLoraRequest,
+)
 from pdserve.gateway.api.sdk_call import check_model, sdk_messages, validated
 from pdserve.gateway.door import Caller
 from pdserve.gateway.respond import EVENT_STREAM, Sender, TokenTable, disconnected
@@ -89,6 +94,35 @@ async def detokenize(request: DetokenizeRequest, caller: Caller) -> dict[str, An
         return {"prompt": await caller.client.detokenize(request.tokens)}
     except InvalidRequest as error:
         raise error.renamed(error.field.replace("token_ids", "tokens")) from None
+
+
+# --- LoRA adapters --------------------------------------------------------------------------------------------
+# In vLLM's form. The router decides who may load and unload, and the workers decide which folders may be loaded.
+
+
+def load_lora_request(given: Mapping[str, Any], model: Model) -> LoadLoraRequest:
+    """Raises InvalidRequest."""
+    return validated(LoadLoraRequest, given)
+
+
+async def load_lora(request: LoadLoraRequest, caller: Caller) -> str:
+    """Raises InvalidRequest with the workers' reasons."""
+    try:
+        await caller.client.load_adapter(request.lora_name, request.lora_path)
+    except InvalidRequest as error:
+        raise error.renamed({"name": "lora_name", "folder": "lora_path"}.get(error.field, error.field)) from None
+    return f"Success: LoRA adapter '{request.lora_name}' added successfully."
+
+
+def unload_lora_request(given: Mapping[str, Any], model: Model) -> UnloadLoraRequest:
+    """Raises InvalidRequest."""
+    return validated(UnloadLoraRequest, given)
+
+
+async def unload_lora(request: UnloadLoraRequest, caller: Caller) -> str:
+    """Raises UnknownModel."""
+    await caller.client.unload_adapter(request.lora_name)
+    return f"Success: LoRA adapter '{request.lora_name}' removed successfully."
 
 
 # --- live view ------------------------------------------------------------------------------------------------

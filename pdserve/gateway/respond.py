@@ -269,7 +269,7 @@ class Responder:
                 raise Cancelled("the client has disconnected")
             head = Head(
                 request_id=answers.request_id,
-                model=model.name,
+                model=call.options.get("model") or model.name,
                 created_s=int(time.time()),
                 eos_token_ids=model.eos_token_ids,
                 reasoning=answers.reasoning,

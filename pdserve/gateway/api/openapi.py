@@ -22,9 +22,11 @@ from pdserve.gateway.api.http_input import REQUEST_ID, SESSION_ID, TARGETS
 from pdserve.gateway.api.request_models import (
     ChatRequest,
     DetokenizeRequest,
+    LoadLoraRequest,
     ResponsesRequest,
     TextRequest,
     TokenizeRequest,
+    UnloadLoraRequest,
 )
 from pdserve.gateway.api.response_models import ErrorAnswer
 
@@ -79,8 +81,22 @@ OPERATIONS: Final[Mapping[tuple[str, str], Operation]] = {
         answers={200: answers.ResponseAnswer},
         is_streamed=True,
     ),
-    ("GET", "/v1/models"): Operation(summary="Lists the served model", answers={200: answers.ModelsAnswer}),
+    ("GET", "/v1/models"): Operation(
+        summary="Lists the served model and its LoRA adapters", answers={200: answers.ModelsAnswer}
+    ),
     ("GET", "/v1/models/{name:path}"): Operation(summary="Describes the model", answers={200: answers.ModelAnswer}),
+    ("POST", "/v1/load_lora_adapter"): Operation(
+        summary="Loads a LoRA adapter on all workers; for operators",
+        is_control=True,
+        request=LoadLoraRequest,
+        answers={200: PLAIN},
+    ),
+    ("POST", "/v1/unload_lora_adapter"): Operation(
+        summary="Ends the use of a LoRA adapter by new requests; for operators",
+        is_control=True,
+        request=UnloadLoraRequest,
+        answers={200: PLAIN},
+    ),
     ("POST", "/tokenize"): Operation(
         summary="Tokenizes a text or a chat",
         tag="tokens",

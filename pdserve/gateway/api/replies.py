@@ -373,14 +373,16 @@ def models(served: Model, created_s: int) -> dict[str, Any]:
 
 
 def model(name: str, served: Model, created_s: int) -> dict[str, Any]:
-    """`name` is one of the model's. `max_model_len` is vLLM's."""
+    """`name` is one of the model's or of an adapter. `max_model_len`, `root` and `parent` are vLLM's; the folder of an
+    adapter is not shown."""
+    is_adapter = name in served.adapters
     return {
         "id": name,
         "object": "model",
         "created": created_s,
         "owned_by": "pdserve",
-        "root": served.name,
-        "parent": None,
+        "root": name if is_adapter else served.name,
+        "parent": served.name if is_adapter else None,
         "max_model_len": served.max_context_tokens,
         "sampling_defaults": served.sampling_defaults.given(),
     }

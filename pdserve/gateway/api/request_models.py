@@ -140,7 +140,7 @@ def described(text: str) -> Any:
 class SamplingFields(Strict):
     """The fields that all requests share. An absent field has the server's default."""
 
-    model: str | None = described("name of the served model; may be absent")
+    model: str | None = described("name of the served model or of a LoRA adapter; may be absent")
     stream: bool | None = described("server-sent events")
     temperature: float | None = described("0 to 100; 0 is greedy; where absent, the model's default or 1")
     top_p: float | None = described("above 0, to 1")
@@ -322,6 +322,23 @@ class DetokenizeRequest(Strict):
 
     model: str | None = described("name of the served model; may be absent")
     tokens: TokenIds = Field(description="token ids, at most as many as the context window has")
+
+
+class LoadLoraRequest(Strict):
+    """vLLM's."""
+
+    lora_name: str = Field(
+        description="that requests choose as their model; a present adapter of this name is replaced"
+    )
+    lora_path: str = Field(description="a folder on the workers, below one of their lora_folders")
+    load_inplace: bool | None = described("without effect: an adapter is always replaced")
+
+
+class UnloadLoraRequest(Strict):
+    """vLLM's."""
+
+    lora_name: str = Field(description="name of a loaded adapter")
+    lora_int_id: int | None = described("without effect")
 
 
 # --- /v1/responses --------------------------------------------------------------------------------------------

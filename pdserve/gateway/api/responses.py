@@ -60,7 +60,7 @@ def responses_call(given: Mapping[str, Any], model: Model, headers: Options) -> 
     functions = [one for _, one in numbered]
     places |= {f"tools[{index}].function": f"tools[{at}]" for index, (at, _) in enumerate(numbered)}
     chat = {
-        **{name: getattr(request, name) for name in SamplingFields.model_fields if name != "model"},
+        **{name: getattr(request, name) for name in SamplingFields.model_fields},
         "messages": messages,
         "max_tokens": request.max_output_tokens,
         "stream_options": _stream_options(request),

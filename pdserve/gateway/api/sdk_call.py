@@ -164,7 +164,7 @@ def chat_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCa
         raise InvalidRequest("top_logprobs", request.top_logprobs, "logprobs to be true beside it")
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     most = request.max_completion_tokens if request.max_tokens is None else request.max_tokens
-    options = _options(request, default_tokens(model) if most is None else most, logprobs)
+    options = _options(request, model, default_tokens(model) if most is None else most, logprobs)
     switches = request.chat_template_kwargs or {}
     if switches:
         options["chat_template_kwargs"] = switches
@@ -227,7 +227,7 @@ def text_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCa
         raise InvalidRequest("min_tokens", request.min_tokens, "0 beside max_tokens 0")
     # The cluster always samples a token, which is not shown.
     most = 1 if is_only_scored else default if request.max_tokens is None else request.max_tokens
-    options, logprobs = _options(request, most, request.logprobs), request.logprobs
+    options, logprobs = _options(request, model, most, request.logprobs), request.logprobs
     names = {} if isinstance(request.prompt, str) else {"token_ids": "prompt"}
     if request.echo and logprobs is not None:
         if logprobs > MAX_PROMPT_LOGPROBS:
@@ -392,9 +392,11 @@ def _call(
     )
 
 
-def _options(request: SamplingRequest, max_tokens: int, logprobs: int | None) -> dict[str, Any]:
+def _options(request: SamplingRequest, model: Model, max_tokens: int, logprobs: int | None) -> dict[str, Any]:
     found: dict[str, Any] = {name: getattr(request, name) for name in _PASSED if getattr(request, name) is not None}
     found["max_tokens"] = max_tokens
+    if request.model in model.adapters:
+        found["model"] = request.model
     if logprobs is not None:
         found["logprobs"] = logprobs
     if request.top_k is not None:
