@@ -55,6 +55,10 @@ _ELSEWHERE: Final = {
     "page-size": "--set worker.block_size=N",
     "model-path": "--model",
     "load-format": "--load",
+    "lora-modules": "--lora",
+    "enable-lora": "--lora NAME=FOLDER, or --lora-folders FOLDER",
+    "max-lora-rank": "--set worker.max_lora_rank=N",
+    "max-loras": "--set worker.max_loras=N",
     "api-key": "the token in PDSERVE_TOKEN, or --key-file FILE for several tenants",
 }
 
@@ -181,6 +185,23 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="sampling defaults of the model's generation_config.json, for requests that give no value: auto applies "
         "them, none ignores them (auto)",
     )
+    add(
+        "--lora",
+        nargs="+",
+        action="extend",
+        type=words,
+        default=keep,
+        metavar="NAME=FOLDER",
+        help="LoRA adapters, which requests choose by their name as the model; repeatable (none)",
+    )
+    add(
+        "--lora-folders",
+        nargs="+",
+        type=words,
+        default=keep,
+        metavar="FOLDER",
+        help="folders from which operators may load LoRA adapters while the cluster serves (none)",
+    )
     add("--otlp", default=keep, metavar="HOST:PORT", help="OpenTelemetry collector that receives traces")
     add(
         "--record",
@@ -270,8 +291,9 @@ def run(args: argparse.Namespace) -> int:
     if args.given_model is not None and flags["model"] != args.given_model:
         print(f"pdserve {args.command}: error: two models, {args.given_model} and {args.model}", file=sys.stderr)
         return 2
-    if "served_model_name" in flags:
-        flags["served_model_name"] = joined(flags["served_model_name"])
+    for name in ("served_model_name", "lora", "lora_folders"):
+        if name in flags:
+            flags[name] = joined(flags[name])
     defaults: dict[str, Any] = {"http": SERVE_PORT} if args.command == "serve" else {}
     if level := os.environ.get(LOG_LEVEL_ENV):
         defaults["log_level"] = level

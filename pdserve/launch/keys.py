@@ -60,6 +60,8 @@ TOP: Final[Mapping[str, type]] = {
     "dtype": str,
     "kv_dtype": str,
     "load": str,
+    "lora": tuple,
+    "lora_folders": tuple,
     "otlp": str,
     "generation_config": str,  # of the router
     "served_model_name": tuple,  # of the router

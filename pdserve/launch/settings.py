@@ -21,6 +21,7 @@ from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_text
 from pdserve.config import LOG_LEVELS, REDIS_ENV, SECRET_ENV, TOKEN_ENV, RouterConfig, WorkerConfig, from_env
 from pdserve.config_flags import words
 from pdserve.core.access.key_file import parse
+from pdserve.core.adapters import split_adapter
 from pdserve.core.errors import ConfigError, ModelError
 from pdserve.core.setting import AUTO
 from pdserve.engine.load_engine import BUILT_IN, OURS, VLLM, registered
@@ -40,7 +41,8 @@ _NOT_ASKED: Final = {"settings", "cores", "gpus"}  # of a ClusterSpec, that `mer
 _OF_WORKER_TABLES: Final[tuple[Kind, ...]] = ("worker", "prefill_worker", "decode_worker")
 _WORKER_COUNTS: Final[Mapping[Kind, str]] = {"prefill_worker": "prefill", "decode_worker": "decode"}
 _OF_ROUTER: Final = ("otlp", "generation_config", "served_model_name")
-_OF_WORKERS: Final = ("transport", "engine", "device", "dtype", "kv_dtype", "load")
+_OF_WORKERS: Final = ("transport", "engine", "device", "dtype", "kv_dtype", "load", "lora", "lora_folders")
+_LISTS: Final = ("served_model_name", "lora", "lora_folders")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +83,8 @@ def read(
 
         parse_faults(faults)
     tables = {kind: _table(kind, found.pop(kind)) for kind in KINDS if kind in found}
-    if "served_model_name" in found:
-        found["served_model_name"] = _as_tuple(found["served_model_name"])
+    for name in found.keys() & set(_LISTS):
+        found[name] = _as_tuple(found[name])
     for kind, values in tables.items():
         fields = fields_of(kind)
         for name in values.keys() & fields.keys():
@@ -99,6 +101,8 @@ def read(
     for name in _OF_WORKERS:
         if name in found:
             tables.setdefault("worker", {}).setdefault(name, found[name])
+    for kind in _OF_WORKER_TABLES:
+        _check_adapters(tables.get(kind, {}), is_here=not found.get("ray"))
     for name in _OF_ROUTER:
         if name in found:
             tables.setdefault("router", {}).setdefault(name, found[name])
@@ -373,6 +377,19 @@ def without_vllm(wrong: ConfigError) -> ConfigError:
     """The error for what our own engine does not serve, on a host without vLLM."""
     what = "other models" if isinstance(wrong, ModelError) else "them"
     return type(wrong)(wrong.field, wrong.seen, f"{wrong.expected}; vLLM may serve {what}: {MAKE_VLLM}")
+
+
+def _check_adapters(table: dict[str, Any], *, is_here: bool) -> None:
+    """Makes folders on this host absolute, because workers may run in another working directory. Raises ConfigError."""
+    if "lora" in table:
+        adapters = [split_adapter(one) for one in table["lora"]]
+        table["lora"] = tuple(f"{name}={_absolute(folder) if is_here else folder}" for name, folder in adapters)
+    if is_here and "lora_folders" in table:
+        table["lora_folders"] = tuple(str(_absolute(Path(one))) for one in table["lora_folders"])
+
+
+def _absolute(folder: Path) -> Path:
+    return folder.expanduser().absolute()
 
 
 def _with_adapters(found: Mapping[str, Any], tables: Mapping[Kind, Mapping[str, Any]]) -> str:

@@ -90,7 +90,7 @@ def example(key: str) -> Any:
     for kind in (RouterConfig,) if table == "router" else (WorkerConfig, RouterConfig):
         for one in dataclasses.fields(kind):
             if one.name == name:
-                return one.default
+                return [] if one.default == () else one.default
     return EXAMPLES[TOP[name]]
 
 

@@ -651,15 +651,15 @@ def test_an_engine_that_one_role_gets_is_checked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('[worker]\nlora = ["a=/x/a b", "b=y"]\nlora_folders = "/x"', ()),
-        (None, ("worker.lora=a=/x/a b,b=y", "worker.lora_folders=/x")),
+        ('[worker]\nlora = ["a=/x/a b", "b=/y"]\nlora_folders = "/x"', ()),
+        (None, ("worker.lora=a=/x/a b,b=/y", "worker.lora_folders=/x")),
     ],
 )
 def test_adapters_are_settings_of_workers(text: str | None, words: tuple[str, ...], tmp_path: Path) -> None:
     for process in processes(read({"model": "toy"}, text, *words, folder=tmp_path).spec)[:-1]:
         config = process.config
         assert isinstance(config, WorkerConfig)
-        assert (config.lora, config.lora_folders) == (("a=/x/a b", "b=y"), ("/x",))
+        assert (config.lora, config.lora_folders) == (("a=/x/a b", "b=/y"), ("/x",))
         assert parse_flags(WorkerConfig, to_flags(config), "worker").lora == config.lora
 
 
@@ -688,3 +688,23 @@ def test_wrong_adapter_settings_are_rejected(values: dict[str, Any]) -> None:
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     with pytest.raises(ConfigError, match="lora"):
         WorkerConfig(model="toy", worker_id="w", **given)
+
+
+@pytest.mark.parametrize(
+    ("flags", "text", "given"),
+    [
+        ({"lora": ("a=rel", "b=/abs"), "lora_folders": ("loras",)}, None, ()),
+        ({}, 'lora = ["a=rel", "b=/abs"]\nlora_folders = "loras"', ()),
+        ({}, '[worker]\nlora = ["a=rel", "b=/abs"]\nlora_folders = ["loras"]', ()),
+        ({}, None, ("lora=a=rel,b=/abs", "lora_folders=loras")),
+    ],
+)
+def test_adapters_are_settings_of_the_workers(
+    flags: dict[str, Any], text: str | None, given: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their folders are absolute, because workers may run in another working directory."""
+    monkeypatch.chdir(tmp_path)
+    spec = read({"model": "toy", **flags}, text, *given, folder=tmp_path).spec
+    table = spec.settings["worker"]
+    assert table["lora"] == (f"a={tmp_path}/rel", "b=/abs")
+    assert table["lora_folders"] == (f"{tmp_path}/loras",)
