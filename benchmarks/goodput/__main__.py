@@ -3,11 +3,15 @@ r"""Goodput of real clusters on this machine: our policy against round-robin and
     python -m benchmarks.goodput                                  # some minutes: two rates, one seed
     python -m benchmarks.goodput --only goodput,colocated --rates 4,8,12 --seeds 1,2,3 --seconds 30
     python -m benchmarks.goodput --model FOLDER --prompts 32-512 --peer-python PYTHON   # beside `vllm serve`
+    python -m benchmarks.goodput --model FOLDER --prompts 32-512 --peer-python PYTHON --engine vllm   # the same engine
 
 Open loop: Poisson arrivals, short and long prompts mixed, every prompt different. Attainment is joint: a request counts
 if its whole answer came and met both its TTFT and its TPOT target on the client's clock; rejected and failed requests
 are misses. Goodput is the highest rate with 90 % attainment, interpolated between two rates. For each seed, each policy
-gets a fresh cluster in turn, so that other load of the machine affects all of them.
+gets a fresh cluster in turn, so that other load of the machine affects all of them; the order changes with the seed.
+
+With --engine vllm one worker of pdserve, which prefills and decodes with vLLM's model runner, stands beside `vllm
+serve`: the same model and dtype, the same cores, and no prefix to find in a cache.
 
 Error is the median of |predicted - actual| / actual over requests that came `--settle` seconds after the cluster's
 first, from the router's explanations. Floor is the same error of one request that is repeated on the idle cluster,
@@ -46,8 +50,9 @@ CONTENDERS: Final = (
     Contender("round-robin", 1, 1),
     Contender("colocated", 0, 2),
 )
+COLOCATED: Final = "goodput 0P+1D"  # beside `vllm serve`
 TARGET: Final = 0.9
-BARS: Final = {"ttft": 0.15, "tpot": 0.10, "simulated": 0.10, "gaps": 0.001}
+BARS: Final = {"ttft": 0.15, "tpot": 0.10, "simulated": 0.10, "gaps": 0.001, "behind": 0.01, "share": 1.0 / 1.15}
 
 
 def main() -> None:
@@ -57,23 +62,28 @@ def main() -> None:
     parser.add_argument("--seeds", default="1", help="one run of everything for each (1)")
     parser.add_argument("--seconds", type=float, default=15.0, help="length of each rate (15)")
     parser.add_argument("--settle", type=float, default=15.0, help="seconds until predictions count (15)")
-    parser.add_argument("--ttft", type=float, default=0.5, help="promised, seconds")
-    parser.add_argument("--tpot", type=float, default=0.05, help="promised, seconds")
-    parser.add_argument("--only", default="", help="contenders whose label begins so, by comma")
+    parser.add_argument("--ttft", type=float, default=0.5, help="target in seconds (0.5)")
+    parser.add_argument("--tpot", type=float, default=0.05, help="target in seconds (0.05)")
+    parser.add_argument("--engine", choices=("own", "vllm"), default="own", help="of workers; vllm: by --peer-python")
+    parser.add_argument("--only", help="contenders whose label begins so, by comma (all; --engine vllm: one worker)")
     parser.add_argument("--prompts", type=_range, metavar="A-B", help="tokens of each prompt (short and long mixed)")
     parser.add_argument("--answers", type=_range, metavar="A-B", default=(16, 64), help="tokens of each answer (16-64)")
     parser.add_argument("--peer-python", default="", help="a python with vllm, whose server is another contender")
-    parser.add_argument("--peer-dtypes", default="float32,bfloat16", help="its dtypes (float32,bfloat16)")
+    parser.add_argument("--peer-dtypes", help="its dtypes (float32,bfloat16; with --engine vllm one, bfloat16)")
     parser.add_argument("--set", action="append", default=[], metavar="KIND.FIELD=VALUE", help="as of `pdserve up`")
     parser.add_argument("--json", metavar="FILE", help="every request's outcome; - writes to stdout")
     parser.add_argument("--record", metavar="FOLDER", help="keep the routers' recordings there")
     flags = parser.parse_args()
     rates = _numbers(flags.rates, "--rates")
     seeds = [int(seed) for seed in _numbers(flags.seeds, "--seeds")]
-    wanted = tuple(flags.only.split(","))
-    chosen = [one for one in CONTENDERS if one.label.startswith(wanted)]
+    is_vllm = flags.engine == "vllm"
+    dtypes = (flags.peer_dtypes or ("bfloat16" if is_vllm else "float32,bfloat16")).split(",")
+    if is_vllm and not (flags.peer_python and len(dtypes) == 1):
+        parser.error("--engine vllm: give --peer-python (make vllm-env), and at most one dtype")
+    only = flags.only if flags.only is not None else COLOCATED if is_vllm else ""
+    chosen = [one for one in CONTENDERS if one.label.startswith(tuple(only.split(",")))]
     if flags.peer_python:
-        chosen += [Contender(VLLM, 0, 1, dtype) for dtype in flags.peer_dtypes.split(",")]
+        chosen += [Contender(VLLM, 0, 1, dtype) for dtype in dtypes]
     if not chosen:
         parser.error(f"--only: none of {', '.join(one.label for one in CONTENDERS)} begins so")
     course = Course(
@@ -83,7 +93,7 @@ def main() -> None:
         settle_s=flags.settle,
         slo=Slo(ttft_s=flags.ttft, tpot_s=flags.tpot),
         lengths=MIXED if flags.prompts is None else Lengths(prompts=flags.prompts, answers=flags.answers),
-        sets=flags.set,
+        sets=[*(vllm_workers(flags.peer_python, dtypes[0]) if is_vllm else ()), *flags.set],
         peer_python=flags.peer_python,
     )
     cells: list[Cell] = []
@@ -91,8 +101,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as passing:
         folder = Path(flags.record or passing)
         folder.mkdir(parents=True, exist_ok=True)
-        for seed in seeds:
-            for contender in chosen:
+        for number, seed in enumerate(seeds):
+            for contender in chosen if number % 2 == 0 else reversed(chosen):
                 progress.say(f"{contender.label}, seed {seed}: starts and warms")
                 record = folder / f"{contender.label}-{seed}.jsonl".replace(" ", "-")
                 ran: list[Cell] = []
@@ -111,6 +121,11 @@ def main() -> None:
     if flags.json:
         text = to_json(as_json(cells, course))
         print(text) if flags.json == "-" else Path(flags.json).write_text(text + "\n")
+
+
+def vllm_workers(python: str, dtype: str) -> list[str]:
+    """Settings of workers with vLLM's runner, in the dtype of the server beside them."""
+    return ["worker.engine=vllm", f"worker.engine_python={python}", f"worker.dtype={dtype}"]
 
 
 def _range(text: str) -> tuple[int, int]:
@@ -188,6 +203,12 @@ def report(cells: Sequence[Cell], course: Course, seeds: Sequence[int]) -> str:
     for label in ("goodput 1P+1D", "goodput 0P+2D"):
         if best and label in goodputs:
             held.append(_bar(f"{label}: goodput below colocated", max(0.0, 1.0 - goodputs[label] / best), 0.05))
+    for label in (one for one in goodputs if one.startswith(VLLM) and goodputs.get(COLOCATED)):
+        means = [_means(course.rates, cells, one, slo) for one in (COLOCATED, label)]
+        behind = max(0.0, *(theirs - ours for ours, theirs in zip(*means, strict=True)))
+        held.append(_bar(f"{COLOCATED}: attainment behind {label} at its worst rate", behind, BARS["behind"]))
+        share = goodputs[label] / goodputs[COLOCATED]
+        held.append(_bar(f"{label}: goodput as a share of that of {COLOCATED}", share, BARS["share"]))
     lines += ["", "Error of predictions by rate, TTFT and TPOT (medians); of single batches beside it, by worker:", ""]
     lines.append(table_head(["requests/s", *(f"{rate:g}" for rate in course.rates), "batches"]))
     for label in goodputs:
@@ -205,7 +226,13 @@ def report(cells: Sequence[Cell], course: Course, seeds: Sequence[int]) -> str:
 
 
 def _bar(what: str, seen: float, bar: float) -> str:
-    return f"- {what}: {seen:.2%}, bar {bar:.1%}: {'met' if seen <= bar else 'MISSED'}"
+    return f"- {what}: {seen:.2%}, bar {bar:.1%}: {'met' if seen <= bar + 1e-9 else 'MISSED'}"  # 1.0 - 0.99 > 0.01
+
+
+def _means(rates: Sequence[float], cells: Sequence[Cell], label: str, slo: Slo) -> list[float]:
+    """The attainment at each rate, over seeds."""
+    mine = [cell for cell in cells if cell.contender == label]
+    return [statistics.mean(cell.kept(slo) for cell in mine if cell.rate_rps == rate) for rate in rates]
 
 
 def _goodput(rates: Sequence[float], cells: Sequence[Cell], shares: Sequence[float]) -> float:

@@ -108,7 +108,9 @@ def run(contender: Contender, course: Course, seed: int, record: Path | None, on
     flags = ["--model", course.model, "--prefill", str(contender.prefill), "--decode", str(contender.decode)]
     for word in words:
         flags += ["--set", word]
-    with Running.start(*flags, *record_flags, timeout_s=120.0, env={"OMP_NUM_THREADS": str(threads)}) as cluster:
+    with Running.start(
+        *flags, *record_flags, timeout_s=vllm_server.START_S, env={"OMP_NUM_THREADS": str(threads)}
+    ) as cluster:
         asyncio.run(_run(cluster.target, contender, course, seed, on_cell))
 
 

