@@ -1,11 +1,16 @@
 """Requests against a whole cluster whose workers are killed at random: exact tokens, or a typed error.
 
     python -m benchmarks.kill_storm --requests 1000 --every 5 --seed 1
+    python -m benchmarks.kill_storm --engine vllm --kills 10 [-- --set worker.engine_python=PYTHON]
 
 Two clusters of two prefill and two decode workers serve the same requests of the bundled model, half of them greedy and
 half sampled with a seed. The first cluster is undisturbed; in the second, the worker of a random request gets SIGKILL
 every few seconds, and its supervisor restarts it. The exit status is 1 if a finished answer differs by one token, if an
 unfinished one has no typed error or streamed a wrong token, or if the cluster does not become idle.
+
+With --engine vllm the workers run vLLM in float32, not compiled. Its logits may depend on the batch, so there is no
+undisturbed run: transformers in float64 judges every token, as in the tests (tests/oracle.py), and may find less than
+1 % near-ties. Such workers start slowly: the next kill waits until the killed worker is ready again.
 """
 
 from __future__ import annotations
@@ -27,18 +32,26 @@ from typing import Any, Final
 from benchmarks.harness import table_head, table_row, unrest
 from pdserve import AsyncClient, Client, PdserveError, Retries
 from pdserve.core.errors import ConfigError
+from pdserve.core.types import Sampling
 from pdserve.launch.running import Running
+from pdserve.launch.settings import bundled_model
+from tests.oracle import MAX_TIES, Oracle, Verdict
 
 WORKERS: Final = ("p0", "p1", "d0", "d1")
 FLAGS: Final = (
     *("--prefill", "2", "--decode", "2"),
-    # Deterministic mode: answers do not depend on the batch, so two runs can be compared.
-    *("--set", "worker.deterministic=on"),
     # A cluster without half of its workers is slow; no request is rejected for that.
     *("--set", "router.slo_ttft_s=120", "--set", "router.slo_tpot_s=20"),
 )
+OF_ENGINE: Final = {
+    # Deterministic mode: answers do not depend on the batch, so two runs can be compared.
+    "own": ("--set", "worker.deterministic=on"),
+    "vllm": ("--engine", "vllm", "--set", "worker.dtype=float32", "--set", "worker.cuda_graphs=false"),
+}
 WORKER: Final = r"\b[pd][01]\b"
+START_S: Final = 600.0  # four workers that load vLLM at once
 REST_S: Final = 60.0
+POLL_S: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +72,7 @@ class StormAnswer:
 
 @dataclass(slots=True, kw_only=True)
 class Result:
-    requests: int
+    requests: int = 0  # that were sent
     seconds: float = 0.0
     kills: Counter[str] = field(default_factory=Counter)
     attempts: Counter[int] = field(default_factory=Counter)  # of finished requests
@@ -85,17 +98,25 @@ def requests(count: int, seed: int, *, longest: int, max_tokens: int, vocabulary
 
 
 async def serve(
-    target: str, asked: Sequence[StormRequest], at_once: int, on_end: Callable[[StormAnswer], None], running: set[str]
-) -> list[StormAnswer]:
-    """Sends each request once: the client's own retries would hide what the cluster does.
+    target: str,
+    asked: Sequence[StormRequest],
+    at_once: int,
+    on_end: Callable[[StormAnswer], None],
+    running: set[str],
+    is_over: Callable[[], bool] = lambda: False,
+) -> list[StormAnswer | None]:
+    """Sends each request once: the client's own retries would hide what the cluster does. None for those that were not
+    sent before `is_over`.
 
     `running` holds the ids of the requests that have no whole answer yet.
     """
     gate = asyncio.Semaphore(at_once)
 
-    async def one(client: AsyncClient, number: int, request: StormRequest) -> StormAnswer:
+    async def one(client: AsyncClient, number: int, request: StormRequest) -> StormAnswer | None:
         answer, request_id = StormAnswer(), f"storm-{number}"
         async with gate:
+            if is_over():
+                return None
             running.add(request_id)
             began_s = time.monotonic()
             try:
@@ -115,17 +136,33 @@ async def serve(
 
 
 class Killer:
-    """SIGKILL to a worker of a request in `running`, every few seconds: to kill an idle worker would prove little."""
+    """SIGKILL to a worker of a request in `running`, every few seconds: to kill an idle worker would prove little.
 
-    def __init__(self, cluster: Running, every_s: float, seed: int, at_most: int | None, running: set[str]) -> None:
+    If `waits`, the worker that was killed last must be ready again before the next kill.
+    """
+
+    def __init__(
+        self,
+        cluster: Running,
+        every_s: float,
+        seed: int,
+        at_most: int | None,
+        running: set[str],
+        *,
+        waits: bool = False,
+    ) -> None:
         self._cluster, self._every_s, self._draw = cluster, every_s, random.Random(seed)
-        self._at_most, self._running = at_most, running
+        self._at_most, self._running, self._waits = at_most, running, waits
         self.kills: Counter[str] = Counter()
         self._dead: set[int] = set()
 
+    @property
+    def is_done(self) -> bool:
+        return self._at_most is not None and self.kills.total() >= self._at_most
+
     async def run(self) -> None:
         async with AsyncClient(self._cluster.target, retries=Retries(limit=0)) as client:
-            while self._at_most is None or self.kills.total() < self._at_most:
+            while not self.is_done:
                 await asyncio.sleep(self._every_s)
                 name = await self._worker_of_a_request(client)
                 if name is None:
@@ -134,6 +171,14 @@ class Killer:
                 os.kill(pid, signal.SIGKILL)
                 self._dead.add(pid)
                 self.kills[name] += 1
+                while self._waits and not await self._is_ready(client, name):
+                    await asyncio.sleep(POLL_S)
+
+    async def _is_ready(self, client: AsyncClient, name: str) -> bool:
+        if self._cluster.pids()[name] in self._dead:
+            return False
+        seen = await client.topology()
+        return any(one.worker_id == name and one.is_connected for one in seen.workers)
 
     async def _worker_of_a_request(self, client: AsyncClient) -> str | None:
         """None where each request waits, or runs on a worker that is dead already."""
@@ -151,21 +196,57 @@ class Killer:
         return None
 
 
-def judge(asked: Sequence[StormRequest], calm: Sequence[StormAnswer], stormy: Sequence[StormAnswer]) -> Result:
-    result = Result(requests=len(asked))
-    for number, (expected, seen) in enumerate(zip(calm, stormy, strict=True)):
+#: What is wrong with an answer's tokens, by its number; empty if nothing is.
+Judge = Callable[[int, StormAnswer], str]
+
+
+def same_as(calm: Sequence[StormAnswer | None]) -> Judge:
+    """The tokens of a run in peace, or the first of them before an error."""
+
+    def wrong_of(number: int, seen: StormAnswer) -> str:
+        expected = calm[number]
+        assert expected is not None
         if expected.error is not None:
-            result.wrong.append(f"request {number} failed in peace: {expected.error!r}")
-        elif seen.error is None:
+            return f"failed in peace: {expected.error!r}"
+        tokens = expected.tokens if seen.error is None else expected.tokens[: len(seen.tokens)]
+        return "" if seen.tokens == tokens else f"{seen.tokens}, in peace {tokens}"
+
+    return wrong_of
+
+
+def same_as_float64(asked: Sequence[StormRequest], oracle: Oracle, verdict: Verdict) -> Judge:
+    """The choices of the oracle. `verdict` collects the near-ties of all answers."""
+
+    def wrong_of(number: int, seen: StormAnswer) -> str:
+        request = asked[number]
+        if seen.error is None and len(seen.tokens) != request.options["max_tokens"]:
+            return f"{len(seen.tokens)} tokens of {request.options['max_tokens']}"
+        if not seen.tokens:
+            return ""
+        sampling = Sampling(**request.options) if request.options["temperature"] else None
+        found = oracle.judge([request.prompt], [seen.tokens], sampling=sampling)
+        verdict.num_positions += found.num_positions
+        verdict.ties += found.ties
+        return f"{len(found.wrong)} tokens are not those of float64: {found.wrong[:3]}" if found.wrong else ""
+
+    return wrong_of
+
+
+def judge(stormy: Sequence[StormAnswer | None], wrong_of: Judge) -> Result:
+    result = Result()
+    for number, seen in enumerate(stormy):
+        if seen is None:
+            continue
+        result.requests += 1
+        if seen.error is None:
             result.attempts[seen.attempts] += 1
-            if seen.tokens != expected.tokens:
-                result.wrong.append(f"request {number}: {seen.tokens}, in peace {expected.tokens}")
         else:
             result.errors[f"{type(seen.error).__name__}: {re.sub(WORKER, 'a worker', str(seen.error))}"] += 1
             if not isinstance(seen.error, PdserveError):
                 result.wrong.append(f"request {number} ended untyped: {seen.error!r}")
-            if seen.tokens != expected.tokens[: len(seen.tokens)]:
-                result.wrong.append(f"request {number} streamed wrong tokens before its error: {seen.tokens}")
+        if wrong := wrong_of(number, seen):
+            before = "" if seen.error is None else " before its error"
+            result.wrong.append(f"request {number}{before}: {wrong}")
     return result
 
 
@@ -174,42 +255,44 @@ ENVIRONMENT: Final = {"OMP_NUM_THREADS": "1"}
 
 def in_peace(
     asked: Sequence[StormRequest], flags: Sequence[str], at_once: int, on_end: Callable[[StormAnswer], None]
-) -> list[StormAnswer]:
+) -> list[StormAnswer | None]:
     with Running.start(*flags, env=ENVIRONMENT) as cluster:
         return asyncio.run(serve(cluster.target, asked, at_once, on_end, set()))
 
 
 def in_storm(
     asked: Sequence[StormRequest],
-    calm: Sequence[StormAnswer],
+    wrong_of: Judge,
     flags: Sequence[str],
     *,
     every_s: float,
     seed: int,
     at_once: int,
     kills: int | None = None,
+    waits: bool = False,
     on_end: Callable[[StormAnswer], None] = lambda answer: None,
 ) -> Result:
-    """`calm` is what the same requests get undisturbed; at most `kills` workers are killed, else one per `every_s`."""
+    """At most `kills` workers are killed, else one per `every_s`. If `waits`, each must be ready again before the next
+    kill, and no request is sent after the last one."""
 
-    async def storm(cluster: Running) -> tuple[list[StormAnswer], Counter[str], float]:
+    async def storm(cluster: Running) -> tuple[list[StormAnswer | None], Counter[str], float]:
         running: set[str] = set()
-        killer = Killer(cluster, every_s, seed, kills, running)
+        killer = Killer(cluster, every_s, seed, kills, running, waits=waits)
         killing = asyncio.create_task(killer.run())
         began_s = time.monotonic()
         try:
-            answers = await serve(cluster.target, asked, at_once, on_end, running)
+            stormy = await serve(cluster.target, asked, at_once, on_end, running, lambda: waits and killer.is_done)
         finally:
             ended = killing.cancel()
         if not ended:
             killing.result()  # the reason why it stopped killing
-        return answers, killer.kills, time.monotonic() - began_s
+        return stormy, killer.kills, time.monotonic() - began_s
 
-    with Running.start(*flags, env=ENVIRONMENT) as cluster:
+    with Running.start(*flags, env=ENVIRONMENT, timeout_s=START_S) as cluster:
         stormy, killed, seconds = asyncio.run(storm(cluster))
         with Client(cluster.target) as client:
-            left = unrest(client, len(WORKERS), REST_S)
-    result = judge(asked, calm, stormy)
+            left = unrest(client, len(WORKERS), START_S if waits else REST_S)
+    result = judge(stormy, wrong_of)
     result.seconds, result.kills = seconds, killed
     if left:
         result.wrong.append(left)
@@ -229,41 +312,48 @@ def show(result: Result) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.kill_storm", description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--every", type=float, default=5.0, metavar="S", help="seconds between two kills")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=OF_ENGINE, default="own", help="of the workers (own)")
+    parser.add_argument("--requests", type=int, default=1000, help="at most (1000)")
+    parser.add_argument("--kills", type=int, metavar="N", help="at most; with --engine vllm the storm ends then (10)")
+    parser.add_argument("--every", type=float, default=5.0, metavar="S", help="seconds before each kill (5)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--longest", type=int, default=400, help="tokens of the longest prompt")
     parser.add_argument("up", nargs="*", help="further flags of `pdserve up`, after --")
     args = parser.parse_args()
-    if args.requests < 1 or args.every <= 0 or args.at_once < 1:
-        raise ConfigError("requests, every, at-once", (args.requests, args.every, args.at_once), "above 0")
-    asked = requests(
-        args.requests, args.seed, longest=args.longest, max_tokens=args.max_tokens, vocabulary=_vocabulary()
-    )
+    if args.requests < 1 or args.every <= 0 or args.at_once < 1 or (args.kills or 1) < 1:
+        given = (args.requests, args.every, args.at_once, args.kills)
+        raise ConfigError("requests, every, at-once, kills", given, "above 0")
+    model = bundled_model()
+    vocabulary = int(json.loads((model / "config.json").read_text())["vocab_size"])
+    asked = requests(args.requests, args.seed, longest=args.longest, max_tokens=args.max_tokens, vocabulary=vocabulary)
     done = 0
 
     def on_end(answer: StormAnswer) -> None:
         nonlocal done
         done += 1
         if done % 20 == 0:
-            print(f"\r{done} of {2 * len(asked)}: in peace, then not", end="", file=sys.stderr, flush=True)
+            print(f"\r{done} requests", end="", file=sys.stderr, flush=True)
 
-    flags = (*FLAGS, *args.up)
-    calm = in_peace(asked, flags, args.at_once, on_end)
-    storm = {"every_s": args.every, "seed": args.seed, "at_once": args.at_once}
-    result = in_storm(asked, calm, flags, on_end=on_end, **storm)
+    flags = (*FLAGS, *OF_ENGINE[args.engine], *args.up)
+    storm = {"every_s": args.every, "seed": args.seed, "at_once": args.at_once, "on_end": on_end}
+    if args.engine == "vllm":
+        verdict, kills = Verdict(), args.kills or 10
+        judged = same_as_float64(asked, Oracle(model), verdict)
+        result = in_storm(asked, judged, flags, kills=kills, waits=True, **storm)
+        if len(verdict.ties) >= max(1, MAX_TIES * verdict.num_positions):
+            result.wrong.append(f"{len(verdict.ties)} near-ties in {verdict.num_positions} tokens")
+        if result.kills.total() < kills:
+            result.wrong.append(f"the requests ended after {result.kills.total()} of {kills} kills: raise --requests")
+        print(f"{verdict.num_positions} tokens judged in float64, {len(verdict.ties)} of them near-ties")
+    else:
+        calm = in_peace(asked, flags, args.at_once, on_end)
+        result = in_storm(asked, same_as(calm), flags, kills=args.kills, **storm)
     print(file=sys.stderr)
     show(result)
     return int(bool(result.wrong))
-
-
-def _vocabulary() -> int:
-    from pdserve.launch.settings import bundled_model
-
-    return int(json.loads((bundled_model() / "config.json").read_text())["vocab_size"])
 
 
 if __name__ == "__main__":
