@@ -25,14 +25,16 @@ _READS_STRIDES: Final = frozenset({"CPU_ATTN"})
 _VIEWS_LAYERS: Final = frozenset({"CPU_MLA", "AMX_MLA"})
 
 
-def choose_layout(supported: Sequence[str], backends: Collection[str]) -> str | None:
-    """The order of the pool: blocks outermost if the attention backends can read that. None if no order suits."""
+def choose_layout(supported: Sequence[str], backends: Collection[str], *, is_gpu: bool = False) -> str | None:
+    """The order of the pool: blocks outermost if the attention backends can read that. None if no order suits: on a GPU
+    a block must be one run of bytes (kvtransfer/transports/common/registry.py)."""
     allowed = set(supported)
     if _VIEWS_LAYERS & set(backends):
         allowed -= set(_OUTERMOST_BLOCKS)
     elif set(backends) <= _READS_STRIDES and "LBHNC" in allowed:
         allowed.add("BLHNC")
-    return next((name for name in (*_OUTERMOST_BLOCKS, *_OUTERMOST_LAYERS) if name in allowed), None)
+    orders = _OUTERMOST_BLOCKS if is_gpu else (*_OUTERMOST_BLOCKS, *_OUTERMOST_LAYERS)
+    return next((name for name in orders if name in allowed), None)
 
 
 @final

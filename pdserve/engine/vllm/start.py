@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import json
 import logging
 import os
 import shutil
 import sys
+import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -34,7 +36,16 @@ from pdserve.engine.interface import EngineSpec
 from pdserve.engine.load.checkpoint_files import Checkpoint, checkpoint_hash, open_checkpoint
 from pdserve.engine.load.weights import dummy_hash
 from pdserve.engine.memory.host import free_bytes
-from pdserve.engine.memory.plan import PoolUnit, explicit_blocks, host_blocks, plain_plan, with_device_defaults
+from pdserve.engine.memory.plan import (
+    DeviceUse,
+    MemoryPlan,
+    PoolUnit,
+    device_plan,
+    explicit_blocks,
+    host_blocks,
+    plain_plan,
+    with_device_defaults,
+)
 from pdserve.engine.sampling.grammars import open_grammars
 from pdserve.engine.vllm import PACKAGES, SUPPORTED, SUPPORTED_RANGE, is_supported
 from pdserve.engine.vllm.adapters import AdapterSlots, check_adapters, lora_args, wrap_linear_layers_only
@@ -52,6 +63,7 @@ _FLOATS: Final = ("float32", "bfloat16", "float16")
 _CPU_BLOCK: Final = 32  # its attention kernels take multiples
 _CPU_LATENT: Final = (512, 64)  # values of a token's latent and of its rotated key, for which its MLA has a kernel
 _NUMA: Final = "libnuma.so.1"
+_TURN_S: Final = 300.0  # to wait until another worker of the GPU has measured its memory
 _FEWEST_TOKENS: Final = 64  # of a step, whatever the settings: steps that warm up have 48
 #: Set before vLLM is imported. The second version of its runner keeps other state between forward pass and sampling.
 _ENVIRONMENT: Final = {
@@ -59,6 +71,7 @@ _ENVIRONMENT: Final = {
     "VLLM_CONFIGURE_LOGGING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it would be compiled at the start, and never run
 }
 
 #: vLLM reads the attributes of every imported module when it replaces kernels, and fails at an object of this one.
@@ -79,11 +92,16 @@ def open_vllm(config: WorkerConfig, role: Role) -> VllmEngine:
     _prepare_process()
     importing(1, 1)
     stored = 0 if checkpoint is None else sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
-    worker = open_worker(config, vllm_config, folder, installed, stored)
+    with start_turn(is_gpu=is_gpu):
+        worker = open_worker(config, vllm_config, folder, installed, stored)
+        try:
+            adapters = AdapterSlots(config, worker.model_runner, is_gpu=is_gpu) if config.serves_adapters else None
+            slot_bytes = adapters.num_bytes if adapters else 0
+            pool, unit = make_pool(config, vllm_config, worker, is_gpu=is_gpu, slot_bytes=slot_bytes)
+        except BaseException:
+            close_worker(worker)
+            raise
     try:
-        adapters = AdapterSlots(config, worker.model_runner, is_gpu=is_gpu) if config.serves_adapters else None
-        slot_bytes = adapters.num_bytes if adapters else 0
-        pool, unit = make_pool(config, vllm_config, worker, is_gpu=is_gpu, slot_bytes=slot_bytes)
         spec = _spec(config, vllm_config, worker, pool, unit)
         device = pool.raw.device
         choices = (f"vllm {installed}", spec.dtype, str(vllm_config.model_config.quantization))
@@ -100,7 +118,10 @@ def open_vllm(config: WorkerConfig, role: Role) -> VllmEngine:
     except BaseException:
         close_worker(worker)
         raise
-    engine.memory = plain_plan(str(device), free_bytes(), stored + slot_bytes, pool.num_blocks, unit)
+    if is_gpu:
+        engine.memory = device_memory(worker, pool, unit, config.gpu_memory_share)
+    else:
+        engine.memory = plain_plan(str(device), free_bytes(), stored + slot_bytes, pool.num_blocks, unit)
     log.info(
         "model loaded",
         extra={
@@ -209,7 +230,8 @@ def check_settings(config: WorkerConfig) -> None:
 def check_platform(config: WorkerConfig, platform: Any) -> bool:
     """Whether vLLM computes on a GPU. Raises ConfigError if that is not the device of the settings."""
     if not platform.is_cpu() and not platform.is_cuda():
-        raise ConfigError("engine", f"vllm for {platform.device_type}", "vLLM's build for CPUs or for CUDA")
+        found = f"vllm for {platform.device_type}" if platform.device_type else "vllm for CUDA, which finds no GPU"
+        raise ConfigError("engine", found, "vLLM's build for CPUs, or for CUDA on a host with its driver and a GPU")
     is_gpu = bool(platform.is_cuda())
     if config.device not in ("auto", "cuda" if is_gpu else "cpu"):
         built = "CUDA" if is_gpu else "CPUs"
@@ -280,7 +302,6 @@ def make_config(config: WorkerConfig, *, is_gpu: bool) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     drafted = 1 + (config.max_drafts if config.speculation == "ngram" else 0)
-    block_size = config.block_size if is_gpu else -(-config.block_size // _CPU_BLOCK) * _CPU_BLOCK
     args = EngineArgs(
         model=config.model,
         dtype=_dtype(config, is_gpu=is_gpu),
@@ -288,7 +309,7 @@ def make_config(config: WorkerConfig, *, is_gpu: bool) -> Any:
         load_format="dummy" if config.load == "dummy" else "safetensors",
         skip_tokenizer_init=True,
         max_model_len=config.max_context_tokens or None,
-        block_size=block_size,
+        block_size=block_size(config, is_gpu=is_gpu),
         max_num_seqs=config.max_batch,
         max_num_batched_tokens=max(config.max_batch_tokens + config.max_batch * drafted, _FEWEST_TOKENS),
         enforce_eager=not config.cuda_graphs,
@@ -303,6 +324,15 @@ def make_config(config: WorkerConfig, *, is_gpu: bool) -> Any:
         use_tqdm_on_load=False,
     )
     return args.create_engine_config()
+
+
+def block_size(config: WorkerConfig, *, is_gpu: bool) -> int | None:
+    """None leaves the choice to vLLM: on a GPU a given size excludes attention backends that read another one, such as
+    FlashMLA, which reads blocks of 64 tokens."""
+    if is_gpu:
+        default = WorkerConfig.__dataclass_fields__["block_size"].default
+        return None if config.block_size == default else config.block_size
+    return -(-config.block_size // _CPU_BLOCK) * _CPU_BLOCK
 
 
 def _dtype(config: WorkerConfig, *, is_gpu: bool) -> str:
@@ -332,7 +362,12 @@ def open_worker(config: WorkerConfig, vllm_config: Any, folder: Path, installed:
             is_driver_worker=True,
         )
         try:
-            worker.init_device()
+            try:
+                worker.init_device()
+            except ValueError as error:  # too little free memory, or a GPU without bfloat16
+                reason = shortened(str(error).splitlines()[0], 400)
+                found = f"{config.device}, with gpu_memory_share {config.gpu_memory_share:g} and dtype {config.dtype}"
+                raise ConfigError("device", found, f"a device that vLLM {installed} can use: {reason}") from error
             if vllm_config.lora_config is not None:
                 wrap_linear_layers_only(worker.model_runner)
             with model_errors(folder, installed), _counted(lambda done: report(min(done, total - 1), total)):
@@ -408,15 +443,17 @@ def make_pool(
         specs = worker.get_kv_cache_spec()
         backends = _backends(vllm_config)
         supported = [str(getattr(one, "name", one)) for one in worker.get_supported_kv_cache_layouts()]
-        layout = choose_layout(supported, backends)
+        layout = choose_layout(supported, backends.keys(), is_gpu=is_gpu)
         if layout is None:
-            expected = "an attention backend that stores a page of KV as one run of bytes"
+            expected = f"an attention backend that stores a {'block' if is_gpu else 'page'} of KV as one run of bytes"
             raise ModelError("attention", ", ".join(sorted(backends)), expected)
         cache.kv_cache_layout = layout
         groups = get_kv_cache_groups(vllm_config, specs)
         if len(groups) != 1 or groups[0].kv_cache_spec.block_size != cache.block_size:
             expected = "one list of blocks for all layers: models with state besides KV are not served"
             raise ModelError("architectures", " ".join(vllm_config.model_config.architectures), expected)
+        if layout.startswith("B"):
+            check_block_size(cache.block_size, backends)
         sized = get_kv_cache_config_from_groups(vllm_config, groups, 2**40)  # only to read the size of a block
         block_bytes = sized.kv_cache_tensors[0].size // sized.num_blocks
         unit = PoolUnit(block_bytes=block_bytes, block_size=cache.block_size)
@@ -439,12 +476,72 @@ def make_pool(
     return pool, unit
 
 
-def _backends(vllm_config: Any) -> set[str]:
+def check_block_size(size: int, backends: Mapping[str, Any]) -> None:
+    """Raises ConfigError unless all attention backends read blocks of this size. vLLM divides larger blocks for them
+    only if layers are outermost."""
+    from vllm.v1.worker.utils import select_common_block_size
+
+    names = ", ".join(sorted(backends))
+    try:
+        common = select_common_block_size(size, list(backends.values()))
+    except ValueError as error:
+        expected = f"a size that the attention backends {names} read: {shortened(str(error), 300)}"
+        raise ConfigError("block_size", size, expected) from error
+    if common != size:
+        raise ConfigError("block_size", size, f"{common}, the largest of its divisors that {names} reads at once")
+
+
+def _backends(vllm_config: Any) -> dict[str, Any]:
+    """The classes of the attention layers, by name."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
-    return {layer.get_attn_backend().get_name() for layer in layers.values()}
+    return {backend.get_name(): backend for backend in (layer.get_attn_backend() for layer in layers.values())}
+
+
+def device_memory(worker: Any, pool: VllmPool, unit: PoolUnit, share: float) -> MemoryPlan:
+    """As vLLM's worker measured it; without a measurement, if the settings have the size of the pool."""
+    device, total = str(pool.raw.device), worker.init_snapshot.total_memory
+    weights = int(worker.model_runner.model_memory_usage)
+    if not hasattr(worker, "total_consumed"):
+        return plain_plan(device, total, weights, pool.num_blocks, unit)
+    graphs = worker.cudagraph_memory_estimate
+    use = DeviceUse(
+        device=device,
+        total=total,
+        free=worker.init_snapshot.free_memory - weights,
+        weights=weights,
+        activations=max(0, worker.peak_activation_memory - graphs),
+        graphs=graphs,
+        runtime=max(0, worker.total_consumed - weights),
+    )
+    return device_plan(use, share, pool.num_blocks, unit)
+
+
+@contextlib.contextmanager
+def start_turn(*, is_gpu: bool) -> Iterator[None]:
+    """One worker of a GPU at a time, for as long as it loads and measures: vLLM takes for its own all memory that the
+    GPU loses in the meantime. Goes on after a while, because a start that takes too long is ended."""
+    if not is_gpu:
+        yield
+        return
+    from vllm.platforms import current_platform
+
+    path = Path(tempfile.gettempdir()) / f"pdserve-{os.getuid()}-{current_platform.get_device_uuid()}.lock"
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        until_s = time.monotonic() + _TURN_S
+        while time.monotonic() < until_s:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.1)
+        else:
+            log.warning("another worker still loads on this GPU", extra={"waited_s": _TURN_S})
+        yield
+    finally:
+        os.close(lock)
 
 
 def _spec(config: WorkerConfig, vllm_config: Any, worker: Any, pool: VllmPool, unit: PoolUnit) -> EngineSpec:
