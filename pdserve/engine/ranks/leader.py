@@ -260,10 +260,13 @@ class ParallelEngine(_Leading):
             if not rows:
                 return []
             self._order_step(to_words(rows))
-            if on_layer is None:
-                return self._inner.step(rows)
-            outs = self._inner.step(rows, _everywhere(on_layer))
-            on_layer(self.spec.num_layers)
+            outs = self._inner.step(rows, None if on_layer is None else _everywhere(on_layer))
+            if not self.pool.is_on_host:
+                # Another rank may not even have launched the step, and what it is told to send waits only for what it
+                # has launched. When the last sum of this rank is done, all ranks have stored.
+                torch.cuda.current_stream().synchronize()
+            if on_layer is not None:
+                on_layer(self.spec.num_layers)
             return outs
 
 

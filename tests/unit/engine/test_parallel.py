@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError, InternalError, ModelError, Unauthenticated
 from pdserve.core.types import Sampling
-from pdserve.engine.interface import Engine, Row
+from pdserve.engine.interface import Engine, Row, RowOut
 from pdserve.engine.model import collectives
 from pdserve.engine.model.collectives import Ranks, make_store, memory_file, private_store
 from pdserve.engine.model.parameters import Shard
@@ -123,6 +124,30 @@ def test_a_layer_is_reported_after_all_ranks_stored_it(open_engine: Callable[...
             assert seen.equal(whole(engine)[blocks, :count]), count
     finally:
         engine.close()
+
+
+def test_a_step_on_devices_is_reported_when_all_ranks_have_stored_it(
+    monkeypatch: pytest.MonkeyPatch, open_engine: Callable[..., Any]
+) -> None:
+    """A rank sends what it has launched. It may be ordered to send before it has launched anything of the step, unless
+    the leader has waited for a sum of all ranks."""
+    seen: list[object] = []
+    spec = open_engine("toy").spec
+
+    def launch(rows: Any, on_layer: Any = None) -> list[RowOut]:
+        seen.append("launched")
+        return [RowOut()]
+
+    inner = SimpleNamespace(spec=spec, pool=SimpleNamespace(is_on_host=False), step=launch)
+    ranks = SimpleNamespace(send_order=lambda words: seen.append("ordered"))
+    stream = SimpleNamespace(synchronize=lambda: seen.append("computed"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    engine = ParallelEngine(inner, ranks, [])  # type: ignore[arg-type]
+    row = Row(tokens=[5], start=0, blocks=[0])
+    engine.step([row], seen.append)
+    assert seen == ["ordered", "launched", "computed", spec.num_layers]
+    engine.step([row])
+    assert seen[4:] == ["ordered", "launched", "computed"]
 
 
 def whole(engine: Any) -> Any:
