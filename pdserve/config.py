@@ -116,7 +116,8 @@ class WorkerConfig(TlsSettings):
     )
     local_ranks: int = setting("number of ranks on this worker's host; 0 means all", 0, within=(0, 64))
     rank_pools: str = setting(
-        "KV pools of the ranks: auto (one shared pool on a CPU, one pool per rank on GPUs) or own (one pool per rank)",
+        "KV pools of the ranks: auto (one shared pool on a CPU, one pool per rank on GPUs and with vllm) or own (one "
+        "pool per rank)",
         "auto",
         choices=RANK_POOLS,
     )

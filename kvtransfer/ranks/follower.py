@@ -25,13 +25,13 @@ from pdserve.config_flags import parse_flags
 from pdserve.core.access.proof import ClusterSecret
 from pdserve.core.errors import PdserveError
 from pdserve.core.setting import TlsSettings, check_tls
+from pdserve.engine.interface import Engine
 from pdserve.engine.load.device import use_device
 from pdserve.engine.model.collectives import LOOPBACK
 from pdserve.engine.ranks.follower import follow
 from pdserve.engine.ranks.follower import main as follow_leader
 from pdserve.engine.ranks.leader import MEET_S, OWN
 from pdserve.engine.ranks.rendezvous import Membership, own_address
-from pdserve.engine.torch_engine import TorchEngine
 from pdserve.telemetry.logs import log_to_stderr
 from pdserve.tls.certificates import certificates_of
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     return join(argv[1:]) if argv[:1] == [JOIN] else follow_leader(serve)
 
 
-def serve(engine: TorchEngine, config: WorkerConfig, device: torch.device) -> RankServer:
+def serve(engine: Engine, config: WorkerConfig, device: torch.device) -> RankServer:
     return RankServer(engine.pool, engine.spec, config, partial(use_device, device))
 
 

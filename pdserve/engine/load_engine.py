@@ -172,6 +172,10 @@ def _vllm(config: WorkerConfig, role: Role) -> Engine:
         raise ConfigError("engine", VLLM, f"auto or toy: the model {config.model} has no weights")
     # torch reads it when it is imported. vLLM's C++ code would warn at each start that it binds memory to a NUMA node.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if config.tensor_parallel > 1:
+        from pdserve.engine.ranks.leader import open_parallel_vllm
+
+        return open_parallel_vllm(config, role)
     from pdserve.engine.vllm.start import open_vllm
 
     return open_vllm(config, role)

@@ -139,12 +139,15 @@ def read(
         for engine in engines.keys() - OURS - BUILT_IN.keys():
             registered(engine)
     model = _model(found.get("model"), is_here=not found.get("ray"))
-    _check_engines(model, engines, _of_workers("tensor_parallel", 1, found, tables))
+    degrees = _of_workers("tensor_parallel", 1, found, tables)
+    _check_engines(model, engines, degrees)
     if not found.get("ray"):
         _choose_engines(tables, model, engines.keys(), _with_adapters(found, tables))
         _check_pythons(found, tables)
         if found.get("model") not in (None, BUNDLED, *TOY_MODELS):
             _check_texts(Path(model))
+    if VLLM in _of_workers("engine", AUTO, found, tables):
+        _check_degrees(degrees)
     spec = ClusterSpec(
         model=model,
         cores=usable_cores(),
@@ -371,6 +374,14 @@ def unknown_architecture(folder: Path) -> ModelError | None:
             raise
         return error
     return None
+
+
+def _check_degrees(degrees: Mapping[int, str]) -> None:
+    """Checked here, because the router would reject the workers that register last. Raises ConfigError."""
+    if len(degrees) > 1:
+        least, most = min(degrees), max(degrees)
+        expected = f"{least}, as in the other role: workers of the engine vllm exchange KV only at equal degrees"
+        raise ConfigError(degrees[most], most, expected)
 
 
 def without_vllm(wrong: ConfigError) -> ConfigError:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 
 from pdserve import AsyncClient, Completion, NotFound, Slo
 from pdserve.engine.toy import answer
@@ -135,3 +136,22 @@ async def _first_to_prefill(
                 if found.stage == "prefilling" and found.chosen is not None:
                     return found.chosen.prefill_worker
     return None
+
+
+def kill_rank(cluster: Cluster, worker_id: str) -> None:
+    [pid] = ranks_of(cluster, worker_id)
+    os.kill(pid, signal.SIGKILL)
+
+
+def ranks_of(cluster: Cluster, worker_id: str) -> list[int]:
+    """Processes of the worker's other ranks."""
+    leader, found = cluster.pid_of(worker_id), []
+    for entry in Path("/proc").iterdir():
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
+            is_rank = any(word.endswith(b".ranks.follower") for word in words)
+            if is_rank and (entry / "stat").read_text().split()[3] == str(leader):
+                found.append(int(entry.name))
+        except OSError:
+            continue  # the process has ended
+    return found

@@ -3,14 +3,13 @@
 The short version is tests/unit/worker/test_tensor_parallel.py: it judges such workers' answers and kills their ranks.
 """
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.cluster import Cluster
 from tests.cluster.families import build, prompts
+from tests.cluster.faults import kill_rank, ranks_of
 from tests.cluster.suite import generate_all, tokens_of
 from tests.oracle import Oracle
 
@@ -46,21 +45,3 @@ def test_two_ranks_match_transformers_and_survive_kills(num_decode: int, tmp_pat
         cluster.wait_until_idle(60.0)
         for worker_id in cluster.workers():
             assert ranks_of(cluster, worker_id), f"{worker_id} came back alone"
-
-
-def kill_rank(cluster: Cluster, worker_id: str) -> None:
-    [pid] = ranks_of(cluster, worker_id)
-    os.kill(pid, signal.SIGKILL)
-
-
-def ranks_of(cluster: Cluster, worker_id: str) -> list[int]:
-    """Processes of the worker's other ranks."""
-    leader, found = cluster.pid_of(worker_id), []
-    for entry in Path("/proc").iterdir():
-        try:
-            words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
-            if b"pdserve.engine.ranks.follower" in words and (entry / "stat").read_text().split()[3] == str(leader):
-                found.append(int(entry.name))
-        except OSError:
-            continue  # the process has ended
-    return found

@@ -4,19 +4,23 @@ killed workers, judged by transformers in float64."""
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pdserve import AsyncClient
+from pdserve import AsyncClient, Completion
 from pdserve.core.types import Sampling
 from tests.cluster.cluster import Cluster
-from tests.cluster.families import BUNDLED, prompts
-from tests.cluster.faults import all_have, decode_worker_of
+from tests.cluster.families import BUNDLED, VOCAB, prompts
+from tests.cluster.faults import all_have, decode_worker_of, kill_rank, ranks_of
 from tests.cluster.suite import LENGTHS, generate_all, tokens_of
 from tests.models.far_oracle import FarOracle
+from tests.models.tiny import TINY, build
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -102,3 +106,41 @@ def test_answers_survive_the_death_of_their_decode_worker(cluster: Cluster, orac
     answers = asyncio.run(asyncio.wait_for(run(), 800))
     assert [len(tokens) for tokens in answers] == [400] * len(texts)
     oracle.assert_exact(texts, answers, sampling=[one if one.temperature else None for one in asked])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_ranks_transfer_their_own_heads_and_survive_kills(transport: str, tmp_path: Path) -> None:
+    """Two tensor-parallel ranks in each worker. A rank of the prefill worker dies while it is needed, then one of the
+    decode worker."""
+    family, own = TINY["llama"]
+    model = build(family, own | {"vocab_size": VOCAB}, tmp_path / "llama")
+    for part in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BUNDLED / part, model / part)
+    oracle, texts = FarOracle(model), prompts([2, 15, 33, 100, 257, 600])
+    flags = ("--decode", "1", "--transport", transport, "--set", "router.policy=round-robin")  # transfers if it can
+    with open_cluster(tmp_path, model, *flags, "--set", "worker.tensor_parallel=2") as cluster:
+
+        def check(**options: Any) -> list[Completion]:
+            done = generate_all(cluster, texts, **GREEDY, **options)
+            oracle.assert_exact(texts, tokens_of(done, TOKENS))
+            return done
+
+        assert {one.timings.path for one in check()} == {"remote"}
+        assert sum(one.usage.cached_prompt_tokens for one in check()) > 0
+        if transport == "tcp":
+            return
+        before = [ranks_of(cluster, worker) for worker in ("p0", "d0")]
+        check(meanwhile=lambda _: kill_rank(cluster, "p0"))
+        cluster.wait_until_idle(within_s=300)
+        kill_rank(cluster, "d0")
+        deadline_s = time.monotonic() + 60
+        while "d0" in cluster.workers():
+            assert time.monotonic() < deadline_s, "d0 does not notice that its rank is dead"
+            time.sleep(0.1)
+        cluster.wait_until_idle(within_s=300)
+        after = [ranks_of(cluster, worker) for worker in ("p0", "d0")]
+        assert [len(each) for each in after] == [1, 1]
+        assert not {*before[0], *before[1]} & {*after[0], *after[1]}
+        assert {one.timings.path for one in check()} == {"remote"}
+        cluster.wait_until_idle()

@@ -80,6 +80,7 @@ class Ranks:
         because gloo accepts any process that connects first. Without one, the store is private, and they prove that
         both have read it. Raises Unauthenticated."""
         self.shard = shard
+        self._secret = secret
         self._has_nccl = device.type == "cuda"
         self._timeout = timeout = timedelta(seconds=timeout_s)
         self._orders: Any = _gloo(_dist.PrefixStore("orders", store), shard, _FOREVER, host)
@@ -89,9 +90,15 @@ class Ranks:
             self._tensors = _nccl(_dist.PrefixStore("tensors", store), shard, timeout)
         else:
             self._tensors = groups["tensors"] = _gloo(_dist.PrefixStore("tensors", store), shard, timeout, host)
-        session = _session(store, shard)
+        self._session = _session(store, shard)
         for name, group in groups.items():
-            _prove(group, shard, secret or ClusterSecret(session.decode()), (name, session), timeout)
+            self.prove(name, group)
+
+    def prove(self, name: str, group: Any) -> None:
+        """Raises Unauthenticated if a foreign process has taken the place of a rank in this gloo group of all ranks,
+        and RuntimeError if the group fails. Every rank calls it, with the same name."""
+        secret = self._secret or ClusterSecret(self._session.decode())
+        _prove(group, self.shard, secret, (name, self._session), self._timeout)
 
     def sum(self, x: Tensor) -> Tensor:
         """Replaces the tensor by the sum over all ranks."""

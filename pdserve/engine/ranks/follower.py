@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
@@ -20,6 +20,8 @@ from pdserve.config import WorkerConfig, forget_secrets
 from pdserve.config_flags import parse_flags
 from pdserve.core.access.proof import ClusterSecret
 from pdserve.core.errors import PdserveError
+from pdserve.core.types import Role
+from pdserve.engine.interface import Engine, Row
 from pdserve.engine.load.build_engine import open_rank
 from pdserve.engine.load.device import choose_device, use_device
 from pdserve.engine.memory.host import HostMemory
@@ -27,11 +29,11 @@ from pdserve.engine.model.collectives import Ranks, make_store, private_store
 from pdserve.engine.model.parameters import Shard
 from pdserve.engine.ranks.leader import GRAPHS, MEET_S, OWN, STEP, gloo_host
 from pdserve.engine.rows import from_words
-from pdserve.engine.torch_engine import TorchEngine
 
 if TYPE_CHECKING:
     from pdserve.engine.gpu.engine import GraphEngine
 
+VLLM: Final = "vllm"  # of the setting `engine`
 PROGRAM: Final = "python -m pdserve.engine.ranks.follower"
 
 
@@ -45,7 +47,15 @@ class Served(Protocol):
         ...
 
 
-Serve = Callable[[TorchEngine, WorkerConfig, torch.device], Served]
+class FollowingEngine(Engine, Protocol):
+    """The engine of a follower."""
+
+    def follow(self, rows: Sequence[Row]) -> None:
+        """Takes part in a step whose tokens the leader samples."""
+        ...
+
+
+Serve = Callable[[Engine, WorkerConfig, torch.device], Served]
 
 
 def main(serve: Serve | None = None) -> int:
@@ -74,6 +84,8 @@ def follow(
         store = private_store(place, shard.size, timeout_s=MEET_S)
     store.set(f"here/{rank}", "")
     memory = None if pool == OWN else HostMemory(os.fstat(int(pool)).st_size, int(pool))
+    if config.engine == VLLM:
+        return follow_vllm(config, shard, store, serve)
     device = choose_device(config.device, rank if index is None else index)
     use_device(device)
     secret = ClusterSecret(config.cluster_secret) if config.rendezvous else None
@@ -95,7 +107,24 @@ def follow(
     return obey(ranks, engine, replaying, served)
 
 
-def obey(ranks: Ranks, engine: TorchEngine, replaying: GraphEngine | None, served: Served | None) -> int:
+def follow_vllm(config: WorkerConfig, shard: Shard, store: Any, serve: Serve | None) -> int:
+    """Like the rest of `follow`, with vLLM's worker."""
+    from pdserve.engine.vllm import start  # in vLLM's environment only
+    from pdserve.engine.vllm.groups import Place
+
+    ranks = Ranks(shard, store, torch.device("cpu"), config.stall_s)
+    # The leader has set what depends on the role.
+    engine = start.open_rank(config, Role.DECODE, Place(shard, store, ranks))
+    served = None if serve is None else serve(engine, config, engine.pool.raw.device)
+    if served is not None:
+        store.set(f"address/{shard.rank}", served.address)
+    store.set(f"loaded/{shard.rank}", engine.spec.weights_hash)
+    status = obey(ranks, engine, None, served)
+    engine.close()
+    return status
+
+
+def obey(ranks: Ranks, engine: FollowingEngine, replaying: GraphEngine | None, served: Served | None) -> int:
     """Takes part in each step that the leader orders, until the leader ends. Returns the process's exit status.
 
     `replaying` if the steps run as graphs.

@@ -430,6 +430,27 @@ def open_parallel_engine(config: WorkerConfig, role: Role) -> ParallelEngine | P
     return together if device.type == "cpu" else warmed(together)
 
 
+def open_parallel_vllm(config: WorkerConfig, role: Role) -> ParallelEngine:
+    """vLLM's worker on each rank, with a pool of its own. Raises ConfigError and ModelError like a single rank."""
+    from pdserve.engine.vllm import start  # in vLLM's environment only
+    from pdserve.engine.vllm.groups import Place
+
+    start.installed_version()
+    start.check_settings(config)
+    is_gpu = choose_device(config.device).type == "cuda"
+    config = with_device_defaults(of_each_rank(config), role, is_gpu=is_gpu)
+    started = StartedRanks(config, torch.device("cpu"))
+    with started.ended_on_error():
+        place = Place(started.shard, started.store, started.ranks)
+        engine = start.open_rank(config, role, place)
+        started.check_loaded(engine.spec.weights_hash)
+        together = warmed(
+            ParallelEngine(engine, started.ranks, started.followers, started.addresses()), config.worker_id
+        )
+        place.limit_waits(config.stall_s)  # not of the first steps, which compile
+        return together
+
+
 def of_each_rank(config: WorkerConfig) -> WorkerConfig:
     """The settings of one rank: the ranks of a host share its threads."""
     threads = max(1, config.threads // config.ranks_here) if config.threads else 0

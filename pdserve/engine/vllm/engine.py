@@ -114,6 +114,26 @@ class VllmEngine:
                     self.step([replace(row, adapter=fingerprint) for row in rows])
                 self._stale |= self._requests.forget()
 
+    @torch.inference_mode()
+    def follow(self, rows: Sequence[Row]) -> None:
+        """Takes part in a step whose tokens another rank samples: computes the same states and logits, in the same
+        order. vLLM gathers the logits on the first rank only."""
+        for part in divided(rows, self._limits.rows, self._limits.tokens):
+            try:
+                with self._within():
+                    self._follow_part([rows[index] for index in part])
+            finally:
+                self._wait()
+
+    def _follow_part(self, rows: Sequence[Row]) -> None:
+        hidden_TE, _, begins, _ = self._states(rows)
+        if any(row.drafts for row in rows):
+            self._runner.model.compute_logits(hidden_TE[_sampled_positions(rows, begins)])
+        for row, begin in zip(rows, begins, strict=True):
+            if row.targets:
+                x_UE = hidden_TE[begin : begin + len(row.targets)]
+                score(self._take_part, x_UE, row.targets, row.num_top, self.spec.vocab_size)
+
     def close(self) -> None:
         close_worker(self._worker)
 
@@ -126,21 +146,19 @@ class VllmEngine:
         if not self.pool.is_on_host:
             torch.cuda.current_stream(self.pool.raw.device).synchronize()
 
-    def _part(self, rows: Sequence[Row]) -> list[RowOut]:
+    def _states(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor, list[int], list[int]]:
         if sum(row.num_queries for row in rows) > self._limits.tokens:
             raise InternalError(f"a row of {rows[0].num_queries} tokens, where vLLM computes {self._limits.tokens}")
         self.pool.clear(self._fresh_blocks(rows))
-        hidden_TE, logits_RV, begins, orders = self._compute(rows)
+        return self._compute(rows)
+
+    def _part(self, rows: Sequence[Row]) -> list[RowOut]:
+        hidden_TE, logits_RV, begins, orders = self._states(rows)
         outs = [RowOut()] * len(rows)
         sampling = [index for index, row in enumerate(rows) if row.num_samples]
         if sampling:
             if any(row.drafts for row in rows):
-                position_B = [
-                    begins[index] + len(rows[index].tokens) - 1 + draft
-                    for index in sampling
-                    for draft in range(rows[index].num_samples)
-                ]
-                logits_BV = self._project(hidden_TE[position_B])
+                logits_BV = self._project(hidden_TE[_sampled_positions(rows, begins)])
             else:
                 logits_BV = self._wide(logits_RV[[orders[index] for index in sampling]])
             outs = sample_rows(rows, logits_BV, self.grammars, self.spec.eos_token_ids)
@@ -235,6 +253,20 @@ class VllmEngine:
     def _project(self, x_UE: Tensor) -> Tensor:
         return self._wide(self._runner.model.compute_logits(x_UE))
 
+    def _take_part(self, x_UE: Tensor) -> Tensor:
+        """Instead of `_project` on a rank that receives no logits."""
+        self._runner.model.compute_logits(x_UE)
+        return torch.zeros(len(x_UE), self.spec.vocab_size, device=x_UE.device)
+
     def _wide(self, logits_UV: Tensor) -> Tensor:
         """In float32, without padding of the vocabulary."""
         return logits_UV[:, : self.spec.vocab_size].float()
+
+
+def _sampled_positions(rows: Sequence[Row], begins: Sequence[int]) -> list[int]:
+    """Of a step with drafts: the positions whose logits are needed, in the order of the rows."""
+    return [
+        begin + len(row.tokens) - 1 + draft
+        for row, begin in zip(rows, begins, strict=True)
+        for draft in range(row.num_samples)
+    ]

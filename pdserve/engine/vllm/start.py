@@ -12,6 +12,7 @@ import fcntl
 import functools
 import json
 import logging
+import math
 import os
 import shutil
 import sys
@@ -46,13 +47,14 @@ from pdserve.engine.memory.plan import (
     plain_plan,
     with_device_defaults,
 )
+from pdserve.engine.model.parameters import Shard
 from pdserve.engine.sampling.grammars import open_grammars
 from pdserve.engine.vllm import PACKAGES, SUPPORTED, SUPPORTED_RANGE, is_supported
 from pdserve.engine.vllm.adapters import AdapterSlots, check_adapters, lora_args, wrap_linear_layers_only
 from pdserve.engine.vllm.engine import Limits, VllmEngine, close_worker
+from pdserve.engine.vllm.groups import Place, groups_of
 from pdserve.engine.vllm.pool import VllmPool, choose_layout
 from pdserve.model_source import model_name
-from pdserve.owned_folder import owned_folder
 from pdserve.progress import PhaseReport
 
 log = logging.getLogger(__name__)
@@ -64,6 +66,7 @@ _CPU_BLOCK: Final = 32  # its attention kernels take multiples
 _CPU_LATENT: Final = (512, 64)  # values of a token's latent and of its rotated key, for which its MLA has a kernel
 _NUMA: Final = "libnuma.so.1"
 _TURN_S: Final = 300.0  # to wait until another worker of the GPU has measured its memory
+_LOADING_S: Final = 120.0  # that one rank may load faster than another
 _FEWEST_TOKENS: Final = 64  # of a step, whatever the settings: steps that warm up have 48
 #: Set before vLLM is imported. The second version of its runner keeps other state between forward pass and sampling.
 _ENVIRONMENT: Final = {
@@ -79,8 +82,20 @@ _UNREADABLE: Final = "llvmlite.binding.ffi"
 
 
 def open_vllm(config: WorkerConfig, role: Role) -> VllmEngine:
-    """Raises ConfigError if the settings or the environment do not suit vLLM, ModelError if it cannot serve the
-    model."""
+    """Of one rank. Raises ConfigError if the settings or the environment do not suit vLLM, ModelError if it cannot
+    serve the model."""
+    engine = open_rank(config, role, Place())
+    try:
+        with model_errors(Path(config.model), installed_version()):
+            engine.warm_up()
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def open_rank(config: WorkerConfig, role: Role, place: Place) -> VllmEngine:
+    """Every rank of a worker opens its part at the same time. Its first steps, which compile, come afterwards."""
     began_s = time.monotonic()
     importing = PhaseReport(config.worker_id, "vllm", "imports")
     importing(0, 1)
@@ -93,16 +108,16 @@ def open_vllm(config: WorkerConfig, role: Role) -> VllmEngine:
     importing(1, 1)
     stored = 0 if checkpoint is None else sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
     with start_turn(is_gpu=is_gpu):
-        worker = open_worker(config, vllm_config, folder, installed, stored)
+        worker = open_worker(config, vllm_config, folder, installed, place, stored)
         try:
             adapters = AdapterSlots(config, worker.model_runner, is_gpu=is_gpu) if config.serves_adapters else None
             slot_bytes = adapters.num_bytes if adapters else 0
-            pool, unit = make_pool(config, vllm_config, worker, is_gpu=is_gpu, slot_bytes=slot_bytes)
+            pool, unit = make_pool(config, vllm_config, worker, place, is_gpu=is_gpu, slot_bytes=slot_bytes)
         except BaseException:
             close_worker(worker)
             raise
     try:
-        spec = _spec(config, vllm_config, worker, pool, unit)
+        spec = _spec(config, vllm_config, worker, pool, unit, place.shard)
         device = pool.raw.device
         choices = (f"vllm {installed}", spec.dtype, str(vllm_config.model_config.quantization))
         weights_hash = (
@@ -113,8 +128,6 @@ def open_vllm(config: WorkerConfig, role: Role) -> VllmEngine:
             rows=vllm_config.scheduler_config.max_num_seqs, tokens=vllm_config.scheduler_config.max_num_batched_tokens
         )
         engine = VllmEngine(spec, pool, open_grammars(folder, spec), vllm_config, worker, limits, adapters)
-        with model_errors(folder, installed):
-            engine.warm_up()
     except BaseException:
         close_worker(worker)
         raise
@@ -223,8 +236,8 @@ def check_settings(config: WorkerConfig) -> None:
         raise ConfigError(
             "deterministic", "on", "auto or off: vLLM's logits may depend on the batch in their last bits"
         )
-    if config.tensor_parallel > 1:
-        raise ConfigError("tensor_parallel", config.tensor_parallel, "1 with the engine vllm")
+    if config.rendezvous:
+        raise ConfigError("rendezvous", config.rendezvous, "none with the engine vllm, whose ranks run on one host")
 
 
 def check_platform(config: WorkerConfig, platform: Any) -> bool:
@@ -302,6 +315,7 @@ def make_config(config: WorkerConfig, *, is_gpu: bool) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     drafted = 1 + (config.max_drafts if config.speculation == "ngram" else 0)
+    loading_s = math.ceil(_LOADING_S + config.stall_s)
     args = EngineArgs(
         model=config.model,
         dtype=_dtype(config, is_gpu=is_gpu),
@@ -313,6 +327,10 @@ def make_config(config: WorkerConfig, *, is_gpu: bool) -> Any:
         max_num_seqs=config.max_batch,
         max_num_batched_tokens=max(config.max_batch_tokens + config.max_batch * drafted, _FEWEST_TOKENS),
         enforce_eager=not config.cuda_graphs,
+        tensor_parallel_size=config.tensor_parallel,
+        distributed_executor_backend="mp" if config.tensor_parallel > 1 else None,  # only a name here
+        distributed_timeout_seconds=loading_s,
+        cpu_distributed_timeout_seconds=loading_s,
         gpu_memory_utilization=config.gpu_memory_share,
         # On a CPU any value: it only keeps vLLM from measuring. On a GPU vLLM measures, unless the size is given.
         kv_cache_memory_bytes=2**20 if not is_gpu or config.kv_blocks or config.kv_memory_bytes else None,
@@ -344,7 +362,7 @@ def _dtype(config: WorkerConfig, *, is_gpu: bool) -> str:
     return "float32" if stored == "float32" else "auto"
 
 
-def open_worker(config: WorkerConfig, vllm_config: Any, folder: Path, installed: str, stored: int) -> Any:
+def open_worker(config: WorkerConfig, vllm_config: Any, folder: Path, installed: str, place: Place, stored: int) -> Any:
     """vLLM's worker with its weights, of which the checkpoint has `stored` bytes. Raises ModelError."""
     from vllm.config import set_current_vllm_config
     from vllm.platforms import current_platform
@@ -352,14 +370,14 @@ def open_worker(config: WorkerConfig, vllm_config: Any, folder: Path, installed:
 
     report, total = PhaseReport(config.worker_id, "weights", "bytes"), max(stored, 1)
     report(0, total)
-    # Its process group of one rank meets at a file, which nothing needs later.
-    with owned_folder("vllm") as meeting, set_current_vllm_config(vllm_config):
+    rank, backend = place.shard.rank, current_platform.dist_backend
+    with groups_of(place, backend, _LOADING_S + config.stall_s) as meeting, set_current_vllm_config(vllm_config):
         worker = resolve_obj_by_qualname(vllm_config.parallel_config.worker_cls)(
             vllm_config=vllm_config,
-            local_rank=0,
-            rank=0,
-            distributed_init_method=f"file://{meeting}/group",
-            is_driver_worker=True,
+            local_rank=rank,
+            rank=rank,
+            distributed_init_method=meeting,
+            is_driver_worker=rank == 0,
         )
         try:
             try:
@@ -431,10 +449,10 @@ def _hidden(name: str) -> Iterator[None]:
 
 
 def make_pool(
-    config: WorkerConfig, vllm_config: Any, worker: Any, *, is_gpu: bool, slot_bytes: int
+    config: WorkerConfig, vllm_config: Any, worker: Any, place: Place, *, is_gpu: bool, slot_bytes: int
 ) -> tuple[VllmPool, PoolUnit]:
-    """Sizes the pool, and has vLLM divide it among its layers. `slot_bytes`: of adapters, which a host allocates when
-    they are used. Raises ConfigError and ModelError."""
+    """Sizes the pool of this rank, and has vLLM divide it among its layers. All ranks have the same number of blocks.
+    `slot_bytes`: of adapters, which a host allocates when they are used. Raises ConfigError and ModelError."""
     from vllm.config import set_current_vllm_config
     from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 
@@ -463,7 +481,10 @@ def make_pool(
         report(1, 2)
         num_blocks = explicit_blocks(config.kv_blocks, config.kv_memory_bytes, unit)
         if num_blocks is None:
-            num_blocks = room // block_bytes if is_gpu else host_blocks(free_bytes(), slot_bytes, unit)
+            num_blocks = (
+                room // block_bytes if is_gpu else host_blocks(_free_for_each(place.shard.size), slot_bytes, unit)
+            )
+        num_blocks = place.minimum(num_blocks)
         if num_blocks < 1:
             raise ConfigError("gpu_memory_share", config.gpu_memory_share, f"room for a block of {block_bytes} bytes")
         parts = get_kv_cache_config_from_groups(vllm_config, groups, num_blocks * block_bytes)
@@ -489,6 +510,12 @@ def check_block_size(size: int, backends: Mapping[str, Any]) -> None:
         raise ConfigError("block_size", size, expected) from error
     if common != size:
         raise ConfigError("block_size", size, f"{common}, the largest of its divisors that {names} reads at once")
+
+
+def _free_for_each(num_ranks: int) -> int | None:
+    """Memory of the host for the pool of each rank."""
+    free = free_bytes()
+    return None if free is None else free // num_ranks
 
 
 def _backends(vllm_config: Any) -> dict[str, Any]:
@@ -544,7 +571,9 @@ def start_turn(*, is_gpu: bool) -> Iterator[None]:
         os.close(lock)
 
 
-def _spec(config: WorkerConfig, vllm_config: Any, worker: Any, pool: VllmPool, unit: PoolUnit) -> EngineSpec:
+def _spec(
+    config: WorkerConfig, vllm_config: Any, worker: Any, pool: VllmPool, unit: PoolUnit, shard: Shard
+) -> EngineSpec:
     """Names the layout by all that decides where a value lies in a block: the order, the backends, and the
     instructions for which a CPU's backend arranges keys."""
     model = vllm_config.model_config
@@ -552,9 +581,10 @@ def _spec(config: WorkerConfig, vllm_config: Any, worker: Any, pool: VllmPool, u
     kv_dtype = str(worker.model_runner.kv_caches[0].dtype).removeprefix("torch.")
     kv_dtype = kv_dtype if kv_dtype in _FLOATS else "uint8"  # bytes, whose format the layout names
     values = pool.block_bytes // ITEM_BYTES[kv_dtype] // unit.block_size
-    num_layers, num_heads = len(groups[0].layer_names), model.get_num_kv_heads(vllm_config.parallel_config)
-    if values % (num_layers * num_heads):  # layers of several shapes
-        num_layers = num_heads = 1
+    num_layers, mine = len(groups[0].layer_names), model.get_num_kv_heads(vllm_config.parallel_config)
+    num_heads = mine if shard.size == 1 or model.use_mla else model.get_total_num_kv_heads()
+    if values % (num_layers * mine) or mine != max(1, num_heads // shard.size):  # layers of several shapes
+        num_layers = num_heads = mine = 1
     context_tokens = min(model.max_model_len, pool.num_blocks * unit.block_size)
     return EngineSpec(
         model=model_name(config.model),
@@ -570,7 +600,9 @@ def _spec(config: WorkerConfig, vllm_config: Any, worker: Any, pool: VllmPool, u
         kv_dtype=kv_dtype,
         kv_layers=num_layers,
         kv_heads=num_heads,
-        kv_head_dim=values // (num_layers * num_heads),
+        kv_head_dim=values // (num_layers * mine),
+        tp_degree=shard.size,
+        tp_rank=shard.rank,
         num_layers=pool.runs_per_block,
     )
 

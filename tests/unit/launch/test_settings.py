@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -619,6 +620,20 @@ def test_an_engine_that_cannot_serve_the_model_is_refused_before_the_start(
     with pytest.raises(ConfigError) as caught:
         read({"model": model}, None, word, folder=tmp_path)
     assert str(caught.value).startswith(expected)
+
+
+@pytest.mark.parametrize("prefill", [0, 1])
+def test_vllm_workers_of_different_degrees_are_refused_before_the_start(tmp_path: Path, prefill: int) -> None:
+    """Nothing knows in which order vLLM stores the heads of a block."""
+    text = f'prefill = {prefill}\n[worker]\nengine = "vllm"\nengine_python = "{sys.executable}"\n'
+    text += "[prefill_worker]\ntensor_parallel = 2\n"
+    if not prefill:
+        assert read({}, text, folder=tmp_path).spec.prefill == 0
+        return
+    with pytest.raises(ConfigError, match="exchange KV only at equal degrees") as caught:
+        read({}, text, folder=tmp_path)
+    assert (caught.value.field, caught.value.seen) == ("prefill_worker.tensor_parallel", 2)
+    assert read({}, text + "[decode_worker]\ntensor_parallel = 2\n", folder=tmp_path).spec.model
 
 
 @pytest.mark.parametrize("word", ["worker.engine=toy", "prefill_worker.engine=toy", "worker.engine=auto"])
