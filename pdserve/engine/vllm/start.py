@@ -236,6 +236,8 @@ def check_settings(config: WorkerConfig) -> None:
         raise ConfigError(
             "deterministic", "on", "auto or off: vLLM's logits may depend on the batch in their last bits"
         )
+    if config.tensor_parallel > 1 and config.serves_adapters:
+        raise ConfigError("tensor_parallel", config.tensor_parallel, "1 with LoRA adapters, which ranks do not load")
     if config.rendezvous:
         raise ConfigError("rendezvous", config.rendezvous, "none with the engine vllm, whose ranks run on one host")
 

@@ -5,13 +5,15 @@ import sys
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvtransfer.ranks.joint import rank_pairs
 from pdserve.client.sync import Client
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError
-from pdserve.core.kv.kv_shape import KvShape, check_convertible, wire_dtype
+from pdserve.core.kv.kv_shape import KvShape, check_convertible, is_same_bytes, wire_dtype
 from pdserve.core.types import Role, Sampling
 from pdserve.engine.interface import Row
 from pdserve.engine.load_engine import engine_names, load_engine
@@ -282,6 +284,21 @@ def test_what_vllm_needs_of_the_host_is_named(monkeypatch: pytest.MonkeyPatch, t
         start.check_host(config)
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"local_ranks": 1, "rendezvous": "127.0.0.1:7000"}, "rendezvous: got 127.0.0.1:7000, expected none"),
+        ({"lora": ("a=/b",)}, "tensor_parallel: got 2, expected 1 with LoRA adapters"),
+    ],
+)
+def test_what_ranks_of_vllm_cannot_do_is_refused_by_name(changes: dict[str, Any], expected: str) -> None:
+    config = WorkerConfig(model="model", worker_id="worker", engine="vllm", tensor_parallel=2)
+    start.check_settings(config)
+    with pytest.raises(ConfigError) as caught:
+        start.check_settings(replace(config, **changes))
+    assert str(caught.value).startswith(expected)
+
+
 # --- opaque layouts -------------------------------------------------------------------------------------------
 
 SHAPE = {"dtype": "float32", "num_layers": 2, "num_kv_heads": 4, "head_dim": 8, "block_size": 16}
@@ -297,6 +314,14 @@ def test_blocks_of_an_opaque_layout_move_only_between_equal_shapes() -> None:
         with pytest.raises(ConfigError) as caught:
             check_convertible(shape(), shape(**{name: value}))
         assert caught.value.field == f"kv_shape.{name}"
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+def test_ranks_exchange_opaque_blocks_with_the_rank_of_their_number(num_kv_heads: int) -> None:
+    """Also if several ranks store a head: what else is in their blocks is unknown."""
+    one = shape(num_kv_heads=num_kv_heads, tp_degree=4)
+    assert rank_pairs(one, one) == [(rank, rank) for rank in range(4)]
+    assert all(is_same_bytes(replace(one, tp_rank=rank), replace(one, tp_rank=rank)) for rank in range(4))
 
 
 @pytest.mark.parametrize("other", ["opaque.third.v1", "block-major.v1"])
