@@ -252,7 +252,7 @@ def test_another_version_of_vllm_is_rejected(monkeypatch: pytest.MonkeyPatch, fo
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("dtype", "int8"), ("dtype", "int4"), ("kv_dtype", "int8"), ("deterministic", "on"), ("tensor_parallel", 2)],
+    [("dtype", "int8"), ("dtype", "int4"), ("kv_dtype", "int8"), ("deterministic", "on")],
 )
 def test_settings_of_our_own_engine_are_rejected_by_name(
     monkeypatch: pytest.MonkeyPatch, name: str, value: object

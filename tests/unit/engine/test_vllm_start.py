@@ -55,7 +55,7 @@ def test_a_platform_without_a_gpu_is_named() -> None:
 def test_a_device_that_vllm_cannot_use_is_an_error_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     class Worker:
         def __init__(self, **options: Any) -> None:
-            assert options["distributed_init_method"].startswith("file:///")
+            assert (options["distributed_init_method"], options["rank"]) == ("rank:0", 0)
 
         def init_device(self) -> None:
             raise ValueError("Free memory on device cuda:0 (1.0/79.2 GiB) on startup is less than desired\nand more")
@@ -69,16 +69,16 @@ def test_a_device_that_vllm_cannot_use_is_an_error_with_its_reason(monkeypatch: 
         {
             "vllm": {},
             "vllm.config": {"set_current_vllm_config": lambda config: nullcontext()},
-            "vllm.platforms": {"current_platform": SimpleNamespace()},
+            "vllm.platforms": {"current_platform": SimpleNamespace(dist_backend="nccl")},
             "vllm.utils": {},
             "vllm.utils.import_utils": {"resolve_obj_by_qualname": lambda name: Worker},
             "vllm.distributed": {"cleanup_dist_env_and_memory": lambda: None},
         },
     )
-    monkeypatch.setattr(start, "_prepare_process", lambda: None)
+    monkeypatch.setattr(start, "groups_of", lambda *args: nullcontext("rank:0"))
     settings: Any = SimpleNamespace(parallel_config=SimpleNamespace(worker_cls="x"))
     with pytest.raises(ConfigError) as caught:
-        start.open_worker(config(gpu_memory_share=0.5), settings, Path("m"), "0.32.0", 1)
+        start.open_worker(config(gpu_memory_share=0.5), settings, Path("m"), "0.32.0", start.Place(), 1)
     assert caught.value.field == "device"
     assert "gpu_memory_share 0.5" in str(caught.value)
     assert "Free memory on device cuda:0 (1.0/79.2 GiB) on startup is less than desired" in str(caught.value)

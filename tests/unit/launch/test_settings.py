@@ -623,8 +623,11 @@ def test_an_engine_that_cannot_serve_the_model_is_refused_before_the_start(
 
 
 @pytest.mark.parametrize("prefill", [0, 1])
-def test_vllm_workers_of_different_degrees_are_refused_before_the_start(tmp_path: Path, prefill: int) -> None:
+def test_vllm_workers_of_different_degrees_are_refused_before_the_start(
+    tmp_path: Path, prefill: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing knows in which order vLLM stores the heads of a block."""
+    monkeypatch.setattr(settings, "check_python", lambda field, python, *, is_for_vllm: None)
     text = f'prefill = {prefill}\n[worker]\nengine = "vllm"\nengine_python = "{sys.executable}"\n'
     text += "[prefill_worker]\ntensor_parallel = 2\n"
     if not prefill:
