@@ -317,7 +317,7 @@ def _encoded(text: str, tokenizer: Tokenizer, folder: Path) -> list[int]:
 
 
 def _model(engine: str, asked: str | None) -> Iterator[CheckResult]:
-    from pdserve.engine.load.checkpoint_files import check_sizes, open_checkpoint
+    from pdserve.engine.load.checkpoint_files import ALL_BITS, OWN_BITS, check_sizes, open_checkpoint
     from pdserve.engine.model.config import read_config
     from pdserve.launch.report import size_text
     from pdserve.launch.settings import bundled_model
@@ -329,7 +329,7 @@ def _model(engine: str, asked: str | None) -> Iterator[CheckResult]:
     try:
         folder = Path(find_model(asked)) if asked else bundled_model()
         config = read_config(folder) if _chosen(engine, asked)[0] in OURS else None  # others read it themselves
-        checkpoint = open_checkpoint(folder)
+        checkpoint = open_checkpoint(folder, ALL_BITS if config is None else OWN_BITS)
         if config is not None:
             check_sizes(config, checkpoint.tensors)
         size = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())

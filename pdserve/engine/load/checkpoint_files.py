@@ -26,6 +26,17 @@ MAX_HEADER_BYTES: Final = 32 * 2**20  # 250,000 tensors; the reference implement
 MAX_INDEX_BYTES: Final = 32 * 2**20
 MAX_DIMENSIONS: Final = 8
 ITEM_BYTES: Final[Mapping[str, int]] = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "I8": 1, "I32": 4, "I64": 8}
+_FRACTIONS: Final = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}  # bits
+_SINGLE: Final = ("BOOL", "U8", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+_WIDE: Final = {"I16": 2, "U16": 2, "U32": 4, "F64": 8, "U64": 8, "C64": 8}
+OWN_BITS: Final[Mapping[str, int]] = {dtype: 8 * size for dtype, size in ITEM_BYTES.items()}
+#: Every dtype of the format, for an engine that reads the tensors itself.
+ALL_BITS: Final[Mapping[str, int]] = {
+    **OWN_BITS,
+    **_FRACTIONS,
+    **dict.fromkeys(_SINGLE, 8),
+    **{dtype: 8 * size for dtype, size in _WIDE.items()},
+}
 PICKLED: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 _SAMPLES_PER_FILE: Final = 64
@@ -36,7 +47,7 @@ _SAMPLE_BYTES: Final = 4096
 class StoredTensor:
     file: Path
     name: str
-    dtype: str  # a key of ITEM_BYTES
+    dtype: str  # a key of ITEM_BYTES, or of ALL_BITS if these were allowed
     shape: tuple[int, ...]
     begin: int  # byte offset in the file
     num_bytes: int
@@ -61,14 +72,15 @@ class Checkpoint:
     tensors: Mapping[str, StoredTensor]
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
-    """All tensors of the folder's safetensors files, each named once. Raises ModelError."""
+def open_checkpoint(folder: Path, item_bits: Mapping[str, int] = OWN_BITS) -> Checkpoint:
+    """All tensors of the folder's safetensors files, each named once. `item_bits`: of an element of each dtype that may
+    occur. Raises ModelError."""
     index = folder / "model.safetensors.index.json"
     weight_map = _read_weight_map(index) if os.path.lexists(index) else None
     files = _shards(folder, weight_map) if weight_map is not None else _single(folder)
     tensors: dict[str, StoredTensor] = {}
     for file in files:
-        for tensor in read_header(file):
+        for tensor in read_header(file, item_bits):
             if tensor.name in tensors:
                 raise ModelError(file.name, f"{tensor.name}, also in {tensors[tensor.name].file.name}", "one of them")
             tensors[tensor.name] = tensor
@@ -78,18 +90,22 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(tuple(files), tensors)
 
 
-def read_header(file: Path) -> list[StoredTensor]:
+def read_header(file: Path, item_bits: Mapping[str, int] = OWN_BITS) -> list[StoredTensor]:
     with opened(file, file.name, ModelError) as stream:
         size, header = header_bytes(file, stream)
-    return tensors_of(file, size, 8 + len(header), parse_json(header, file.name, ModelError))
+    return tensors_of(file, size, 8 + len(header), parse_json(header, file.name, ModelError), item_bits)
 
 
-def tensors_of(file: Path, size: int, begin: int, entries: Any) -> list[StoredTensor]:
+def tensors_of(
+    file: Path, size: int, begin: int, entries: Any, item_bits: Mapping[str, int] = OWN_BITS
+) -> list[StoredTensor]:
     """The tensors in a file of `size` bytes whose data begin at `begin`. `entries`: its parsed header. Raises
     ModelError."""
     if not isinstance(entries, dict):
         raise ModelError(file.name, "a header that is not an object", "a safetensors file")
-    tensors = [_stored(file, begin, name, entry) for name, entry in entries.items() if name != "__metadata__"]
+    tensors = [
+        _stored(file, begin, name, entry, item_bits) for name, entry in entries.items() if name != "__metadata__"
+    ]
     end = begin
     for tensor in sorted(tensors, key=lambda one: (one.begin, one.num_bytes)):
         if tensor.begin != end:
@@ -137,7 +153,7 @@ def header_bytes(file: Path, stream: BinaryIO, most_bytes: int = MAX_HEADER_BYTE
     return size, header
 
 
-def _stored(file: Path, data_begin: int, name: str, entry: Any) -> StoredTensor:
+def _stored(file: Path, data_begin: int, name: str, entry: Any, item_bits: Mapping[str, int]) -> StoredTensor:
     try:
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         first, last = entry["data_offsets"]
@@ -150,9 +166,11 @@ def _stored(file: Path, data_begin: int, name: str, entry: Any) -> StoredTensor:
         is_sound = False
     if not is_sound:
         raise ModelError(file.name, f"{name}: {entry}", "dtype, shape and data_offsets")
-    if dtype not in ITEM_BYTES:
-        raise ModelError(file.name, f"{name} of dtype {dtype}", "one of " + ", ".join(ITEM_BYTES))
-    num_bytes = math.prod(shape) * ITEM_BYTES[dtype]
+    if dtype not in item_bits:
+        raise ModelError(file.name, f"{name} of dtype {dtype}", "one of " + ", ".join(item_bits))
+    num_bytes, rest = divmod(math.prod(shape) * item_bits[dtype], 8)
+    if rest:
+        raise ModelError(file.name, f"{name}: {dtype} {list(shape)}", "a whole number of bytes")
     if last - first != num_bytes:
         raise ModelError(file.name, f"{name}: {last - first} bytes", f"{num_bytes} bytes for {dtype} {list(shape)}")
     return StoredTensor(file, name, dtype, shape, data_begin + first, num_bytes)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pdserve.core.errors import ConfigError, InternalError, ModelError
 from pdserve.engine.interface import Engine, Row
-from pdserve.engine.load.checkpoint_files import StoredTensor, checkpoint_hash, open_checkpoint
+from pdserve.engine.load.checkpoint_files import ALL_BITS, StoredTensor, checkpoint_hash, open_checkpoint
 from pdserve.engine.load.tensor_reader import LoadScratch, TensorReader
 from pdserve.engine.load.weights import load_weights
 from pdserve.engine.model.config import read_config
@@ -120,6 +120,24 @@ def test_an_unsupported_dtype_is_rejected(folder: Path) -> None:
     rewrite(folder, lambda stored: stored.update({NAME: torch.ones(96, 64, dtype=torch.int8)}))
     with pytest.raises(ModelError, match=rf"{NAME}: got dtype I8, expected F32 or BF16 or F16"):
         load(folder)
+
+
+@pytest.mark.parametrize(("dtype", "shape", "num_bytes"), [("U8", [3], 3), ("F8_E8M0", [2, 2], 4), ("F4", [3, 4], 6)])
+def test_only_another_engine_reads_other_dtypes(dtype: str, shape: list[int], num_bytes: int, folder: Path) -> None:
+    file = folder / "model.safetensors"
+
+    def write(shape: list[int]) -> None:
+        header = json.dumps({"a": {"dtype": dtype, "shape": shape, "data_offsets": [0, num_bytes]}}).encode()
+        file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(num_bytes))
+
+    write(shape)
+    [tensor] = open_checkpoint(folder, ALL_BITS).tensors.values()
+    assert (tensor.dtype, tensor.num_bytes) == (dtype, num_bytes)
+    with pytest.raises(ModelError, match=f"a of dtype {dtype}, expected one of F32"):
+        open_checkpoint(folder)
+    write([7, 7])
+    with pytest.raises(ModelError, match="bytes"):
+        open_checkpoint(folder, ALL_BITS)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 5, 8, 1000, -1])
