@@ -215,13 +215,13 @@ def _complaints(name: str, level: Level, check: Callable[[], Iterator[str]]) -> 
 def _chosen(asked: str, model: str | None) -> tuple[str, Path | None, ModelError | None]:
     """The engine of the model, the model's folder, and why `auto` takes vLLM for it, as `up` chooses. There is no
     folder for a toy, nor for a model that `_model` rejects."""
-    from pdserve.launch.settings import bundled_model, unknown_architecture
+    from pdserve.launch.settings import bundled_model, served_by_vllm_only
 
     folder, unknown = None, None
     if model not in TOY_MODELS:
         with contextlib.suppress(PdserveError):
             folder = Path(find_model(model)) if model else bundled_model()
-            unknown = unknown_architecture(folder) if asked == AUTO else None
+            unknown = served_by_vllm_only(folder) if asked == AUTO else None
     return VLLM if unknown else engine_name(asked, model or ""), folder, unknown
 
 
@@ -246,6 +246,8 @@ def _engine(asked: str, model: str | None, python: str | None) -> Iterator[Check
         reason = "as asked"
     elif unknown is not None:
         seen = str(unknown.seen).strip("[]'")
+        if not unknown.field.endswith("architectures"):
+            seen = f"{unknown.field} {seen}"
         reason = f"chosen by auto: our own engine does not know {seen}"
     else:
         reason = "our own, chosen by auto"

@@ -364,13 +364,13 @@ def _check_engines(model: str, engines: Mapping[str, str], degrees: Mapping[int,
         raise ConfigError(degrees[degree], degree, "1: a toy has nothing to divide")
 
 
-def unknown_architecture(folder: Path) -> ModelError | None:
-    """Why the engine `auto` is vLLM's for a model: our own engine does not know its architecture. Raises ModelError for
-    a model that is wrong in another way."""
+def served_by_vllm_only(folder: Path) -> ModelError | None:
+    """Why the engine `auto` is vLLM's for a model: our own engine does not know its architecture, or the form in which
+    its weights are stored. Raises ModelError for a model that is wrong in another way."""
     try:
         read_config(folder)
     except ModelError as error:
-        if not error.field.endswith("architectures"):
+        if not error.field.endswith("architectures") and "quantization_config" not in error.field:
             raise
         return error
     return None
@@ -419,7 +419,7 @@ def _choose_engines(
     Raises ModelError if no engine of this host serves the model, and ConfigError if none has vLLM.
     """
     if set(engines) <= OURS and model not in TOY_MODELS:
-        wrong: ConfigError | None = unknown_architecture(Path(model))
+        wrong: ConfigError | None = served_by_vllm_only(Path(model))
         if adapters:
             wrong = ConfigError(adapters, "LoRA adapters", "engine vllm: our own engine computes none")
         if wrong is not None:

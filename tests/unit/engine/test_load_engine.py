@@ -12,7 +12,7 @@ import pytest
 from kvtransfer.ranks.joint import rank_pairs
 from pdserve.client.sync import Client
 from pdserve.config import WorkerConfig
-from pdserve.core.errors import ConfigError
+from pdserve.core.errors import ConfigError, ModelError
 from pdserve.core.kv.kv_shape import KvShape, check_convertible, is_same_bytes, wire_dtype
 from pdserve.core.types import Role, Sampling
 from pdserve.engine.interface import Row
@@ -180,6 +180,24 @@ def test_without_vllm_a_model_that_we_do_not_serve_is_rejected(
     for flags in ({}, {"engine": "vllm"}):
         with pytest.raises(ConfigError, match="make vllm-env"):
             settings.read({"model": new_family, **flags}, None, [])
+
+
+@pytest.mark.parametrize(
+    "form", [{"quant_method": "mxfp4"}, {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}]
+)
+def test_auto_takes_vllm_for_a_form_of_weights_that_we_do_not_serve(
+    form: dict[str, object], new_family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = json.loads((settings.bundled_model() / "config.json").read_text())
+    (Path(new_family) / "config.json").write_text(json.dumps(source | {"quantization_config": form}))
+    monkeypatch.setattr(settings, "vllm_python", lambda: "/env/bin/python")
+    monkeypatch.setattr(settings, "check_python", lambda field, python, *, is_for_vllm: None)
+    assert worker_table({"model": new_family})["engine"] == "vllm"
+    monkeypatch.setattr(settings, "vllm_python", lambda: None)
+    for flags in ({}, {"engine": "own"}):
+        with pytest.raises(ModelError, match="quantization_config") as caught:
+            settings.read({"model": new_family, **flags}, None, [])
+        assert ("make vllm-env" in str(caught.value)) == (not flags)
 
 
 def test_vllm_in_our_own_environment_needs_no_other_python(new_family: str, monkeypatch: pytest.MonkeyPatch) -> None:
