@@ -39,9 +39,9 @@ TRANSPORTS: Final = ("auto", *(name for name in TRANSPORT_FILES if not name.ends
 
 # --- other choices --------------------------------------------------------------------------------------------
 
-DTYPES: Final = ("auto", "float32", "bfloat16", "int8", "int4", "fp8")
+DTYPES: Final = ("auto", "float32", "bfloat16", "float16", "int8", "int4", "fp8")
 LOADS: Final = ("auto", "dummy")
-KV_DTYPES: Final = ("auto", "int8", "fp8")
+KV_DTYPES: Final = ("auto", "int8", "fp8", "fp8_e4m3", "fp8_e5m2")
 RAY_STRATEGIES: Final = ("auto", "spread", "pack")
 DEVICES: Final = ("auto", "cpu", "cuda")
 PUSHES: Final = ("auto", "end", "chunk", "layers")
@@ -101,7 +101,7 @@ class WorkerConfig(TlsSettings):
     device: str = setting("device of the model; auto takes CUDA if a GPU is there", "auto", choices=DEVICES)
     dtype: str = setting(
         "dtype of weights and products: auto (bfloat16 on CUDA; on a CPU with the instructions bfloat16 or int4, "
-        "if the checkpoint is; otherwise float32), float32, bfloat16, "
+        "if the checkpoint is; otherwise float32), float32, bfloat16, float16 (vllm), "
         "int8 or int4 (weights, on a CPU) or fp8 (on CUDA)",
         "auto",
         choices=DTYPES,
@@ -133,7 +133,10 @@ class WorkerConfig(TlsSettings):
         choices=LOADS,
     )
     kv_dtype: str = setting(
-        "dtype of the KV cache: auto (float32 if dtype is, otherwise bfloat16), int8 or fp8", "auto", choices=KV_DTYPES
+        "dtype of the KV cache: auto (float32 if dtype is, otherwise bfloat16), int8, fp8, or with vllm also fp8_e4m3 "
+        "(the same as fp8) and fp8_e5m2",
+        "auto",
+        choices=KV_DTYPES,
     )
     block_size: int = setting("tokens per KV block", 16, within=(1, 4096))
     kv_blocks: int = setting(

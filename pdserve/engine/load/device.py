@@ -61,6 +61,8 @@ def choose_precision(dtype: str, device: torch.device, stored: str = "") -> Prec
     A CPU computes everything but products in float32.
     """
     is_cpu = device.type == "cpu"
+    if dtype == "float16":
+        raise ConfigError("dtype", dtype, "float32 or bfloat16; float16 is for the engine vllm")
     if dtype in ("int8", "int4") and not is_cpu:
         raise ConfigError("dtype", dtype, f"float32 or bfloat16 on CUDA; {dtype} products are for CPUs")
     if dtype == "fp8" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9)):

@@ -29,7 +29,7 @@ from pdserve.model_source import model_name
 
 _GB: Final = 1e9
 _ITEM_BYTES: Final = {"bfloat16": 2, "int8": 1, "fp8": 1, "int4": INT4_BYTES}  # of a weight, by rounding
-_STORED: Final = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # kv_dtype, if it is not the compute dtype
+_STORED: Final = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}  # by kv_dtype; None: as computed
 
 
 Attention = Literal["paged", "triton", "gathered"]  # the last copies each row's blocks, and then uses torch's
@@ -177,12 +177,15 @@ def takes_blocks(block_size: int) -> bool:
 def block_shape(
     config: WorkerConfig, model: ModelConfig, precision: Precision, *, heads_first: bool = False
 ) -> BlockShape:
+    if config.kv_dtype not in _STORED:
+        expected = f"one of {', '.join(_STORED)}; the others are for the engine vllm"
+        raise ConfigError("kv_dtype", config.kv_dtype, expected)
     return BlockShape(
         num_layers=model.num_layers,
         block_size=config.block_size,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
-        dtype=_STORED.get(config.kv_dtype, precision.kv),
+        dtype=_STORED[config.kv_dtype] or precision.kv,
         heads_first=heads_first,
     )
 

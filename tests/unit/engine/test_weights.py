@@ -256,6 +256,15 @@ def test_settings_that_do_not_fit_the_model_are_refused(folder: Path, open_engin
         open_engine(folder, kv_blocks=0, kv_memory_bytes=100)
 
 
+@pytest.mark.parametrize(("name", "value"), [("dtype", "float16"), ("kv_dtype", "fp8_e4m3"), ("kv_dtype", "fp8_e5m2")])
+def test_dtypes_of_another_engine_are_refused(
+    name: str, value: str, folder: Path, open_engine: Callable[..., Engine]
+) -> None:
+    with pytest.raises(ConfigError, match="for the engine vllm") as caught:
+        open_engine(folder, **{name: value})
+    assert caught.value.field == name
+
+
 def test_a_wrong_row_is_refused_before_anything_is_written(folder: Path, open_engine: Callable[..., Engine]) -> None:
     engine = open_engine(folder, kv_blocks=4)
     fine, wrong = Row(tokens=[5], start=0, blocks=[1]), Row(tokens=[384], start=0, blocks=[2])
