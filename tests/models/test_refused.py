@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +31,36 @@ def test_a_model_whose_state_is_not_kv_of_text_is_refused(name: str, tiny: Tiny)
     with pytest.raises(ModelError, match=REFUSED[name][2]) as caught:
         open_vllm(folder)
     assert caught.value.field == "architectures"
+
+
+@pytest.mark.parametrize(
+    ("family", "own", "field", "expected"),
+    [
+        ("Cohere", {"tie_word_embeddings": False}, "tie_word_embeddings", "lm_head.weight vLLM does not read"),
+        ("GPTNeoX", {"num_key_value_heads": 2}, "num_key_value_heads", "2 of 32, by its config"),
+        ("Doge", {}, "attention", "without a mask of the model's own"),
+    ],
+    ids=["head", "kv-heads", "mask"],
+)
+def test_what_vllm_would_ignore_is_refused(
+    family: str, own: dict[str, Any], field: str, expected: str, tmp_path: Path
+) -> None:
+    """vLLM serves these models, with tokens of its own."""
+    folder = build(family, own, tmp_path / "model")
+    with pytest.raises(ModelError, match=expected) as caught:
+        open_vllm(folder)
+    assert caught.value.field == field
+
+
+def test_code_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
+    """`make vllm-env` leaves out torchvision, which vLLM's code of this family imports, also for text."""
+    folder = build(
+        "Qwen3_5Text",
+        {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+        tmp_path / "model",
+    )
+    with pytest.raises(ModelError, match=r"Qwen3_5ForCausalLM cannot be imported: .*torchvision"):
+        open_vllm(folder)
 
 
 def test_sizes_of_mla_without_a_kernel_are_refused(tmp_path: Path) -> None:

@@ -53,6 +53,14 @@ from pdserve.engine.vllm import PACKAGES, SUPPORTED, SUPPORTED_RANGE, is_support
 from pdserve.engine.vllm.adapters import AdapterSlots, check_adapters, lora_args, wrap_linear_layers_only
 from pdserve.engine.vllm.engine import Limits, VllmEngine, close_worker
 from pdserve.engine.vllm.groups import Place, groups_of
+from pdserve.engine.vllm.models import (
+    check_head,
+    check_modality,
+    check_model,
+    checked_before_weights,
+    model_errors,
+    widen,
+)
 from pdserve.engine.vllm.pool import VllmPool, choose_layout
 from pdserve.model_source import model_name
 from pdserve.progress import PhaseReport
@@ -181,9 +189,12 @@ def check(config: WorkerConfig, role: Role) -> Checked:
     config = with_device_defaults(config, role, is_gpu=is_gpu)
     folder = Path(config.model)
     checkpoint = open_checkpoint(folder) if config.load == "auto" else None
+    check_modality(read_json_object(folder / "config.json", MAX_JSON_BYTES) or {})
     with model_errors(folder, installed):
         vllm_config = make_config(config, is_gpu=is_gpu)
-    check_model(folder, vllm_config.model_config)
+    check_model(vllm_config.model_config)
+    if checkpoint is not None:
+        check_head(checkpoint.tensors, vllm_config.model_config)
     check_adapters(config, vllm_config.model_config, is_gpu=is_gpu)
     if vllm_config.model_config.is_deepseek_mla and not is_gpu:
         if vllm_config.model_config.use_mla:  # unless VLLM_MLA_DISABLE=1
@@ -271,22 +282,6 @@ def check_host(config: WorkerConfig) -> None:
         raise ConfigError("cuda_graphs", True, expected)
 
 
-def check_model(folder: Path, model: Any) -> None:
-    """Raises ModelError for a kind of model whose requests are more than text, or whose state is more than KV."""
-    name = " ".join(model.architectures)
-    wrong = {
-        "encoder-decoder models": model.is_encoder_decoder,
-        "pooling models": model.runner_type != "generate",
-        "models that read images or audio": model.is_multimodal_model,
-        "models with state besides KV, such as Mamba and short convolutions": (
-            model.is_hybrid or model.has_inner_state or model.is_attention_free
-        ),
-    }
-    for kind, is_wrong in wrong.items():
-        if is_wrong:
-            raise ModelError("architectures", name, f"a decoder-only text model: {kind} are not served")
-
-
 def check_latents(config: WorkerConfig, model: Any) -> None:
     """Raises ModelError for a model with MLA that vLLM's attention on a CPU cannot compute, ConfigError for a setting
     that it does not have."""
@@ -296,18 +291,6 @@ def check_latents(config: WorkerConfig, model: Any) -> None:
     if (latent, rotated) != _CPU_LATENT:
         expected = f"{' and '.join(map(str, _CPU_LATENT))}, the only sizes of MLA that vLLM computes on a CPU"
         raise ModelError("kv_lora_rank and qk_rope_head_dim", f"{latent} and {rotated}", expected)
-
-
-@contextlib.contextmanager
-def model_errors(folder: Path, installed: str) -> Iterator[None]:
-    """Raises ModelError where vLLM rejects a model, with the first line of its reason."""
-    try:
-        yield
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, AssertionError, OSError) as error:
-        causes = error.errors() if hasattr(error, "errors") else []  # of pydantic
-        reason = str(causes[0]["msg"] if causes else error) or type(error).__name__
-        expected = f"a model that vLLM {installed} serves: {shortened(reason.splitlines()[0], 400)}"
-        raise ModelError("model", folder.name, expected) from error
 
 
 # --- vLLM's worker --------------------------------------------------------------------------------------------
@@ -390,11 +373,10 @@ def open_worker(config: WorkerConfig, vllm_config: Any, folder: Path, installed:
                 raise ConfigError("device", found, f"a device that vLLM {installed} can use: {reason}") from error
             if vllm_config.lora_config is not None:
                 wrap_linear_layers_only(worker.model_runner)
-            with model_errors(folder, installed), _counted(lambda done: report(min(done, total - 1), total)):
+            counted = _counted(lambda done: report(min(done, total - 1), total))
+            with model_errors(folder, installed), checked_before_weights(vllm_config), counted:
                 worker.load_model()
-            if getattr(worker.get_model(), "token_lookback_depth", 0):
-                expected = "a model that needs no tokens before those of a step"
-                raise ModelError("architectures", " ".join(vllm_config.model_config.architectures), expected)
+            widen(worker.get_model(), vllm_config.model_config.dtype)
             current_platform.update_block_size_for_backend(vllm_config)
         except BaseException:
             close_worker(worker)
