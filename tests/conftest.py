@@ -24,8 +24,16 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--engine", choices=("own", "vllm"), default="own", help="of the tests that use open_either")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _place(item.path.relative_to(ROOT).as_posix()))  # stable
+    if config.getoption("--engine") != "own":
+        others = [item for item in items if "open_either" not in getattr(item, "fixturenames", ())]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
 
 
 def _place(path: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -161,6 +161,8 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+#: Of the same models, with heads for which vLLM has a kernel on a CPU.
+VLLM_SIZES = {"hidden_size": 128, "head_dim": 32}
 
 
 @dataclass(kw_only=True)
@@ -202,13 +204,20 @@ def build_tiny(name: str, folder: Path, **changed: Any) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def is_vllm(request: pytest.FixtureRequest) -> bool:
+    """Whether tests that use `open_either` test the engine vllm: with `--engine vllm`, which deselects all others."""
+    return bool(request.config.getoption("--engine") == "vllm")
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory, is_vllm: bool) -> Callable[[str], Path]:
     """The folder of the tiny model with that name."""
     built: dict[str, Path] = {}
+    sizes = VLLM_SIZES if is_vllm else {}
 
     def get(name: str) -> Path:
         if name not in built:
-            built[name] = build_tiny(name, tmp_path_factory.mktemp("models") / name)
+            built[name] = build_tiny(name, tmp_path_factory.mktemp("models") / name, **sizes)
         return built[name]
 
     return get
@@ -216,6 +225,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def open_engine() -> Callable[..., Engine]:
+    """Our engine."""
+
     def get(folder: Path | str, **settings: Any) -> Engine:
         settings = {"kv_blocks": 400, "device": "cpu", "dtype": "float32"} | settings  # auto depends on the processor.
         return load_engine(WorkerConfig(model=str(folder), worker_id="w", **settings), Role.DECODE)
@@ -223,9 +234,29 @@ def open_engine() -> Callable[..., Engine]:
     return get
 
 
+@pytest.fixture(scope="module")
+def open_either(open_engine: Callable[..., Engine], is_vllm: bool) -> Iterator[Callable[..., Engine]]:
+    """Our engine, or vLLM's, for tests of what both promise."""
+    opened: list[Engine] = []
+
+    def get(folder: Path | str, **settings: Any) -> Engine:
+        if not is_vllm:
+            return open_engine(folder, **settings)
+        opened.append(open_engine(folder, engine="vllm", cuda_graphs=False, threads=1, **settings))
+        return opened[-1]
+
+    yield get
+    for engine in opened:
+        engine.close()
+
+
 @pytest.fixture(scope="session")
-def oracle_of() -> Callable[[Path], Oracle]:
+def oracle_of(is_vllm: bool) -> Callable[[Path], Oracle]:
     """Judges the tokens of the checkpoint in that folder."""
+    if is_vllm:
+        from tests.models.far_oracle import FarOracle
+
+        return cache(FarOracle)
     return cache(Oracle)
 
 

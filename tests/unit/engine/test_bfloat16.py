@@ -69,9 +69,9 @@ def test_families_are_as_accurate_as_transformers(
     assert 1e-5 < ours < 1.1 * theirs
 
 
-def test_a_bfloat16_pool_has_twice_the_blocks(open_engine: Callable[..., Engine]) -> None:
+def test_a_bfloat16_pool_has_twice_the_blocks(open_either: Callable[..., Engine]) -> None:
     engines = [
-        open_engine(BUNDLED, dtype=dtype, kv_blocks=0, kv_memory_bytes=2**24) for dtype in ("float32", "bfloat16")
+        open_either(BUNDLED, dtype=dtype, kv_blocks=0, kv_memory_bytes=2**24) for dtype in ("float32", "bfloat16")
     ]
     wide, narrow = (engine.spec for engine in engines)
     assert narrow.num_blocks // 2 == wide.num_blocks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +74,13 @@ class SpoiltDrafts:
 def test_drafts_change_no_token_and_no_logprob(
     name: str,
     tiny: Tiny,
-    open_engine: OpenEngine,
+    open_either: OpenEngine,
     serve: Serve,
     oracle_of: Callable[[Path], Oracle],
     request_of: Any,
     make_prompt: MakePrompt,
 ) -> None:
-    engine = open_engine(tiny(name))
+    engine = open_either(tiny(name))
     engine.pool.buffer[:] = b"\xff" * len(engine.pool.buffer)  # Every float is NaN.
 
     def requests() -> list[Any]:
@@ -118,26 +119,24 @@ def test_drafts_change_no_token_and_no_logprob(
             oracle.assert_logprobs(one.history[:-1], len(one.prompt) - 1, one.outs)
 
 
-def test_rejected_drafts_do_not_affect_later_tokens(tiny: Tiny, open_engine: OpenEngine) -> None:
+def test_rejected_drafts_do_not_affect_later_tokens(tiny: Tiny, open_either: OpenEngine) -> None:
     """Drafts extend into a new block. Its tail is finite, and the next step overwrites the rejected drafts."""
-    engine = open_engine(tiny("llama"))
+    engine = open_either(tiny("llama"))
     engine.pool.buffer[:] = b"\xff" * len(engine.pool.buffer)
-    greedy = Sampling(temperature=0.0)
-    history = [5, 6, 7, 8] * 4
-    engine.step([Row(tokens=history[:15], start=0, blocks=[4])])
-    plain = Row(tokens=history[15:], start=15, blocks=[4], sample=greedy, history=history, prompt_len=16)
-    [first] = engine.step([plain])[0].sampled
+    greedy, size = Sampling(temperature=0.0), engine.spec.block_size
+    history = [5, 6, 7, 8] * (size // 4)
+    engine.step([Row(tokens=history[:-1], start=0, blocks=[4])])
+    last = Row(tokens=history[-1:], start=size - 1, blocks=[4], sample=greedy, history=history, prompt_len=size)
+    [first] = engine.step([last])[0].sampled
     wrong = [first.token_id ^ 1, 9, 10]
-    row = Row(tokens=history[15:], start=15, blocks=[4, 2], sample=greedy, history=history, prompt_len=16, drafts=wrong)
-    assert engine.step([row])[0].sampled == (first,)
-    size = engine.spec.block_bytes
-    block = torch.frombuffer(engine.pool.buffer[2 * size : 3 * size], dtype=torch.float32)
+    assert engine.step([replace(last, blocks=[4, 2], drafts=wrong)])[0].sampled == (first,)
+    block = torch.frombuffer(engine.pool.buffer, dtype=torch.float32).view(engine.spec.num_blocks, -1)[2]
     assert block.isfinite().all()
     longer = [*history, first.token_id]
-    again = Row(tokens=longer[16:], start=16, blocks=[4, 2], sample=greedy, history=longer, prompt_len=16)
+    again = Row(tokens=longer[size:], start=size, blocks=[4, 2], sample=greedy, history=longer, prompt_len=size)
     [after] = engine.step([again])[0].sampled
-    fresh = open_engine(tiny("llama"))
-    whole = Row(tokens=longer, start=0, blocks=[0, 1], sample=greedy, history=longer, prompt_len=16)
+    fresh = open_either(tiny("llama"))
+    whole = Row(tokens=longer, start=0, blocks=[0, 1], sample=greedy, history=longer, prompt_len=size)
     assert [after] == list(fresh.step([whole])[0].sampled)
 
 
@@ -186,10 +185,10 @@ def test_wrong_drafts_are_refused(drafts: list[int], is_asked: bool, problem: st
 
 
 def test_a_draft_completes_no_bad_word(
-    tiny: Tiny, open_engine: OpenEngine, serve: Serve, request_of: Any, make_prompt: MakePrompt
+    tiny: Tiny, open_either: OpenEngine, serve: Serve, request_of: Any, make_prompt: MakePrompt
 ) -> None:
     """The drafts are the tokens of the text without bans, so bad words often end within the drafts."""
-    engine, prompt = open_engine(tiny("llama")), make_prompt(20)
+    engine, prompt = open_either(tiny("llama")), make_prompt(20)
     for own in ({"temperature": 0.0}, {"temperature": 0.7, "seed": 5}):
         [free] = serve(engine, [request_of(prompt=prompt, sampling=Sampling(max_tokens=40, **own))])
         bad = tuple(tuple(free[at : at + size]) for at, size in ((2, 2), (6, 3), (11, 1), (15, 2), (20, 4), (30, 2)))

@@ -45,7 +45,7 @@ OracleOf = Callable[[Path], Oracle]
 def test_mixed_batches_match_transformers(
     name: str,
     tiny: Tiny,
-    open_engine: OpenEngine,
+    open_either: OpenEngine,
     serve: Serve,
     oracle_of: OracleOf,
     request_of: Any,
@@ -55,7 +55,7 @@ def test_mixed_batches_match_transformers(
     lengths = [1, 2, 16, 63, 150, 300] + ([700] if name in ("llama-llama3-rope", "mistral-window") else [])
     prompts = [make_prompt(length) for length in lengths]
     requests = [request_of(prompt=prompt, arrival=3 * index) for index, prompt in enumerate(prompts)]
-    got = serve(open_engine(folder), requests, chunk=48)
+    got = serve(open_either(folder), requests, chunk=48)
     assert [len(tokens) for tokens in got] == [64] * len(prompts)
     oracle_of(folder).assert_exact(prompts, got)
     assert sum(len(set(tokens)) > 16 for tokens in got) >= 4  # Random models may fall into loops, but most do not.
@@ -66,7 +66,7 @@ def test_mixed_batches_match_transformers(
 def test_every_logprob_matches_transformers(
     name: str,
     tiny: Tiny,
-    open_engine: OpenEngine,
+    open_either: OpenEngine,
     serve: Serve,
     oracle_of: OracleOf,
     request_of: Any,
@@ -76,7 +76,7 @@ def test_every_logprob_matches_transformers(
     asked = Sampling(temperature=2.0, seed=5, logprobs=3, max_tokens=40)
     lengths = (1, 30, 81, 260)
     requests = [request_of(prompt=make_prompt(length), sampling=asked, arrival=length % 7) for length in lengths]
-    serve(open_engine(tiny(name)), requests, chunk=31)
+    serve(open_either(tiny(name)), requests, chunk=31)
     for one in requests:
         assert len({out.token_id for out in one.outs}) > 16
         assert all(len(out.top) == 3 for out in one.outs)
@@ -84,12 +84,12 @@ def test_every_logprob_matches_transformers(
 
 
 def test_the_bundled_model_matches_transformers(
-    open_engine: OpenEngine, serve: Serve, oracle_of: OracleOf, request_of: Any
+    open_either: OpenEngine, serve: Serve, oracle_of: OracleOf, request_of: Any
 ) -> None:
     tokenizer = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
     texts = ["def fib(n):", "import os\n\nclass Path:", "    def __init__(self, name", "# Copyright\n\nimport sys\n"]
     prompts = [tokenizer.encode(text).ids for text in texts]
-    got = serve(open_engine(BUNDLED), [request_of(prompt=prompt) for prompt in prompts], chunk=5)
+    got = serve(open_either(BUNDLED), [request_of(prompt=prompt) for prompt in prompts], chunk=5)
     assert [len(tokens) for tokens in got] == [64] * len(prompts)
     oracle_of(BUNDLED).assert_exact(prompts, got)
 
@@ -110,7 +110,7 @@ def test_chunks_blocks_and_batches_change_nothing(
     name: str,
     other_size: int,
     tiny: Tiny,
-    open_engine: OpenEngine,
+    open_either: OpenEngine,
     serve: Serve,
     oracle_of: OracleOf,
     request_of: Any,
@@ -120,7 +120,7 @@ def test_chunks_blocks_and_batches_change_nothing(
     seeded = Sampling(temperature=0.8, top_p=0.9, seed=7, max_tokens=32)
     answers = []
     for block_size, chunk, company in ((16, 10_000, 0), (16, 1, 0), (other_size, 33, 3), (other_size, 199, 9)):
-        engine = open_engine(tiny(name), block_size=block_size, kv_blocks=6400 // block_size)
+        engine = open_either(tiny(name), block_size=block_size, kv_blocks=6400 // block_size)
         requests = [request_of(prompt=prompt, sampling=seeded), request_of(prompt=prompt)]
         requests += [request_of(prompt=make_prompt(20 * index + 1), arrival=index) for index in range(company)]
         answers.append(serve(engine, requests, chunk=chunk, seed=chunk)[:2])
@@ -131,9 +131,9 @@ def test_chunks_blocks_and_batches_change_nothing(
 
 @pytest.mark.parametrize("name", slow_except(["qwen3", "qwen3-moe", "gemma3"], "gemma3"))
 def test_another_engine_continues_from_copied_blocks(
-    name: str, tiny: Tiny, open_engine: OpenEngine, oracle_of: OracleOf, make_prompt: MakePrompt
+    name: str, tiny: Tiny, open_either: OpenEngine, oracle_of: OracleOf, make_prompt: MakePrompt
 ) -> None:
-    prefill, decode = open_engine(tiny(name)), open_engine(tiny(name))
+    prefill, decode = open_either(tiny(name)), open_either(tiny(name))
     prompt = make_prompt(75)
     source, target = [9, 3, 100, 8, 50], [1, 0, 2, 399, 7]
     [first] = prefill.step([row_of(prompt, 0, source, len(prompt))])[0].sampled
@@ -159,13 +159,13 @@ def row_of(history: list[int], start: int, blocks: list[int], prompt_len: int) -
 def test_old_contents_of_blocks_are_never_read(
     name: str,
     tiny: Tiny,
-    open_engine: OpenEngine,
+    open_either: OpenEngine,
     serve: Serve,
     oracle_of: OracleOf,
     request_of: Any,
     make_prompt: MakePrompt,
 ) -> None:
-    engine = open_engine(tiny(name))
+    engine = open_either(tiny(name))
     engine.pool.buffer[:] = b"\xff" * len(engine.pool.buffer)  # Every float is NaN.
     prompts = [make_prompt(length) for length in (5, 16, 40, 130)]
     requests = [request_of(prompt=prompt, arrival=index) for index, prompt in enumerate(prompts)]
@@ -189,10 +189,10 @@ def test_the_tail_of_a_new_block_is_cleared(tiny: Tiny, open_engine: OpenEngine)
     slow_except(["qwen2-window-by-layer", "qwen3-moe-renormalised", "mixtral-window", "gemma2", "gemma3"], "gemma3"),
 )
 def test_prefill_logprobs_equal_those_of_transformers(
-    name: str, tiny: Tiny, open_engine: OpenEngine, oracle_of: OracleOf, make_prompt: MakePrompt
+    name: str, tiny: Tiny, open_either: OpenEngine, oracle_of: OracleOf, make_prompt: MakePrompt
 ) -> None:
     prompt = make_prompt(90)
-    engine = open_engine(tiny(name))
+    engine = open_either(tiny(name))
     asked = Sampling(temperature=0.0, logprobs=20, repetition_penalty=1.3, min_tokens=1)
     row = Row(tokens=prompt, start=0, blocks=list(range(6)), sample=asked, history=prompt, prompt_len=90)
     [out] = engine.step([row])[0].sampled
@@ -203,12 +203,12 @@ def test_prefill_logprobs_equal_those_of_transformers(
 
 @pytest.mark.parametrize("name", slow_except(["qwen3", "gemma3"], "qwen3"))
 def test_bfloat16_is_as_close_to_float32_as_transformers(
-    name: str, tiny: Tiny, open_engine: OpenEngine, make_prompt: MakePrompt
+    name: str, tiny: Tiny, open_either: OpenEngine, make_prompt: MakePrompt
 ) -> None:
     """The roundings of both differ, but a factor that is rounded too early, or not at all, would show in the mean."""
     prompts = [make_prompt(length) for length in range(20, 60)]
     asked = Sampling(temperature=0.0, logprobs=20)
-    engine = open_engine(tiny(name), dtype="bfloat16")
+    engine = open_either(tiny(name), dtype="bfloat16")
     models = [
         transformers.AutoModelForCausalLM.from_pretrained(tiny(name), dtype=dtype)
         for dtype in (torch.float32, torch.bfloat16)
@@ -224,10 +224,10 @@ def test_bfloat16_is_as_close_to_float32_as_transformers(
     assert 0 < ours < 1.2 * theirs
 
 
-def test_bfloat16_stays_close_to_float32(tiny: Tiny, open_engine: OpenEngine, make_prompt: MakePrompt) -> None:
+def test_bfloat16_stays_close_to_float32(tiny: Tiny, open_either: OpenEngine, make_prompt: MakePrompt) -> None:
     prompt = make_prompt(60)
     asked = Sampling(temperature=0.0, logprobs=5)
     row = Row(tokens=prompt, start=0, blocks=list(range(4)), sample=asked, history=prompt, prompt_len=60)
-    [exact], [rounded] = (open_engine(BUNDLED, dtype=dtype).step([row])[0].sampled for dtype in ("float32", "bfloat16"))
+    [exact], [rounded] = (open_either(BUNDLED, dtype=dtype).step([row])[0].sampled for dtype in ("float32", "bfloat16"))
     assert dict(rounded.top).keys() & dict(exact.top).keys()
     assert rounded.top[0][1] == pytest.approx(exact.top[0][1], abs=0.3)

@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +106,8 @@ def write(engine: Engine, samplings: Sequence[Sampling], **settings: Any) -> lis
 
 
 @pytest.fixture(scope="module")
-def engine(open_engine: Callable[..., Engine]) -> Engine:
-    return open_engine(MODEL, kv_blocks=5000)
+def engine(open_either: Callable[..., Engine]) -> Engine:
+    return open_either(MODEL, kv_blocks=5000)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -139,20 +140,26 @@ def test_greedy_masked_tokens_match_transformers(
 ) -> None:
     [writer] = write(engine, [Sampling(temperature=0.0, max_tokens=num_tokens, grammar=grammar)])
     assert writer.is_over
-    oracle_of(MODEL).assert_exact([PROMPT], [writer.output], processors=[masked(engine, grammar)])
+    oracle_of(MODEL).assert_exact([PROMPT], [writer.output], processors=[Masked(grammar, engine.spec.vocab_size)])
 
 
-def masked(engine: Engine, grammar: Grammar) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The tokens that the grammar forbids after the output, by a separate matcher."""
-    compiler = Compiler(MODEL, engine.spec.vocab_size, (EOS,))
+@dataclass(frozen=True, slots=True)
+class Masked:
+    """Removes the tokens that the grammar forbids after the output, by a separate matcher."""
 
-    def process(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        matcher = compiler.compile(grammar)
+    grammar: Grammar
+    vocab_size: int
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        matcher = compiler(self.vocab_size).compile(self.grammar)
         assert matcher.consume_tokens(ids[0, len(PROMPT) :].tolist())
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
         return scores.masked_fill(torch.from_numpy(bits[: scores.shape[1]] == 0)[None], -torch.inf)
 
-    return process
+
+@cache
+def compiler(vocab_size: int) -> Compiler:
+    return Compiler(MODEL, vocab_size, (EOS,))
 
 
 def test_drafts_change_no_grammar_token(engine: Engine, oracle_of: Callable[[Path], Oracle]) -> None:
@@ -174,7 +181,7 @@ def test_drafts_change_no_grammar_token(engine: Engine, oracle_of: Callable[[Pat
         assert guessed.is_over
         outputs += [expected, guessed.output]
         asked += [sampling, sampling]
-    prompts, processors = [PROMPT] * len(outputs), [masked(engine, grammar)]
+    prompts, processors = [PROMPT] * len(outputs), [Masked(grammar, engine.spec.vocab_size)]
     oracle_of(MODEL).assert_exact(prompts, outputs, sampling=asked, processors=processors)
 
 

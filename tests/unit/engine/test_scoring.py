@@ -21,14 +21,14 @@ from tests.oracle import Oracle
 def test_scores_match_transformers(
     chunk: int,
     tiny: Callable[[str], Path],
-    open_engine: Callable[..., Engine],
+    open_either: Callable[..., Engine],
     make_prompt: Callable[..., list[int]],
     oracle_of: Callable[[Path], Oracle],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A second row decodes in the same steps. The vocabulary is projected for a few positions at a time."""
     folder = tiny("llama")
-    engine, prompt, other = open_engine(folder), make_prompt(40), make_prompt(5, seed=3)
+    engine, prompt, other = open_either(folder), make_prompt(40), make_prompt(5, seed=3)
     monkeypatch.setattr(torch_engine, "MAX_LOGITS", 3 * engine.spec.vocab_size)
     blocks, scored, sampled = [3, 1, 2], list[TokenOut](), list[TokenOut]()
     greedy = Sampling(temperature=0.0)
@@ -78,9 +78,9 @@ def test_few_positions_are_projected_at_once() -> None:
 
 
 def test_targets_are_checked_before_anything_is_written(
-    tiny: Callable[[str], Path], open_engine: Callable[..., Engine]
+    tiny: Callable[[str], Path], open_either: Callable[..., Engine]
 ) -> None:
-    engine = open_engine(tiny("llama"))
+    engine = open_either(tiny("llama"))
     for targets in ([1, 2, 3], [engine.spec.vocab_size]):
         with pytest.raises(InternalError):
             engine.step([Row(tokens=[1, 2], start=0, blocks=[0], targets=targets)])
