@@ -1,6 +1,7 @@
 """Compares our eager engine with transformers on a CUDA device: each family, float32 and bfloat16. Prints a table.
 
     python -m tests.gpu.check_engine [--device cuda] [--tokens 64] [--only llama,stdlib-5m] [--from CASE]
+    .venv-vllm/bin/python -m tests.gpu.check_engine --engine vllm [--device cuda] [--only llama] (check_vllm.py)
 
 Rules for the position at which two greedy texts first differ:
   trained model       each side's token is among the other's five likeliest (as in vLLM's tests)
@@ -49,10 +50,15 @@ class Outcome:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=("own", "vllm"), default="own")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", type=int, default=64)
     add_flags(parser, "models and dtypes")
     args = parser.parse_args()
+    if args.engine == "vllm":
+        from tests.gpu import check_vllm  # in vLLM's environment
+
+        return check_vllm.run(args)
     if args.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device: nothing was checked", file=sys.stderr)
         return 2

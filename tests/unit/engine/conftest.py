@@ -260,58 +260,58 @@ def oracle_of(is_vllm: bool) -> Callable[[Path], Oracle]:
     return cache(Oracle)
 
 
-@pytest.fixture(scope="session")
-def serve() -> Callable[..., list[list[int]]]:
+def serve_together(
+    engine: Engine,
+    requests: Sequence[Request],
+    *,
+    chunk: int = 10_000,
+    seed: int = 0,
+    guess: Callable[[Request], list[int]] = lambda one: [],
+) -> list[list[int]]:
     """Serves requests together: decode rows and prefill chunks mixed, blocks scattered. Returns their tokens.
 
     `guess` returns drafts for a request that decodes.
     """
-
-    def run(
-        engine: Engine,
-        requests: Sequence[Request],
-        *,
-        chunk: int = 10_000,
-        seed: int = 0,
-        guess: Callable[[Request], list[int]] = lambda one: [],
-    ) -> list[list[int]]:
-        free = list(range(engine.spec.num_blocks))
-        random.Random(seed).shuffle(free)
-        step = 0
-        while pending := [one for one in requests if len(one.outs) < one.sampling.max_tokens]:
-            rows, asking = [], []
-            for one in pending:
-                if one.arrival > step:
-                    continue
-                tokens = one.history[one.num_computed :][:chunk]
-                end = one.num_computed + len(tokens)
-                is_last = end == len(one.history)
-                room = one.sampling.max_tokens - len(one.outs) - 1
-                drafts = guess(one)[:room] if is_last and one.outs else []
-                while len(one.blocks) * engine.spec.block_size < end + len(drafts):
-                    one.blocks.append(free.pop())
-                rows.append(
-                    Row(
-                        tokens=tokens,
-                        start=one.num_computed,
-                        blocks=one.blocks,
-                        sample=one.sampling if is_last else None,
-                        history=one.history if is_last else (),
-                        prompt_len=len(one.prompt),
-                        drafts=drafts,
-                        adapter=one.adapter,
-                    )
+    free = list(range(engine.spec.num_blocks))
+    random.Random(seed).shuffle(free)
+    step = 0
+    while pending := [one for one in requests if len(one.outs) < one.sampling.max_tokens]:
+        rows, asking = [], []
+        for one in pending:
+            if one.arrival > step:
+                continue
+            tokens = one.history[one.num_computed :][:chunk]
+            end = one.num_computed + len(tokens)
+            is_last = end == len(one.history)
+            room = one.sampling.max_tokens - len(one.outs) - 1
+            drafts = guess(one)[:room] if is_last and one.outs else []
+            while len(one.blocks) * engine.spec.block_size < end + len(drafts):
+                one.blocks.append(free.pop())
+            rows.append(
+                Row(
+                    tokens=tokens,
+                    start=one.num_computed,
+                    blocks=one.blocks,
+                    sample=one.sampling if is_last else None,
+                    history=one.history if is_last else (),
+                    prompt_len=len(one.prompt),
+                    drafts=drafts,
+                    adapter=one.adapter,
                 )
-                asking.append(one)
-            for one, row, out in zip(asking, rows, engine.step(rows), strict=True):
-                assert bool(out.sampled) == (row.sample is not None)
-                assert len(out.sampled) <= 1 + len(row.drafts)
-                one.num_computed += len(row.tokens) + max(0, len(out.sampled) - 1)
-                one.outs += out.sampled
-            step += 1
-        return [[out.token_id for out in one.outs] for one in requests]
+            )
+            asking.append(one)
+        for one, row, out in zip(asking, rows, engine.step(rows), strict=True):
+            assert bool(out.sampled) == (row.sample is not None)
+            assert len(out.sampled) <= 1 + len(row.drafts)
+            one.num_computed += len(row.tokens) + max(0, len(out.sampled) - 1)
+            one.outs += out.sampled
+        step += 1
+    return [[out.token_id for out in one.outs] for one in requests]
 
-    return run
+
+@pytest.fixture(scope="session")
+def serve() -> Callable[..., list[list[int]]]:
+    return serve_together
 
 
 @pytest.fixture(scope="session")
