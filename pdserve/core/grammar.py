@@ -20,6 +20,15 @@ MAX_GRAMMAR_BYTES: Final = 65_536
 MAX_CHOICES: Final = 4096
 
 
+def is_older_library(version: str) -> bool:
+    """Whether an llguidance of this version is known to follow some schemas wrongly (`pdserve.structured.supported`).
+    Empty: there is none, or its worker did not say."""
+    numbers = version.split(".")[:2]
+    if not all(one.isascii() and one.isdigit() and len(one) < 9 for one in numbers):
+        return False
+    return tuple(map(int, numbers)) < (1, 9)
+
+
 class GrammarKind(Enum):
     """The values are the names of the request's fields."""
 

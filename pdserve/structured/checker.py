@@ -1,8 +1,8 @@
 """A process that decides whether a grammar is admitted (pdserve/isolated/process.py starts it).
 
 Its first message is {"model", "vocab_size", "eos"}, answered by {"failed": reason or null}. Each further one is
-{"kind", "text"}, answered by {"rejected": reason or null}. Each grammar is compiled in a process of its own, because a
-few schemas ("multipleOf": 999983) make the compiler run for seconds and take hundreds of MiB.
+{"kind", "text", "for_older"}, answered by {"rejected": reason or null}. Each grammar is compiled in a process of its
+own, because a few schemas ("multipleOf": 999983) make the compiler run for seconds and take hundreds of MiB.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ def main() -> int:
     child.send({"failed": None})
 
     def answer(asked: dict[str, Any]) -> dict[str, Any]:
-        return {"rejected": reason_against(compiler, Grammar(GrammarKind(asked["kind"]), asked["text"]))}
+        grammar = Grammar(GrammarKind(asked["kind"]), asked["text"])
+        return {"rejected": reason_against(compiler, grammar, for_older=asked["for_older"])}
 
     child.serve(answer, MEMORY_BYTES, is_reused=False)
     return 0
@@ -131,11 +132,11 @@ def _warm_up(compiler: Compiler) -> None:
     compiler.compile(Grammar(GrammarKind.JSON_OBJECT)).compute_bitmask()
 
 
-def reason_against(compiler: Compiler, grammar: Grammar) -> str | None:
-    """Why `grammar` is rejected; None if it is admitted."""
+def reason_against(compiler: Compiler, grammar: Grammar, *, for_older: bool = False) -> str | None:
+    """Why `grammar` is rejected; None if it is admitted. `for_older`: some worker has an older library."""
     until_s = time.process_time() + MAX_COMPILE_S
     try:
-        probe(grammar, compiler.compile(grammar), until_s)
+        probe(grammar, compiler.compile(grammar, for_older=for_older), until_s)
         if grammar.kind is GrammarKind.JSON_SCHEMA and is_endless(schema_of(grammar)):
             return "Unsatisfiable schema: it requires itself, so that no document ends"
     except InvalidRequest as error:

@@ -17,14 +17,14 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from pdserve.bounded_file import MAX_TOKENIZER_BYTES, read_json_object
 from pdserve.core.errors import InvalidRequest, ModelError, shortened
-from pdserve.core.grammar import Grammar, GrammarKind
+from pdserve.core.grammar import Grammar, GrammarKind, is_older_library
 from pdserve.structured.supported import supported
 from pdserve.tokenizer_json import added_tokens, is_linear, is_rust_error, vocabulary, with_known_parts
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-_IS_OLDER: Final = tuple(map(int, version("llguidance").split(".")[:2])) < (1, 9)  # in the environment of vLLM
+_IS_OLDER: Final = is_older_library(version("llguidance"))  # in the environment of vLLM
 NO_DOCUMENT: Final = "no document meets it"
 NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 # At most one space after a comma or a colon, and no other whitespace, in which a weak model could loop.
@@ -76,10 +76,11 @@ class Compiler:
         """Words of 32 tokens in a mask."""
         return -(-self._tokenizer.vocab_size // 32)
 
-    def compile(self, grammar: Grammar) -> LLMatcher:
-        """A matcher at the start of the document. Raises InvalidRequest with the reason."""
+    def compile(self, grammar: Grammar, *, for_older: bool = False) -> LLMatcher:
+        """A matcher at the start of the document. Raises InvalidRequest with the reason. `for_older`: also if a worker
+        with an older library would refuse the grammar."""
         try:
-            source = _source(grammar)
+            source = _source(grammar, for_older=for_older)
             matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
         except (ValueError, RecursionError) as error:
             raise refused(grammar, str(error)) from None
@@ -101,10 +102,10 @@ def why_stuck(matcher: LLMatcher) -> str:
     return NO_DOCUMENT if reason in ("", "NoExtension", "NoExtensionBias") else reason
 
 
-def _source(grammar: Grammar) -> str:
+def _source(grammar: Grammar, *, for_older: bool) -> str:
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            return LLMatcher.grammar_from_json_schema(schema_of(grammar), overrides=_JSON)
+            return LLMatcher.grammar_from_json_schema(schema_of(grammar, for_older=for_older), overrides=_JSON)
         case GrammarKind.JSON_OBJECT:
             return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_JSON)
         case GrammarKind.REGEX:
@@ -114,10 +115,10 @@ def _source(grammar: Grammar) -> str:
             strings = " | ".join(json.dumps(one, ensure_ascii=False) for one in grammar.choices())
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {strings}")
         case GrammarKind.LARK:
-            return LLMatcher.grammar_from_lark(_with_json_options(grammar.text))
+            return LLMatcher.grammar_from_lark(_with_json_options(grammar.text, for_older=for_older))
 
 
-def _with_json_options(lark: str) -> str:
+def _with_json_options(lark: str, *, for_older: bool) -> str:
     """Schemas within a Lark grammar obey the rules of a JSON_SCHEMA, unless they have options of their own. Raises
     ValueError or RecursionError with the reason."""
     found, end = "", 0
@@ -129,13 +130,13 @@ def _with_json_options(lark: str) -> str:
         except (ValueError, RecursionError):
             continue  # llguidance says why
         if _PER_GRAMMAR not in schema:
-            schema = {**_supported(schema), _PER_GRAMMAR: _JSON}
+            schema = {**_supported(schema, for_older=for_older), _PER_GRAMMAR: _JSON}
         found += lark[end : mark.end()] + json.dumps(schema)
         end = stop
     return found + lark[end:]
 
 
-def schema_of(grammar: Grammar) -> dict[str, Any]:
+def schema_of(grammar: Grammar, *, for_older: bool = False) -> dict[str, Any]:
     """Of a JSON_SCHEMA. Raises ValueError or RecursionError with the reason."""
     try:
         schema = json.loads(grammar.text)
@@ -149,11 +150,11 @@ def schema_of(grammar: Grammar) -> dict[str, Any]:
         raise ValueError("a schema is a JSON object, true or false")
     if _PER_GRAMMAR in schema:
         raise ValueError(f'Unimplemented keys: ["{_PER_GRAMMAR}"]')
-    return _supported(schema)
+    return _supported(schema, for_older=for_older)
 
 
-def _supported(schema: dict[str, Any]) -> dict[str, Any]:
-    return supported(schema, has_older_compiler=_IS_OLDER)
+def _supported(schema: dict[str, Any], *, for_older: bool) -> dict[str, Any]:
+    return supported(schema, has_older_compiler=_IS_OLDER or for_older)
 
 
 def _tokenizer_text(model: Path, vocab_size: int) -> tuple[dict[str, Any], int]:

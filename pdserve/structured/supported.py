@@ -400,14 +400,14 @@ def _multiples(node: dict[str, Any], path: Path) -> None:
     """An older compiler finds no negative multiple."""
     least = [node[name] for name in ("minimum", "exclusiveMinimum") if _is_number(node.get(name))]
     if "multipleOf" in node and max(least, default=-1) < 0:
-        _refuse("multipleOf", path, 'this worker\'s llguidance, before 1.9, needs a "minimum" of at least 0 beside it')
+        _refuse("multipleOf", path, 'a worker\'s llguidance, before 1.9, needs a "minimum" of at least 0 beside it')
 
 
 def _free_names(node: dict[str, Any], path: Path) -> None:
     """An older compiler lets a free name spell a listed one with an escape, so that it has two values."""
     for keyword in ("patternProperties", "additionalProperties"):
         if node.get(keyword) and node.get("properties"):
-            why = 'this worker\'s llguidance, before 1.9, tells no free name from those in "properties"; '
+            why = 'a worker\'s llguidance, before 1.9, tells no free name from those in "properties"; '
             _refuse(keyword, path, why + 'put "additionalProperties": false')
 
 

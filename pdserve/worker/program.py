@@ -11,8 +11,10 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar, assert_never
 
@@ -200,6 +202,7 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
             hash_seed=limits.hash_seed,
             reads_batches=True,
             version=FULL_VERSION,
+            grammar_library=_grammar_library(),
             adapters=None if self.adapters.report is None else ADAPTERS.encode(self.adapters.report),
         )
 
@@ -454,3 +457,10 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
 
 #: For the host, which runs a program of either role, and sees neither its steps nor its effects.
 AnyProgram: TypeAlias = RoleProgram[Any, Any, Any]
+
+
+def _grammar_library() -> str:
+    """The version of this environment's llguidance, with which the engine follows grammars; empty without it."""
+    with suppress(PackageNotFoundError):
+        return version("llguidance")
+    return ""

@@ -300,7 +300,8 @@ class GrammarCheck:
         """Raises InvalidRequest with the reason, and Overloaded if too many grammars wait."""
         if self._model is None:
             raise InvalidRequest(grammar.field, "a grammar", "no grammar: this model does not support them")
-        key = hashlib.sha256(f"{grammar.kind.value}:{grammar.text}".encode()).digest()
+        name = f"{grammar.kind.value}:{model.has_older_grammars:d}:{grammar.text}"
+        key = hashlib.sha256(name.encode()).digest()
         if key in self._reasons:
             self._reasons.move_to_end(key)
             reason = self._reasons[key]
@@ -332,7 +333,7 @@ class GrammarCheck:
 
     async def _reason(self, grammar: Grammar, model: ModelFacts, client: ClientKey) -> str | None:
         load = {"model": str(self._model), "vocab_size": model.vocab_size, "eos": list(model.eos_token_ids)}
-        message = {"kind": grammar.kind.value, "text": grammar.text}
+        message = {"kind": grammar.kind.value, "text": grammar.text, "for_older": model.has_older_grammars}
         try:
             answer = await self.children.ask(load, message, len(grammar.text), client)
         except LoadFailed as error:

@@ -20,6 +20,7 @@ class ModelFacts:
     block_size: int
     hash_seed: bytes
     fingerprint: Fingerprint
+    has_older_grammars: bool = False  # some worker has an older library of grammars
     aliases: tuple[str, ...] = ()  # further names for callers
 
     @property

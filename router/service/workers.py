@@ -17,6 +17,7 @@ from typing import Final, final
 from pdserve.build import FULL_VERSION
 from pdserve.core.access.proof import Identity
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable, shortened
+from pdserve.core.grammar import is_older_library
 from pdserve.core.installation import MAX_CHARS, is_compatible, mismatch
 from pdserve.core.kv.blocks import CacheChange
 from pdserve.core.kv.hashing import HASH_BYTES
@@ -123,6 +124,7 @@ _HELLO: Final = Codec(
         "reads_batches",
         "version",
         "adapters",
+        "grammar_library",
     ),
 )
 
@@ -181,6 +183,7 @@ class Workers:
         self._forgetting: dict[str, asyncio.TimerHandle] = {}  # of unregistered workers without a stream
         self._is_closing = False
         self._contexts: dict[str, int] = {}  # maximum sequence length of each attached decode worker
+        self._older_grammars: set[str] = set()  # attached workers with an older library of grammars
         self.model: ModelFacts | None = None
         self.links = KvLinks()
         self.logs = WorkerLogs(self.send)
@@ -267,6 +270,9 @@ class Workers:
         if event.role is Role.DECODE:
             self._contexts[hello.worker_id] = hello.max_context_tokens
             self._set_context()
+        if is_older_library(hello.grammar_library):
+            self._older_grammars.add(hello.worker_id)
+        self._set_grammars()
         extra = {"worker_id": hello.worker_id, "role": event.role.value, "endpoint": stream.endpoint}
         extra["version"] = version
         self._outages.recovered(hello.worker_id, **extra)
@@ -370,6 +376,11 @@ class Workers:
         if self.model is not None and self._contexts:
             self.model = replace(self.model, max_context_tokens=max(self._contexts.values()))
 
+    def _set_grammars(self) -> None:
+        """A request with a grammar may go to any worker, so all must follow it."""
+        if self.model is not None:
+            self.model = replace(self.model, has_older_grammars=bool(self._older_grammars))
+
     def _forget_unregistered(self, worker_id: str) -> None:
         """Forgets a worker whose stream did not come back, unless it has registered again."""
         del self._forgetting[worker_id]
@@ -382,6 +393,8 @@ class Workers:
         self._roles.pop(stream.worker_id, None)
         self.links.forget(stream.worker_id)
         self.adapters.lost(stream.worker_id)
+        self._older_grammars.discard(stream.worker_id)
+        self._set_grammars()
         if self._contexts.pop(stream.worker_id, None) is not None:
             self._set_context()
         if self._index is not None:

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,19 @@ async def test_a_busy_compiler_can_be_retried() -> None:
         await check.check(fine, MODEL)
     finally:
         await check.close()
+
+
+async def test_a_grammar_that_an_older_worker_refuses_is_rejected_while_it_is_there(check: GrammarCheck) -> None:
+    """vLLM's environment has an older llguidance than the router's. The answer for other clusters is not reused."""
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"type": "integer", "multipleOf": 5}))
+    lark = Grammar(GrammarKind.LARK, 'start: %json {"type": "integer", "multipleOf": 5}')
+    older = replace(MODEL, has_older_grammars=True)
+    await check.check(grammar, MODEL)
+    for one in (grammar, lark):
+        assert 'a worker\'s llguidance, before 1.9, needs a "minimum"' in await refusal(check, one, older)
+    await check.check(GOOD, older)
+    await check.check(grammar, MODEL)
+    await check.check(lark, MODEL)
 
 
 async def test_a_slow_grammar_is_ended_and_cached() -> None:

@@ -19,11 +19,13 @@ from pdserve.prefix.embedded import EmbeddedRedis
 from pdserve.prefix.index import PrefixIndex
 from pdserve.v1 import worker_pb2
 from router.service.program import make_router
+from router.service.worker_stream import WorkerStream
 from router.service.workers import Workers
 from router.state.interface import Event, WorkerConnected, WorkerForgotten, WorkerLost
 from tests.support.cluster_secret import ROUTER, TEXT
 from tests.unit.router_io.conftest import until
 from tests.unit.router_io.processes import Program, Start, spawn
+from tests.unit.test_outage_log import hello
 
 
 class Log:
@@ -67,6 +69,24 @@ async def test_an_attached_worker_outlives_its_registration(
     assert (workers.roles, log.lines) == ({"d0": Role.DECODE}, ["WorkerConnected d0", "WorkerForgotten d1"])
     workers.register({"d0": decode.address})
     assert workers.num_unregistered == 0
+
+
+async def test_the_oldest_library_of_grammars_counts_while_its_worker_is_there(
+    make: Callable[..., tuple[Workers, Log]],
+) -> None:
+    workers, _ = make()
+    found = []
+    for name, library in (("d0", "1.9.2"), ("d1", ""), ("d2", "1.7.6"), ("d3", "2.0.dev0"), ("d2", "1.9.0")):
+        former = workers._attached.get(name)
+        if former is not None:
+            workers.detached(former, "it is updated")
+        stream = WorkerStream("127.0.0.1:1", worker_pb2.RouterHello, workers, ROUTER)
+        message = hello(name, len(found), version=FULL_VERSION, grammar_library=library)
+        assert workers.attached(stream, message) is None
+        stream.worker_id = name
+        assert workers.model is not None
+        found.append(workers.model.has_older_grammars)
+    assert found == [False, False, True, True, False]
 
 
 async def test_an_unregistered_worker_is_forgotten_after_its_stream(
