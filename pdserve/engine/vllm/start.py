@@ -115,7 +115,7 @@ def open_rank(config: WorkerConfig, role: Role, place: Place) -> VllmEngine:
     _prepare_process()
     importing(1, 1)
     stored = 0 if checkpoint is None else sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
-    with start_turn(is_gpu=is_gpu):
+    with start_turn(is_gpu=is_gpu, rank=place.shard.rank):
         worker = open_worker(config, vllm_config, folder, installed, place, stored)
         try:
             adapters = AdapterSlots(config, worker.model_runner, is_gpu=is_gpu) if config.serves_adapters else None
@@ -531,10 +531,12 @@ def device_memory(worker: Any, pool: VllmPool, unit: PoolUnit, share: float) -> 
 
 
 @contextlib.contextmanager
-def start_turn(*, is_gpu: bool) -> Iterator[None]:
+def start_turn(*, is_gpu: bool, rank: int) -> Iterator[None]:
     """One worker of a GPU at a time, for as long as it loads and measures: vLLM takes for its own all memory that the
-    GPU loses in the meantime. Goes on after a while, because a start that takes too long is ended."""
-    if not is_gpu:
+    GPU loses in the meantime. Goes on after a while, because a start that takes too long is ended.
+
+    Rank 0 takes the turn for all ranks of its worker, which wait for each other while they load."""
+    if not is_gpu or rank > 0:
         yield
         return
     from vllm.platforms import current_platform

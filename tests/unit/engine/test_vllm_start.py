@@ -17,6 +17,7 @@ from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError
 from pdserve.engine.memory.plan import MemoryPlan, PoolUnit
 from pdserve.engine.vllm import start
+from pdserve.engine.vllm.groups import Place
 from pdserve.engine.vllm.pool import VllmPool, choose_layout
 
 GIB = 2**30
@@ -55,7 +56,7 @@ def test_a_platform_without_a_gpu_is_named() -> None:
 def test_a_device_that_vllm_cannot_use_is_an_error_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     class Worker:
         def __init__(self, **options: Any) -> None:
-            assert (options["distributed_init_method"], options["rank"]) == ("rank:0", 0)
+            assert options["distributed_init_method"] == "meeting"
 
         def init_device(self) -> None:
             raise ValueError("Free memory on device cuda:0 (1.0/79.2 GiB) on startup is less than desired\nand more")
@@ -75,10 +76,10 @@ def test_a_device_that_vllm_cannot_use_is_an_error_with_its_reason(monkeypatch: 
             "vllm.distributed": {"cleanup_dist_env_and_memory": lambda: None},
         },
     )
-    monkeypatch.setattr(start, "groups_of", lambda *args: nullcontext("rank:0"))
+    monkeypatch.setattr(start, "groups_of", lambda *args: nullcontext("meeting"))
     settings: Any = SimpleNamespace(parallel_config=SimpleNamespace(worker_cls="x"))
     with pytest.raises(ConfigError) as caught:
-        start.open_worker(config(gpu_memory_share=0.5), settings, Path("m"), "0.32.0", start.Place(), 1)
+        start.open_worker(config(gpu_memory_share=0.5), settings, Path("m"), "0.32.0", Place(), 1)
     assert caught.value.field == "device"
     assert "gpu_memory_share 0.5" in str(caught.value)
     assert "Free memory on device cuda:0 (1.0/79.2 GiB) on startup is less than desired" in str(caught.value)
@@ -89,21 +90,24 @@ def test_workers_of_a_gpu_start_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_pat
     platform = SimpleNamespace(get_device_uuid=lambda: "GPU-1")
     provide(monkeypatch, {"vllm": {}, "vllm.platforms": {"current_platform": platform}})
     monkeypatch.setattr(start.tempfile, "gettempdir", lambda: str(tmp_path))
-    with start.start_turn(is_gpu=True):
+    with start.start_turn(is_gpu=True, rank=0):
         [path] = tmp_path.iterdir()
         other = os.open(path, os.O_RDWR)  # as another worker's
         with pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        monkeypatch.setattr(start, "_TURN_S", 60.0)
+        with start.start_turn(is_gpu=True, rank=1):
+            pass  # rank 0 of its worker has the turn
         platform.get_device_uuid = lambda: "GPU-2"
-        with start.start_turn(is_gpu=True):
+        with start.start_turn(is_gpu=True, rank=0):
             assert len(list(tmp_path.iterdir())) == 2
     fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     platform.get_device_uuid = lambda: "GPU-1"
     monkeypatch.setattr(start, "_TURN_S", 0.0)
-    with start.start_turn(is_gpu=True):
+    with start.start_turn(is_gpu=True, rank=0):
         pass  # it does not wait longer
     os.close(other)
-    with start.start_turn(is_gpu=False):
+    with start.start_turn(is_gpu=False, rank=0):
         pass
 
 
