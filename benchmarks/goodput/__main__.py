@@ -36,7 +36,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.goodput.load import MIXED, Lengths
-from benchmarks.goodput.run import VLLM, Cell, Contender, Course, add_simulated, attained, run
+from benchmarks.goodput.run import Cell, Contender, Course, add_simulated, attained, run
+from benchmarks.goodput.vllm_server import VLLM
 from benchmarks.harness import table_head, table_row
 from benchmarks.openloop import percentile
 from pdserve.core.cost.step_rule import LONGEST_GAP

