@@ -95,9 +95,10 @@ def test_workers_of_a_gpu_start_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_pat
         other = os.open(path, os.O_RDWR)  # as another worker's
         with pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        monkeypatch.setattr(start, "_TURN_S", 60.0)
-        with start.start_turn(is_gpu=True, rank=1):
-            pass  # rank 0 of its worker has the turn
+        with monkeypatch.context() as within:
+            within.setattr(start, "fcntl", None)
+            with start.start_turn(is_gpu=True, rank=1):
+                pass  # rank 0 of its worker has the turn
         platform.get_device_uuid = lambda: "GPU-2"
         with start.start_turn(is_gpu=True, rank=0):
             assert len(list(tmp_path.iterdir())) == 2
