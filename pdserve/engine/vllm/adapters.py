@@ -8,7 +8,7 @@ beside the model's weights. An adapter is loaded from tensors that we have read 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, Final, final, get_args
@@ -23,6 +23,7 @@ from pdserve.engine.adapters import WEIGHTS, AdaptedModule, AdapterWeights, Load
 
 _DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _WARM: Final = "warm"  # no fingerprint
+_ABSORBED: Final = ".kv_b_proj"
 
 
 # --- before weights are read ----------------------------------------------------------------------------------
@@ -92,9 +93,8 @@ class AdapterSlots:
         self._requests: dict[str, Any] = {}
         self._numbers = count(1)  # vLLM's names of adapters: each load has a new one
         self._sizes = dict(_module_sizes(self._manager))
-        if not is_gpu:
-            for wrapper in self._manager.punica_wrapper_mapping.values():
-                _GroupedProducts(wrapper)
+        wrappers = () if is_gpu else self._manager.punica_wrapper_mapping.values()
+        self._products = [_GroupedProducts(one) for one in wrappers]
 
     def __contains__(self, fingerprint: object) -> bool:
         return fingerprint in self._requests
@@ -136,13 +136,17 @@ class AdapterSlots:
 
     @contextmanager
     def warm(self) -> Iterator[str]:
-        """An adapter of zeros, which compiles what adapters need."""
+        """An adapter of zeros on all layers, which compiles what adapters need. On a CPU, layers whose products the
+        model's code then did not ask for take no adapters."""
         self._requests[_WARM] = request = self._new_request(_WARM)
         self._runner.lora_manager.add_dummy_lora(request, 1)
         try:
             yield _WARM
         finally:
             self.unload(_WARM)
+        if self._products:
+            called = frozenset().union(*(one.called for one in self._products))
+            self._sizes = dict(_module_sizes(self._manager, lambda layer: layer.lora_a_stacked[0].data_ptr() in called))
 
     def _new_request(self, name: str) -> Any:
         from vllm.lora.request import LoRARequest
@@ -180,12 +184,17 @@ class AdapterSlots:
         return str(mapper.get_rename_mapper()._map_name(name + suffix) or "").removesuffix(suffix)
 
 
-def _module_sizes(manager: Any) -> Iterator[tuple[str, tuple[int, int]]]:
+def _module_sizes(
+    manager: Any, is_computed: Callable[[Any], bool] = lambda layer: True
+) -> Iterator[tuple[str, tuple[int, int]]]:
     """Inputs and outputs of each linear layer that takes an adapter, under the names of checkpoints where vLLM has
-    joined several. Experts are not among them."""
+    joined several. Experts are not among them, and neither is a matrix that MLA multiplies into others when weights
+    are read."""
     for name, module in manager.modules.items():
+        if name.endswith(_ABSORBED) or not hasattr(module, "output_slices") or not is_computed(module):
+            continue
         parts = manager.packed_modules.get(name, [name])
-        slices = getattr(module, "output_slices", ())
+        slices = module.output_slices
         if len(parts) == 1:
             slices = (sum(slices),)
         if len(parts) == len(slices) and all(slices):
@@ -205,6 +214,7 @@ class _GroupedProducts:
         self._update = wrapper.update_metadata
         self._groups: list[tuple[int, slice | Tensor]] = []  # slot, and its tokens
         self._wrapper = wrapper
+        self.called: set[int] = set()  # where the matrices of the layers lie that have been computed
         wrapper.update_metadata = self.update_metadata
         wrapper.add_lora_linear = self.add_lora_linear
 
@@ -228,16 +238,14 @@ class _GroupedProducts:
     ) -> None:
         """`sizes`: outputs of each of the joined layers."""
         assert scale == 1.0
+        self.called.add(a_S1RK[0].data_ptr())
         for slot, index in self._groups:
             x_K = x_TK[index].float()
             begin = 0
             for a, b, size in zip(a_S1RK, b_S1NR, sizes, strict=True):
                 added = x_K @ a[slot, 0].float().T @ b[slot, 0].float().T
                 y = y_TN[:, begin : begin + size]
-                if isinstance(index, slice):
-                    y[index] += added
-                else:
-                    y.index_add_(0, index, added.to(y.dtype))
+                y[index] += added  # rounded once
                 begin += size
 
 
