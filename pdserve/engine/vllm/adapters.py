@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pdserve.config import WorkerConfig
 from pdserve.core.adapters import Adapter, AdapterLimits
-from pdserve.core.errors import ConfigError, ModelError
+from pdserve.core.errors import ModelError
 from pdserve.engine.adapters import WEIGHTS, AdaptedModule, AdapterWeights, LoadedAdapters, read_weights
 
 _DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -45,14 +45,12 @@ def lora_args(config: WorkerConfig) -> dict[str, Any]:
 
 
 def check_adapters(config: WorkerConfig, model: Any, *, is_gpu: bool) -> None:
-    """Raises ConfigError and ModelError if no adapter could be computed."""
+    """Raises ModelError if no adapter could be computed."""
     if not config.serves_adapters:
         return
     from vllm.model_executor.model_loader.utils import get_model_cls
     from vllm.model_executor.models import supports_lora
 
-    if config.tensor_parallel > 1:
-        raise ConfigError("tensor_parallel", config.tensor_parallel, "1 with LoRA adapters")
     name, without = " ".join(model.architectures), "without worker.lora and worker.lora_folders it is served"
     if not supports_lora(get_model_cls(model)):
         raise ModelError("architectures", name, f"a model for which vLLM computes LoRA adapters; {without}")
