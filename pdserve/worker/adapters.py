@@ -29,6 +29,7 @@ from pdserve.engine.interface import AdapterEngine, Engine
 log = logging.getLogger(__name__)
 
 MAX_LOADS: Final = 8  # that wait, beside the one that is read
+MAX_FOLDER_CHARS: Final = 4096
 MAX_UNLOADED: Final = 64  # unloaded names that are remembered
 # For requests that routers had accepted before a name got other weights, and have not placed yet.
 KEEP_S: Final = 10.0
@@ -107,6 +108,7 @@ class WorkerAdapters:
     # -- commands of routers --------------------------------------------------------------------------------------
 
     def handle(self, session: int, command: pr.AdapterCommand) -> None:
+        """Raises InvalidRequest."""
         match command:
             case pr.LoadAdapter():
                 self._ask(_Load(session, command))
@@ -216,6 +218,13 @@ class WorkerAdapters:
     # -- names ----------------------------------------------------------------------------------------------------
 
     def _set(self, named: pr.NamedAdapter) -> None:
+        """Raises InvalidRequest."""
+        try:
+            check_adapter_name(named.name, "set_adapter.name")
+        except ConfigError as error:
+            raise InvalidRequest(error.field, error.seen, error.expected) from None
+        if len(named.folder) > MAX_FOLDER_CHARS:
+            raise InvalidRequest("set_adapter.folder", f"{len(named.folder)} characters", f"at most {MAX_FOLDER_CHARS}")
         former = self._named.get(named.name)
         is_newer = former is None or named.precedence > former.precedence
         if is_newer and (not named.fingerprint or named.fingerprint in self._uses_of):

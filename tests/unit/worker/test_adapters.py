@@ -219,6 +219,16 @@ async def test_only_the_last_unloaded_names_are_remembered(start: Any, attach: A
     assert [one.name for one in spoken(router, Role.DECODE).named] == [f"n{number}" for number in range(3, 67)]
 
 
+async def test_a_name_that_no_router_should_send_is_dropped(start: Any, attach: Any) -> None:
+    router = await attach(start(Role.DECODE))
+    for name in ("", "x" * 257, "a b"):
+        await tell(router, Role.DECODE, pr.NamedAdapter(name=name, version=1))
+    await tell(router, Role.DECODE, pr.NamedAdapter(name="long", version=1, folder="/" * 5000))
+    await unload(router, Role.DECODE, "last", 1)
+    await router.wait_for(lambda: spoken(router, Role.DECODE).named)
+    assert [one.name for one in spoken(router, Role.DECODE).named] == ["last"]
+
+
 async def test_loads_that_wait_are_bounded(
     start: Any, attach: Any, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
