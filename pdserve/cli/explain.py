@@ -117,6 +117,8 @@ def _facts(one: Explanation) -> str:
     facts = [f"{one.prompt_tokens} prompt tokens"]
     if one.attempt:
         facts.append(f"attempt {one.attempt}" + (", resumed" if one.is_resumed else ""))
+    if one.adapter:
+        facts.append(f"adapter {one.adapter}")
     if one.tenant:
         facts.append(f"tenant {one.tenant}")
     if one.priority:

@@ -39,6 +39,7 @@ def commands() -> dict[str, Command]:
         "top": operate.TOP,
         "drain": operate.DRAIN,
         "undrain": operate.UNDRAIN,
+        "lora": operate.LORA,
         "explain": of(explain),
         "replay": of(replay_command),
         "play": of(play),

@@ -1,4 +1,4 @@
-"""`pdserve topology`, `top`, `drain` and `undrain`: a running cluster as its operator sees it."""
+"""`pdserve topology`, `top`, `drain`, `undrain` and `lora`: a running cluster as its operator sees it."""
 
 from __future__ import annotations
 
@@ -124,3 +124,32 @@ DRAIN: Final = Command(
     _drain,
 )
 UNDRAIN: Final = Command("send new requests to a drained worker again", _add_worker_flags, _undrain)
+
+# --- LoRA adapters --------------------------------------------------------------------------------------------
+
+
+def _add_lora_flags(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    listing = actions.add_parser("list", help="print the names that requests may choose as their model")
+    load = actions.add_parser("load", help="load an adapter on all workers, or replace the one of this name")
+    unload = actions.add_parser("unload", help="offer the adapter to no new request")
+    for one in (load, unload):
+        one.add_argument("name", metavar="NAME", help="the model of requests that choose the adapter")
+    load.add_argument("folder", metavar="FOLDER", help="on the workers, below one of their lora_folders")
+    for one in (listing, load, unload):
+        add_target_flags(one)
+
+
+def _lora(args: argparse.Namespace) -> int:
+    with connect(args) as client:
+        if args.action == "load":
+            print(f"all workers serve {args.name}, fingerprint {client.load_adapter(args.name, args.folder)}")
+        elif args.action == "unload":
+            client.unload_adapter(args.name)
+            print(f"{args.name} gets no new requests")
+        else:
+            print("\n".join(client.model().adapters) or "no adapters")
+    return 0
+
+
+LORA: Final = Command("list, load and unload LoRA adapters", _add_lora_flags, _lora)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from pdserve import Client
+from pdserve.cli.main import main
 from pdserve.core.access.key_file import key_hash, make_key
 from pdserve.core.adapters import AdapterLimits
 from pdserve.core.errors import InvalidRequest, PdserveError, PermissionDenied, Unauthenticated, UnknownModel
@@ -237,6 +238,22 @@ def test_a_worker_alone_does_not_bring_an_unloaded_name_back(folders: Path) -> N
         assert generate(client) == expected(None)
         client.load_adapter("a", str(folders / "b"))
         assert generate(client, "a") == expected(folders / "b")
+
+
+def test_the_command_line_lists_loads_and_unloads(
+    cluster: Cluster, client: Client, folders: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = ("--target", cluster.address)
+    assert main(["lora", "load", "hot", str(folders / "c"), *target]) == 0
+    assert capsys.readouterr().out == f"all workers serve hot, fingerprint {fingerprint(folders / 'c')}\n"
+    assert main(["lora", "list", *target]) == 0
+    assert capsys.readouterr().out == "a\nb\nhot\n"
+    assert client.generate(PROMPT, max_tokens=2, temperature=0, model="hot", request_id="r").token_ids
+    assert main(["explain", "r", *target]) == 0
+    assert "adapter hot" in capsys.readouterr().out
+    assert main(["lora", "unload", "hot", *target]) == 0
+    assert main(["lora", "unload", "hot", *target]) == 1
+    assert "pdserve lora: error: the model 'hot' does not exist" in capsys.readouterr().err
 
 
 # -- who may load what -----------------------------------------------------------------------------------------
