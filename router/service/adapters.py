@@ -67,7 +67,7 @@ class ClusterAdapters:
         self._entries: Mapping[str, NamedAdapter] = {}
         self._unloaded: dict[str, NamedAdapter] = {}  # by this router
         self._asked: dict[Key, asyncio.Future[AdapterLoaded]] = {}
-        #: By worker, the precedence that it was last given of each name, so that no load is repeated.
+        #: By worker, the largest precedence of each name that it had or was given, so that none is given twice.
         self._given: dict[str, dict[str, tuple[int, str]]] = {}
         self._spreading: dict[str, NamedAdapter] = {}  # by worker, what it loads to catch up with the others
         self._changed = asyncio.Event()
@@ -90,6 +90,10 @@ class ClusterAdapters:
     def reported(self, worker_id: str, report: Adapters | None) -> None:
         self._reports[worker_id] = report
         self._update()
+        known = self._given.get(worker_id, {})
+        for one in () if report is None else report.named:
+            known[one.name] = max(known.get(one.name, _NONE), one.precedence)
+        self._given[worker_id] = {name: known[name] for name in known.keys() & self._entries.keys()}
         self._catch_up()
 
     def loaded(self, worker_id: str, message: worker_pb2.AdapterLoaded) -> None:
@@ -223,8 +227,8 @@ class ClusterAdapters:
     async def _name(self, workers: Iterable[str], named: NamedAdapter) -> None:
         """Returns when all workers report the entry or have disconnected. Raises Unavailable."""
         wanted = set(workers)
-        for worker_id in wanted:
-            self._given.setdefault(worker_id, {})[named.name] = named.precedence
+        for worker_id in wanted & self._given.keys():
+            self._given[worker_id][named.name] = named.precedence
         self._tell(wanted, named)
         try:
             async with asyncio.timeout(NAME_S):
@@ -264,10 +268,9 @@ class ClusterAdapters:
         for worker_id, report in self._reports.items():
             if report is None:
                 continue
-            own = {one.name: one.precedence for one in report.named}
-            given = self._given.setdefault(worker_id, {})
+            given = self._given[worker_id]
             for name, one in self._entries.items():
-                if one.precedence <= max(own.get(name, _NONE), given.get(name, _NONE)):
+                if one.precedence <= given.get(name, _NONE):
                     continue
                 if not one.fingerprint:
                     given[name] = one.precedence

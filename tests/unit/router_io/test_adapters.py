@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,19 @@ from pdserve import Client
 from pdserve.cli.main import main
 from pdserve.core.access.key_file import key_hash, make_key
 from pdserve.core.adapters import AdapterLimits
-from pdserve.core.errors import InvalidRequest, PdserveError, PermissionDenied, Unauthenticated, UnknownModel
+from pdserve.core.errors import (
+    InvalidRequest,
+    NoWorkers,
+    PdserveError,
+    PermissionDenied,
+    Unauthenticated,
+    UnknownModel,
+)
 from pdserve.engine.adapters import read_adapter
 from pdserve.engine.toy import answer
 from pdserve.testing import Cluster
 from pdserve.worker.adapters import WorkerAdapters
+from router.service.program import RouterHost
 from tests.support.adapters import write_adapter
 
 DEADLINE_S = 30.0
@@ -238,6 +247,39 @@ def test_a_worker_alone_does_not_bring_an_unloaded_name_back(folders: Path) -> N
         assert generate(client) == expected(None)
         client.load_adapter("a", str(folders / "b"))
         assert generate(client, "a") == expected(folders / "b")
+
+
+def test_routers_agree_without_another_store(cluster: Cluster, client: Client, folders: Path) -> None:
+    """A second router, and one that comes later, which is the same as one that was restarted."""
+    hosts: dict[str, Any] = cluster._hosts
+    first = hosts["router"]._server._config
+    settings = replace(first, port=0, workers=tuple(hosts[one].address for one in cluster.worker_ids))
+    others = []
+    try:
+        for number in range(2):
+            others.append(RouterHost(replace(settings, router_id=f"r{number}"), on_fatal=lambda: None))
+            with Client(others[-1].start()) as other:
+                until(lambda other=other: _names(other) == client.model().adapters)
+                name, folder = f"hot{number}", folders / "cd"[number]
+                other.load_adapter(name, str(folder))
+                until(lambda name=name: name in client.model().adapters)
+                assert generate(client, name) == expected(folder)
+                client.unload_adapter("ab"[number])
+                until(lambda other=other, number=number: "ab"[number] not in _names(other))
+                with pytest.raises(UnknownModel):
+                    generate(other, "ab"[number])
+                assert generate(other, name) == expected(folder)
+    finally:
+        for one in others:
+            one.stop()
+    assert client.model().adapters == ("hot0", "hot1")
+
+
+def _names(client: Client) -> tuple[str, ...]:
+    try:
+        return client.model().adapters
+    except NoWorkers:
+        return ()
 
 
 def test_the_command_line_lists_loads_and_unloads(
