@@ -13,7 +13,7 @@ import pytest
 from pdserve.core import protocol as pr
 from pdserve.core.errors import InvalidRequest, ModelError
 from pdserve.core.types import Role
-from pdserve.engine.toy import answer
+from pdserve.engine.toy import EOT, answer
 from pdserve.v1 import worker_pb2
 from pdserve.wire.protocol import ADAPTERS, encode_request
 from pdserve.worker import adapters as worker_adapters
@@ -139,7 +139,9 @@ async def test_an_adapter_is_loaded_while_others_run(start: Any, attach: Any, as
 async def test_an_unloaded_adapter_ends_with_its_last_sequence(
     start: Any, attach: Any, ask: Any, folders: Path, scheduling: str
 ) -> None:
-    worker = start(Role.DECODE, lora=(f"a={folders / 'a'}",), toy_step_s=0.002, async_scheduling=scheduling)
+    worker = start(
+        Role.DECODE, lora=(f"a={folders / 'a'}",), toy_step_s=0.002, speculation="off", async_scheduling=scheduling
+    )
     router = await attach(worker)
     fingerprint = served(router, Role.DECODE)["a"]
     for name, adapter in (("base", ""), ("r", fingerprint)):
@@ -154,6 +156,30 @@ async def test_an_unloaded_adapter_ends_with_its_last_sequence(
     sequence = of(ask("late", PROMPT), fingerprint)
     await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=sequence, is_local=True))
     assert (await router.next("refused", "late")).reason == worker_pb2.REFUSAL_REASON_NO_ADAPTER
+
+
+async def test_an_adapter_is_not_freed_under_a_step_in_flight(
+    start: Any, attach: Any, ask: Any, folders: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With asynchronous scheduling, a launched step may have a row of a sequence that has ended."""
+    settings = {"speculation": "off", "async_scheduling": "on", "toy_step_s": 0.002}
+    worker = start(Role.DECODE, lora=(f"a={folders / 'a'}",), lora_folders=(str(folders),), **settings)
+    router = await attach(worker)
+    fingerprint = served(router, Role.DECODE)["a"]
+    base = ask("base", PROMPT, max_tokens=240)
+    await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=base, is_local=True))
+    await router.wait_for(lambda: router.text("base"))
+    for number in range(1, 6):
+        name, prompt = f"r{number}", [*PROMPT, number, 40, EOT]  # 40 characters, then the end of sequence
+        sequence = of(ask(name, prompt, max_tokens=100), fingerprint)
+        await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=sequence, is_local=True))
+        await router.wait_for(lambda name=name: len(router.text(name)) > 2)
+        await unload(router, Role.DECODE, "a", 2 * number)
+        assert await router.finished(name) == answer(prompt, 100, adapter=fingerprint)
+        await router.wait_for(lambda: spoken(router, Role.DECODE).loaded == ())
+        assert await serve(router, Role.DECODE, "a", folders / "a", 2 * number + 1) == fingerprint
+    assert await router.finished("base") == answer(PROMPT, 240)
+    assert not [one for one in caplog.messages if "step failed" in one]
 
 
 async def test_a_name_with_other_weights_keeps_the_former_ones_for_a_while(
