@@ -17,6 +17,13 @@ from tests.unit.deploy.manifests import ROOT
 FILE = ROOT / "deploy/Containerfile"
 
 
+STAGES = {
+    "cpu": ("wheel", "build", "installed", "cpu"),
+    "gpu": ("wheel", "build", "installed", "gpu"),
+    "vllm": ("wheel", "vllm"),
+}
+
+
 def instructions(target: str = "cpu") -> list[tuple[str, str]]:
     """Those of the stages that a target is made of."""
     text = re.sub(r"\\\n", " ", FILE.read_text())
@@ -25,7 +32,7 @@ def instructions(target: str = "cpu") -> list[tuple[str, str]]:
     stage = ""
     for word, _, rest in (line.partition(" ") for line in lines):
         stage = rest.partition(" AS ")[2] if word == "FROM" else stage
-        if stage in ("", "build", "installed", target):
+        if stage in ("", *STAGES[target]):
             found.append((word, rest))
     return found
 
@@ -43,11 +50,12 @@ def test_the_image_has_the_whole_project() -> None:
     packages = set(project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"])
     copied = {source for word, rest in instructions() if word == "COPY" for source in rest.split()[:-1]}
     assert packages <= copied
-    extras = dict(rest.split("=", 1) for word, rest in instructions() if word == "ARG")["EXTRAS"]
-    assert set(extras.split(",")) <= set(project["project"]["optional-dependencies"])
+    for target in STAGES:
+        extras = dict(rest.split("=", 1) for word, rest in instructions(target) if word == "ARG")["EXTRAS"]
+        assert set(extras.split(",")) <= set(project["project"]["optional-dependencies"])
 
 
-@pytest.mark.parametrize("target", ["cpu", "gpu"])
+@pytest.mark.parametrize("target", STAGES)
 def test_the_image_does_not_run_as_root(target: str) -> None:
     [user] = [rest for word, rest in instructions(target) if word == "USER"]
     uid, _, gid = user.partition(":")
@@ -60,11 +68,31 @@ def test_base_images_are_pinned() -> None:
     arguments = dict(rest.split("=", 1) for word, rest in instructions() if word == "ARG")
     assert f">={arguments['PYTHON']}" == project["requires-python"]
     bases = [rest.split()[0] for word, rest in instructions() if word == "FROM"]
-    assert set(bases) == {"python:${PYTHON}-slim-bookworm", "installed"}
+    assert set(bases) == {"python:${PYTHON}-slim-bookworm", "wheel", "installed"}
+
+
+def test_the_image_with_vllm_is_made_as_the_environment_of_make_vllm_env() -> None:
+    """It has what vLLM needs of a host (check_host), and runs as the other image does."""
+    steps = instructions("vllm")
+    makefile = (ROOT / "Makefile").read_text()
+    [made] = re.findall(r"^VLLM \?= (.+)$", makefile, re.MULTILINE)
+    [removed] = re.findall(r"pip uninstall -q -y (.+)$", makefile, re.MULTILINE)
+    assert dict(rest.split("=", 1) for word, rest in steps if word == "ARG")["VLLM"] == f'"{made}"'
+    [installs] = [rest for word, rest in steps if word == "RUN" and "apt-get install" in rest]
+    assert {"g++", "libnuma1", "util-linux"} <= set(installs.split())
+    [packages] = [rest for word, rest in steps if word == "RUN" and "pip install" in rest]
+    assert f"pip uninstall -y {removed} " in packages
+    assert "$(grep '^ray==' /constraints.txt)" in packages
+    assert re.search(r"^ray==[\d.]+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert "$$(grep '^ray==' constraints.txt)" in makefile
+    assert "--constraint" not in packages, "vLLM's pins exclude ours"
+    for word in ("ENV", "WORKDIR", "EXPOSE", "CMD", "USER"):
+        assert [rest for one, rest in steps if one == word][-1] == [r for w, r in instructions() if w == word][-1], word
+    assert steps[-1] == instructions()[-1]
 
 
 def test_the_image_finds_the_bundled_model() -> None:
-    [code] = re.findall(r"python -c '([^']+)'", FILE.read_text())
+    [code, *_] = re.findall(r"python -c '([^']+)'", FILE.read_text())
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (Path(done.stdout.strip()) / "config.json").is_file()
 

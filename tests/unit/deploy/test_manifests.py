@@ -50,12 +50,13 @@ KUBERNETES = "1.33"
 SECRETS = {
     "pdserve": {"token", "cluster-secret", "redis-password", "ray-token"}
 }  # made by hand, as kustomization.yaml says
-CLAIMS = {"models"}  # likewise, for gpu/
+CLAIMS = {"models"}  # likewise, for gpu/ and vllm/
 VALUES = {"POD_NAME": "pdserve-router-7d9c5b8d6f-abcde"}
 HELD = {name: f"the-{name}" for name in SECRETS["pdserve"]}
 REDIS_URL = "redis://:the-redis-password@pdserve-redis:6379/0"
 GPU_FOLDERS = [KUBERAY / "gpu", KUBERAY / "gpu-parallel"]
-FOLDERS = [KUBERAY, *GPU_FOLDERS, KUBERAY / "tls"]
+CPU_FOLDERS = [KUBERAY, KUBERAY / "vllm"]
+FOLDERS = [*CPU_FOLDERS, *GPU_FOLDERS, KUBERAY / "tls"]
 TLS_FOLDER = "/etc/pdserve/tls"
 TLS_SECRETS = {"pdserve-tls", "pdserve"}  # made by hand, as tls/kustomization.yaml says
 
@@ -438,6 +439,17 @@ def test_the_gpu_overlay_changes_the_model_the_device_and_the_resources() -> Non
     assert replicas >= len(asked(gpu).spec.worker_ids)
 
 
+def test_the_overlay_of_vllm_changes_the_model_the_engine_and_the_memory() -> None:
+    plain, vllm = load(KUBERAY), load(KUBERAY / "vllm")
+    changed = set(launcher_words(vllm)) ^ set(launcher_words(plain))
+    assert changed == {"--model=/models/bundled", "--model=/models/served", "--engine=vllm"}
+    spec = asked(vllm).spec
+    workers = [worker_config(spec, index)[1] for index in range(len(spec.worker_ids))]
+    assert {(one.engine, one.engine_python) for one in workers} == {("vllm", "")}, "in the image's own environment"
+    limits = container(vllm, "ray-workers")["resources"]["limits"]
+    assert limits == {**container(plain, "ray-workers")["resources"]["limits"], "memory": "16Gi"}
+
+
 @pytest.mark.parametrize("folder", GPU_FOLDERS, ids=lambda folder: folder.name)
 def test_a_pod_has_the_gpus_of_a_worker(folder: Path) -> None:
     """Ranks of a worker share a host, and a pod's /dev/shm holds what NCCL lays there."""
@@ -454,14 +466,14 @@ def test_a_pod_has_the_gpus_of_a_worker(folder: Path) -> None:
     assert shm["emptyDir"]["sizeLimit"] == ("8Gi" if max(needs) > 1 else "1Gi")
 
 
-@pytest.mark.parametrize("folder", [KUBERAY, *GPU_FOLDERS], ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", [*CPU_FOLDERS, *GPU_FOLDERS], ids=lambda folder: folder.name)
 def test_a_pod_has_the_cpus_of_a_worker(folder: Path) -> None:
     """Without a limit KubeRay tells Ray the requested CPUs. Ray places no worker on a pod that has fewer."""
     manifests = load(folder)
     spec = asked(manifests).spec
     in_pod = float(container(manifests, "ray-workers")["resources"]["requests"]["cpu"])
     workers = [worker_config(spec, index)[1] for index in range(len(spec.worker_ids))]
-    assert max(ray_resources(one, has_gpus=folder != KUBERAY)["CPU"] for one in workers) <= in_pod
+    assert max(ray_resources(one, has_gpus=folder in GPU_FOLDERS)["CPU"] for one in workers) <= in_pod
 
 
 def test_the_tls_overlay_encrypts_all_ports() -> None:
