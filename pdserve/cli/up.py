@@ -166,7 +166,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--engine",
         default=keep,
         metavar="auto|own|vllm",
-        help="engine of the workers: own, vllm in the environment of `make vllm-env`, or the name of an installed one; "
+        help="engine of the workers: own, vllm (with `make vllm-env`), or the name of an installed one; "
         "auto takes own where it serves the model (auto)",
     )
     add("--device", choices=DEVICES, default=keep, help="device of the model (auto)")

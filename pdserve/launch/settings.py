@@ -425,7 +425,7 @@ def _choose_engines(
         if wrong is not None:
             if set(engines) != {AUTO}:
                 raise wrong
-            if vllm_python() is None:
+            if vllm_python() is None and not any(tables.get(one, {}).get("engine_python") for one in _OF_WORKER_TABLES):
                 raise without_vllm(wrong)
             engines = {VLLM}
             for table in _OF_WORKER_TABLES:
@@ -438,7 +438,8 @@ def _choose_engines(
         if values.get("engine") == VLLM and VLLM in engines:
             found = vllm_python()
             if found is None:
-                raise ConfigError(f"{table}.engine", VLLM, f"vLLM: {MAKE_VLLM}, or set {table}.engine_python")
+                expected = f"own, because vLLM is not installed here: {MAKE_VLLM}, or set {table}.engine_python"
+                raise ConfigError(f"{table}.engine", VLLM, expected)
             if found != sys.executable:
                 values["engine_python"] = found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -157,6 +158,23 @@ def test_each_role_is_checked_with_the_python_that_it_gets(make_python: MakePyth
         settings.read({"model": "stdlib-5m"}, None, [*words, f"decode_worker.engine_python={without}"])
     assert caught.value.field == "decode_worker.engine_python"
     settings.read({"model": "stdlib-5m"}, None, [*words, f"prefill_worker.engine_python={without}"])
+
+
+def test_auto_takes_vllm_of_a_python_that_is_given(
+    tmp_path: Path, make_python: MakePython, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for file in settings.bundled_model().iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").unlink()
+    fields = json.loads((settings.bundled_model() / "config.json").read_text()) | {"architectures": ["New"]}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    monkeypatch.setattr(settings, "vllm_python", lambda: None)
+    with pytest.raises(ConfigError, match="make vllm-env"):
+        settings.read({"model": str(tmp_path)}, None, [])
+    python = make_python("0.32.0")
+    spec = settings.read({"model": str(tmp_path)}, None, [f"worker.engine_python={python}"]).spec
+    config = worker_config(spec, 0)[1]
+    assert (config.engine, config.engine_python) == ("vllm", python)
 
 
 def test_a_role_without_workers_is_not_checked() -> None:
