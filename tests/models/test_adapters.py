@@ -6,6 +6,7 @@ position by position.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import random
 import time
@@ -18,14 +19,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from examples.make_random_model import write_model
+from pdserve import AsyncClient, Completion
 from pdserve.core.adapters import Adapter, AdapterLimits
 from pdserve.core.errors import InternalError, ModelError
 from pdserve.core.types import Sampling
 from pdserve.engine.adapters import WEIGHTS, read_adapter
 from pdserve.engine.interface import AdapterEngine, Row
+from tests.cluster.families import BUNDLED, prompts
+from tests.cluster.suite import LENGTHS
 from tests.models.adapters import LIMITS, AdaptedModel, linear_layers, make_adapted, make_adapter, merge
 from tests.models.conftest import open_vllm
 from tests.models.far_oracle import FarOracle
+from tests.models.test_cluster import open_cluster
 from tests.models.test_refused import spoilt
 from tests.support.adapters import write_adapter
 from tests.unit.engine.test_drafts import ASKED, SpoiltDrafts
@@ -389,3 +394,47 @@ def test_a_hot_load_on_the_125m_shape_takes_less_than_a_second(tmp_path: Path) -
     megabytes = adapter.num_bytes / 1e6
     print(f"\nload of an adapter of {megabytes:.0f} MB: {', '.join(f'{one:.3f}' for one in took_s)} s")
     assert min(took_s) < 1.0
+
+
+# --- a cluster ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(900)
+def test_a_cluster_serves_adapters_exactly(tmp_path: Path) -> None:
+    """Prefill, transfer, decode and prefix hits of three models at a time: one adapter is loaded at the start, the
+    other while serving and then replaced. Last, the prefill worker is killed."""
+    adapters = [make_adapter(BUNDLED, tmp_path / f"adapter-{seed}", seed) for seed in range(3)]
+    oracles = [FarOracle(merge(BUNDLED, one, tmp_path / f"merged-{at}")) for at, one in enumerate(adapters)]
+    base, (first, second, third) = FarOracle(BUNDLED), oracles
+    flags = ("--decode", "1", "--lora", f"first={adapters[0].folder}", "--lora-folders", str(tmp_path))
+    with open_cluster(tmp_path, BUNDLED, *flags) as cluster:
+
+        def check(expected: dict[str | None, FarOracle]) -> list[Completion]:
+            texts = prompts(LENGTHS)
+            asked = [(text, name) for text in texts for name in expected]
+
+            async def run() -> list[Completion]:
+                async with AsyncClient(cluster.target) as client:
+                    return await asyncio.gather(
+                        *(
+                            client.generate(text, model=name, max_tokens=16, temperature=0, ignore_eos=True)
+                            for text, name in asked
+                        )
+                    )
+
+            done = asyncio.run(run())
+            for name, oracle in expected.items():
+                answers = [list(one.token_ids) for one, (_, of) in zip(done, asked, strict=True) if of == name]
+                assert all(len(answer) == 16 for answer in answers)
+                oracle.assert_exact(texts, answers)
+            return done
+
+        assert {one.timings.path for one in check({None: base, "first": first})} == {"remote", "local"}
+        cluster.client.load_adapter("other", str(adapters[1].folder))
+        check({None: base, "first": first, "other": second})
+        cluster.client.load_adapter("other", str(adapters[2].folder))
+        again = check({None: base, "first": first, "other": third})
+        assert sum(one.usage.cached_prompt_tokens for one in again) > 0
+        cluster.kill("p0")
+        check({"first": first, "other": third, None: base})
+        cluster.wait_until_idle(within_s=300)
