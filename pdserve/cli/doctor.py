@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from pdserve.build import FULL_VERSION
 from pdserve.cli.up import SERVE_PORT
-from pdserve.core.errors import ConfigError, ModelError, PdserveError, shortened
+from pdserve.core.errors import ConfigError, ModelError, PdserveError
 from pdserve.core.installation import (
     EXTRAS,
     CheckResult,
@@ -262,28 +262,16 @@ def _engine(asked: str, model: str | None, python: str | None) -> Iterator[Check
 
 def _vllm(python: str, folder: str, *, is_needed: bool) -> Iterator[CheckResult]:
     """Asks vLLM's environment, in which pdserve describes it. `folder`: of a model that vLLM shall serve."""
-    from pdserve.launch.engine_python import MAKE_VLLM
+    from pdserve.launch.engine_python import MAKE_VLLM, run_there
     from pdserve.launch.settings import visible_gpus
 
     level: Level = "fail" if is_needed else "warn"
-    try:
-        done = subprocess.run(
-            [python, "-m", "pdserve.engine.vllm.start", folder],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_VLLM_S,
-            check=False,
-        )
-        found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
-        yield CheckResult(level, "vllm", f"{python} gives no answer ({shortened(str(error), 200)})", MAKE_VLLM)
+    output, trouble = run_there([python, "-m", "pdserve.engine.vllm.start", folder], _VLLM_S)
+    found = _description(output)
+    if found is None:
+        yield CheckResult(level, "vllm", f"{python} {trouble}", MAKE_VLLM)
         return
-    if not found:
-        reason = shortened((done.stderr.splitlines() or [f"exit status {done.returncode}"])[-1], 200)
-        yield CheckResult(level, "vllm", f"{python} has no working pdserve and vLLM ({reason})", MAKE_VLLM)
-    elif not is_compatible(FULL_VERSION, found["pdserve"]):
+    if not is_compatible(FULL_VERSION, found["pdserve"]):
         yield CheckResult(level, "vllm", f"{python}: {mismatch(FULL_VERSION, found['pdserve'])}", MAKE_VLLM)
     elif found.get("about") == "vllm":
         yield CheckResult(level, "vllm", f"{found['error']}; {python}")
@@ -295,6 +283,16 @@ def _vllm(python: str, folder: str, *, is_needed: bool) -> Iterator[CheckResult]
             yield CheckResult("ok", "vllm", text)
     if found.get("about") == "model":
         yield CheckResult("fail", "model", found["error"], "give another folder with --model")
+
+
+def _description(output: str) -> dict[str, str] | None:
+    """Of vLLM's environment, among other lines that its packages may print."""
+    for line in reversed(output.splitlines()):
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(line)
+            if isinstance(found, dict) and "pdserve" in found and ("error" in found or "build" in found):
+                return {str(name): str(value) for name, value in found.items()}
+    return None
 
 
 def _encoded(text: str, tokenizer: Tokenizer, folder: Path) -> list[int]:

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -99,9 +100,17 @@ def _lacks(answer: Answer, *, is_for_vllm: bool) -> str:
 
 def ask(python: str, answer_s: float) -> Answer | str:
     """What `python` has, or why it does not answer."""
+    output, trouble = run_there([python, "-c", _QUESTION, *PACKAGES], answer_s)
+    return _answer(output) or trouble
+
+
+def run_there(command: Sequence[str], answer_s: float) -> tuple[str, str]:
+    """The output of a command of another environment, also that on stderr, and what to say if it has no answer: it
+    cannot be run, takes too long, says too much, or how it ended. The command gets no secrets, and ends with the
+    processes that it started."""
     try:
         process = subprocess.Popen(
-            [python, "-c", _QUESTION, *PACKAGES],
+            command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -109,7 +118,7 @@ def ask(python: str, answer_s: float) -> Answer | str:
             start_new_session=True,
         )
     except OSError as error:
-        return f"cannot be run: {error.strerror}"
+        return "", f"cannot be run: {error.strerror}"
     assert process.stdout is not None
     is_late = threading.Event()
 
@@ -127,13 +136,10 @@ def ask(python: str, answer_s: float) -> Answer | str:
         _kill(process)
         process.wait()
         process.stdout.close()
-    answer = _answer(output)
-    if answer is not None:
-        return answer
     if is_late.is_set():
-        return f"gave no answer within {answer_s:g} s"
+        return output, f"gave no answer within {answer_s:g} s"
     last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "it said nothing")
-    return f"{'says too much' if status is None else outcome(status)}: {shortened(last, 200)}"
+    return output, f"{'says too much' if status is None else outcome(status)}: {shortened(last, 200)}"
 
 
 def _answer(output: str) -> Answer | None:

@@ -95,11 +95,13 @@ def test_a_model_that_vllm_rejects_is_a_finding(
     ("script", "expected"),
     [
         (f"echo '{json.dumps(SOUND | {'pdserve': '9.0.0'})}'", "its version is '9.0.0'"),
-        ("echo ModuleNotFoundError: no pdserve >&2; exit 1", "has no working pdserve and vLLM (ModuleNotFoundError"),
-        ("echo nonsense", "gives no answer"),
-        ("true", "gives no answer"),
+        ("echo ModuleNotFoundError: no pdserve >&2; exit 1", "ended with status 1: ModuleNotFoundError: no pdserve"),
+        ("echo nonsense", "nonsense"),
+        ("echo 7; echo '[]'; echo '{}'", "{}"),
+        ("true", "it said nothing"),
+        ("exec yes", "says too much"),
         (f"echo '{json.dumps({'pdserve': FULL_VERSION, 'error': 'vllm, in version 0.31', 'about': 'vllm'})}'", "0.31"),
-        ("sleep 60", "gives no answer"),
+        ("sleep 60 & wait", "gave no answer within"),
     ],
 )
 def test_an_unusable_environment_is_named(
