@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import logging
@@ -11,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, NoReturn, Protocol, final
 
 from pdserve.config import LOG_LEVEL_ENV, SECRETS, GatewayConfig, RouterConfig, WorkerConfig, forget_secrets, from_env
 from pdserve.config_flags import Config, log_flags, parse_flags, with_file
@@ -105,6 +106,18 @@ def run(module: str, kind: type[Config], make_host: Callable[[Config], Host], ar
     while not host.wait(SIGNAL_CHECK_S):
         reloading.follow(host)
     return 0
+
+
+def end(status: int) -> NoReturn:
+    """Ends the process after `run`. With vLLM in it at once: Python would need seconds to take its modules apart, while
+    gRPC's threads still run, and write errors that hide the reason of a failed start."""
+    if "vllm" in sys.modules:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 @final

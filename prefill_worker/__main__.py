@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from pdserve.config import WorkerConfig
-from pdserve.program import Host, run
+from pdserve.program import Host, end, run
 
 
 def make(config: WorkerConfig) -> Host:
@@ -16,4 +16,4 @@ def make(config: WorkerConfig) -> Host:
 
 
 if __name__ == "__main__":
-    sys.exit(run("prefill_worker", WorkerConfig, make, sys.argv[1:]))
+    end(run("prefill_worker", WorkerConfig, make, sys.argv[1:]))

@@ -34,7 +34,7 @@ TAIL_LINES: Final = 40
 MAX_LINE_BYTES: Final = 1 << 16
 _LISTENING: Final = re.compile(r" listening on (\S+:\d+)$")
 _LOG_LINE: Final = re.compile(r'[ "](DEBUG|INFO|WARNING|ERROR|CRITICAL)[ "]')
-_COMPLAINT: Final = re.compile(r"error|: got .+, expected ", re.IGNORECASE)
+_COMPLAINT: Final = re.compile(r"error(?! in sys\.excepthook)|: got .+, expected ", re.IGNORECASE)
 _NOISE: Final = re.compile(r"^(pdserve\.core\.errors\.\w+|prefill_worker|decode_worker|router|gateway): |^error: ")
 
 

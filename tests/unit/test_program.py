@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -232,3 +234,26 @@ def test_a_token_that_can_be_guessed_is_a_warning_beyond_loopback(
     found = [one.getMessage() for one in caplog.records if "guessed" in one.getMessage()]
     expected = "PDSERVE_TOKEN can be guessed: use at least 16 characters, such as those of `openssl rand -hex 16`"
     assert found == [expected] * is_weak
+
+
+@pytest.mark.parametrize("has_vllm", [True, False])
+def test_a_process_with_vllm_ends_at_once(has_vllm: bool, tmp_path: Path) -> None:
+    """Without Python's own end, at which an exit handler runs. What it has written arrives."""
+    (tmp_path / "vllm.py").touch()
+    code = (
+        "import atexit, logging, sys; from pdserve.program import end; logging.basicConfig()\n"
+        f"{'import vllm' if has_vllm else ''}\n"
+        "atexit.register(lambda: sys.stderr.write('the long end'))\n"
+        "print('written', end=''); logging.warning('logged'); end(3)"
+    )
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (3, "written")
+    assert "logged" in done.stderr
+    assert ("the long end" in done.stderr) is not has_vllm

@@ -104,6 +104,13 @@ async def test_a_fault_is_shown_with_its_class_rather_than_the_log_line_after_it
         await child.start(WAIT_S)
 
 
+async def test_what_a_library_writes_while_python_ends_hides_no_reason(make: Make) -> None:
+    said = "d0: model: got Mamba, expected another\nError in sys.excepthook:\n\nOriginal exception was:\n"
+    child = make(f"import sys\nsys.stderr.write({said!r})\n")
+    with pytest.raises(StartFailed, match=r"ended: d0: model: got Mamba, expected another$"):
+        await child.start(WAIT_S)
+
+
 async def test_a_silent_process_is_ended(make: Make) -> None:
     child = make("import time; time.sleep(60)\n")
     with pytest.raises(StartFailed, match="did not listen within"):
