@@ -1,4 +1,4 @@
-"""Draws tables of the code into docs/lifecycle.md, docs/transfer.md and docs/telemetry.md. `python -m
+"""Draws tables of the code into docs/lifecycle.md, transfer.md, telemetry.md and models.md. `python -m
 scripts.drawn_pages` rewrites them; all else here is pure."""
 
 from __future__ import annotations
@@ -181,10 +181,41 @@ def phases() -> str:
     return "\n".join(lines)
 
 
+# ---- The architectures that an engine serves
+
+
+def architectures() -> str:
+    """What `make test-models` tries, in docs/models.md."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+    from pdserve.engine.model.config_schema import FAMILIES
+    from tests.models.tiny import LAST_RUN, OTHER_FIELDS, OTHER_LOGITS, REFUSED, TINY
+
+    def named(family: str) -> str:
+        model_type = getattr(transformers, f"{family}Config").model_type
+        return str(NAMES.get(model_type, family))
+
+    exact = "exact tokens and logprobs"
+    notes = {name: f"exact tokens; {reason}" for name, reason in OTHER_LOGITS.items()}
+    notes |= {name: f"{exact}, where transformers reads {fields}" for name, fields in OTHER_FIELDS.items()}
+    rows = {}
+    for name, (family, _) in TINY.items():
+        engines = "own, vllm" if named(family) in FAMILIES else "vllm"
+        rows[named(family)] = f"| `{named(family)}` | {engines} | {notes.get(name, exact)} |"
+    for _, (family, _, why) in REFUSED.items():
+        rows[named(family)] = f"| `{named(family)}` | none | refused: {why} |"
+    head = ["| `architectures` | engines | float32, against transformers in float64 |", "|---|---|---|"]
+    runs = [f"- `{test}`: {when}" for test, when in LAST_RUN.items()]
+    lines = [*head, *(rows[name] for name in sorted(rows, key=str.lower)), "", "Last runs on a CPU:", "", *runs]
+    return "\n".join(lines)
+
+
 #: What is drawn between markers, by page and name.
 SECTIONS: Final[Mapping[str, tuple[str, Callable[[], str]]]] = {
     "transfer.md": ("States", states),
     "telemetry.md": ("Phases", phases),
+    "models.md": ("Architectures", architectures),
 }
 
 

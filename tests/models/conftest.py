@@ -15,7 +15,7 @@ from pdserve.core.types import Role
 from pdserve.engine.interface import Engine
 from pdserve.engine.load_engine import load_engine
 from tests.models.far_oracle import FarOracle
-from tests.models.tiny import OTHER_LOGITS, REFUSED, TINY, build
+from tests.models.tiny import OTHER_LOGITS, REFUSED, TINY, build, reference
 from tests.unit.engine.conftest import make_prompt, request_of, serve
 
 __all__ = ["make_prompt", "request_of", "serve"]  # fixtures
@@ -62,5 +62,5 @@ def has_equal_logits(name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def oracle(name: str, tiny: Callable[[str], Path]) -> FarOracle:
-    return FarOracle(tiny(name))
+def oracle(name: str, tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> FarOracle:
+    return FarOracle(reference(name, tiny(name), tmp_path_factory.mktemp("reference") / name))

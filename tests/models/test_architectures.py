@@ -17,7 +17,7 @@ from tests.cluster.faults import all_have, decode_worker_of
 from tests.cluster.suite import generate_all, tokens_of
 from tests.models.far_oracle import FarOracle
 from tests.models.fork_server import forking_python
-from tests.models.tiny import TINY, build
+from tests.models.tiny import TINY, build, reference
 
 START_S, TURN_S = 600.0, 300.0  # on a machine with many more processes than cores
 pytestmark = pytest.mark.timeout(START_S + 6 * TURN_S)
@@ -53,7 +53,7 @@ def test_a_cluster_answers_as_transformers_does(name: str, python: Path, tmp_pat
     config.write_text(settings(python, 16 if "kv_lora_rank" in own else 32))
     transport = ("shm", "tcp")[sum(map(ord, name)) % 2]
     flags = ("--prefill", "1", "--decode", "2", "--transport", transport, "--config", str(config))
-    oracle = FarOracle(model)
+    oracle = FarOracle(reference(name, model, tmp_path / "reference"))
     with Cluster("--model", str(model), *flags, start_s=START_S) as cluster:
         cached = [answer_all(cluster, oracle) for _ in range(2)][1]
         assert sum(one.usage.cached_prompt_tokens for one in cached) > 0

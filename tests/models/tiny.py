@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any, Final
 
@@ -48,14 +50,22 @@ _YARN: Final = {
     "mscale_all_dim": 0.7,
 }
 
+#: Test -> the day and the commit of its last complete run, which the page on models repeats.
+LAST_RUN: Final = {
+    "tests/models/test_exactness.py": "2026-11-27",
+    "tests/models/test_architectures.py": "2026-11-27",
+    "tests/models/test_refused.py": "2026-11-27",
+}
 #: Name -> the family in transformers, and what its config has beside COMMON.
 TINY: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "apertus": ("Apertus", {}),
     "arcee": ("Arcee", {}),
+    "biogpt": ("BioGpt", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
     "bitnet": ("BitNet", {}),
     "bloom": ("Bloom", {"n_layer": 3, "n_head": 4, "tie_word_embeddings": True}),
     "cohere": ("Cohere", {"logit_scale": 0.25, "tie_word_embeddings": True}),
     "cohere2": ("Cohere2", {"head_dim": 32, "sliding_window": 33, "logit_scale": 0.25, "tie_word_embeddings": True}),
+    "ctrl": ("CTRL", {"n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": 1024, "num_key_value_heads": 4}),
     "cwm": ("Cwm", {"head_dim": 32, "sliding_window": 33}),
     "deepseek-v2": ("DeepseekV2", {**_DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1}),
     "deepseek-v3": (
@@ -86,8 +96,31 @@ TINY: Final[dict[str, tuple[str, dict[str, Any]]]] = {
         {"tie_word_embeddings": True, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 33},
     ),
     "gemma3": ("Gemma3Text", {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 33}),
+    "gemma4-unified": (
+        "Gemma4UnifiedText",
+        {
+            "head_dim": 32,
+            "global_head_dim": 64,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "sliding_window": 33,
+            "tie_word_embeddings": True,
+        },
+    ),
     "glm": ("Glm", {"head_dim": 32}),
     "glm4": ("Glm4", {"head_dim": 32}),
+    "glm4-moe": ("Glm4Moe", {**_ROUTED, "n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 32}),
+    "glm4-moe-lite": ("Glm4MoeLite", {**_DEEPSEEK, **_GROUPS, "q_lora_rank": 96}),
+    "gpt-bigcode": (
+        "GPTBigCode",
+        {
+            "n_embd": 128,
+            "n_layer": 3,
+            "n_head": 4,
+            "n_positions": 1024,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gpt-j": (
         "GPTJ",
         {"n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": 1024, "n_inner": 192, "rotary_dim": 16},
@@ -108,6 +141,16 @@ TINY: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "hyperclovax": ("HyperCLOVAX", {"head_dim": 32}),
     "jais2": ("Jais2", {"head_dim": 32}),
     "llama": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+    "llama4": (
+        "Llama4Text",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "head_dim": 32,
+            "intermediate_size_mlp": 192,
+            "attention_chunk_size": 64,
+        },
+    ),
     "mellum": ("Mellum", {**_EXPERTS, "head_dim": 32, "sliding_window": 33}),
     "minicpm3": ("MiniCPM3", {**_LATENT, "q_lora_rank": 96}),
     "ministral": ("Ministral", {"head_dim": 32, "sliding_window": 33}),
@@ -121,6 +164,7 @@ TINY: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "olmo3": ("Olmo3", {"sliding_window": 33}),
     "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 2}),
     "opt": ("OPT", {"word_embed_proj_dim": 128, "ffn_dim": 192}),
+    "persimmon": ("Persimmon", {"num_key_value_heads": 4}),
     "phi": ("Phi", {"num_key_value_heads": 4}),
     "phi3": ("Phi3", {}),
     "qwen2": ("Qwen2", {}),
@@ -135,7 +179,14 @@ TINY: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "vaultgemma": ("VaultGemma", {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 33}),
 }
 #: Models whose logits vLLM itself computes in another way. Their tokens are judged, and their logprobs are not.
-OTHER_LOGITS: Final = {"bloom": "vLLM's GELU is exact, and that of transformers an approximation by tanh"}
+OTHER_LOGITS: Final = {
+    "apertus": "vLLM keeps the two parameters of the activation in bfloat16, as checkpoints on the Hub do",
+    "bloom": "vLLM's GELU is exact, and that of transformers an approximation by tanh",
+}
+#: Models that vLLM itself computes by another reading of the config: fields with which transformers reads it so.
+OTHER_FIELDS: Final[dict[str, dict[str, Any]]] = {
+    "cohere2": {"sliding_window": 34},  # vLLM adds the token itself to the window
+}
 #: Models that the engine refuses before it reads weights, and what the error names.
 REFUSED: Final[dict[str, tuple[str, dict[str, Any], str]]] = {
     "bart": ("Bart", {"d_model": 128, "encoder_layers": 1, "decoder_layers": 1}, "encoder-decoder"),
@@ -164,6 +215,16 @@ REFUSED: Final[dict[str, tuple[str, dict[str, Any], str]]] = {
 }
 #: Of models that generate no text from text.
 _OTHER_KINDS: Final = {"Bart": "AutoModelForSeq2SeqLM", "Bert": "AutoModel", "Gemma3": "AutoModelForImageTextToText"}
+
+
+def reference(name: str, folder: Path, copy: Path) -> Path:
+    """The folder that transformers reads to judge the model in `folder`."""
+    if name not in OTHER_FIELDS:
+        return folder
+    shutil.copytree(folder, copy)
+    config = copy / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | OTHER_FIELDS[name]))
+    return copy
 
 
 def build(family: str, own: dict[str, Any], folder: Path) -> Path:

@@ -12,6 +12,7 @@ import transformers
 
 from pdserve.core.errors import ModelError
 from pdserve.engine.model.config import ModelConfig, RopeConfig, parse_config, read_config
+from scripts.drawn_pages import COMMAND, DOCS, with_section
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -311,3 +312,8 @@ def test_a_missing_or_unreadable_config_is_reported(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps([1]))
     with pytest.raises(ModelError, match="a JSON object"):
         read_config(tmp_path)
+
+
+def test_the_page_lists_the_architectures_that_are_tried() -> None:
+    page = (DOCS / "models.md").read_text()
+    assert with_section("models.md", page) == page, f"run `{COMMAND}`"
