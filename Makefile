@@ -123,10 +123,12 @@ $(VLLM_ENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 	@echo "pdserve up --engine vllm --model FOLDER starts workers with it (docs/engine.md)"
 
-# The engine vllm against transformers, for tiny models of many architectures; about an hour on two cores.
-# ARGS="-k llama" chooses some.
+# The engine vllm against transformers, for tiny models of many architectures, and the engine tests of the suite with the
+# engine vllm; more than an hour on two cores. ARGS="-k llama" chooses some of both. Exit status 5 of pytest: none chosen.
+MODELS_PYTEST := OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python -m pytest -v
 test-models: vllm-env
-	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python -m pytest -q tests/models $(ARGS)
+	@failed=0; $(MODELS_PYTEST) tests/models $(ARGS) || [ $$? -eq 5 ] || failed=1; \
+	$(MODELS_PYTEST) -m "not slow" --engine vllm tests/unit/engine $(ARGS) || [ $$? -eq 5 ] || failed=1; exit $$failed
 
 # Which lines of the transfer protocol `make test` reaches without a GPU; about five minutes.
 protocol-coverage: $(STAMP)

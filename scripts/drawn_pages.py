@@ -198,7 +198,9 @@ def architectures() -> str:
 
     exact = "exact tokens and logprobs"
     notes = {name: f"exact tokens; {reason}" for name, reason in OTHER_LOGITS.items()}
-    notes |= {name: f"{exact}, where transformers reads {fields}" for name, fields in OTHER_FIELDS.items()}
+    for name, fields in OTHER_FIELDS.items():
+        read = ", ".join(f"`{field}` {value} for {TINY[name][1][field]}" for field, value in fields.items())
+        notes[name] = f"{exact}, where transformers reads {read}"
     rows = {}
     for name, (family, _) in TINY.items():
         engines = "own, vllm" if named(family) in FAMILIES else "vllm"
