@@ -81,6 +81,9 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         "--choice", action="append", metavar="TEXT", help="the output must be one of the given texts; repeatable"
     )
     shape.add_argument("--grammar", type=_grammar, metavar="LARK", help="grammar that the output must match; or @FILE")
+    parser.add_argument(
+        "--model", metavar="NAME", help="a name of the served model, or one of `pdserve lora list` (the model)"
+    )
     group.add_argument("--slo-ttft", type=float, metavar="SECONDS", help="TTFT target of the request")
     group.add_argument("--slo-tpot", type=float, metavar="SECONDS", help="TPOT target of the request")
     group.add_argument(
@@ -140,7 +143,7 @@ def _bias(value: str) -> tuple[int, float]:
 
 
 def options(args: argparse.Namespace) -> dict[str, Any]:
-    names = [*(scalar.name for scalar in _scalars()), *_LISTS, *SHAPES]
+    names = [*(scalar.name for scalar in _scalars()), *_LISTS, *SHAPES, "model"]
     found = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.logit_bias is not None:
         found["logit_bias"] = dict(args.logit_bias)

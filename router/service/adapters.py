@@ -130,8 +130,9 @@ class ClusterAdapters:
         """Returns the fingerprint, when all workers serve it. Raises InvalidRequest with each worker's reason, and
         nothing has changed then; Overloaded; NoWorkers and Unavailable."""
         self._check_name(name)
-        if not 1 <= len(folder) <= MAX_FOLDER_CHARS:
-            raise InvalidRequest("folder", f"{len(folder)} characters", f"1 to {MAX_FOLDER_CHARS} characters")
+        if not 1 <= len(folder) <= MAX_FOLDER_CHARS or not folder.isprintable():
+            allowed = f"1 to {MAX_FOLDER_CHARS} printable characters"
+            raise InvalidRequest("folder", f"{len(folder)} characters", allowed)
         async with self._one_at_a_time():
             workers = sorted(self._reports)
             if not workers:

@@ -294,7 +294,7 @@ def test_a_wrong_command_line_is_a_usage_error_of_one_line(argv: list[str], caps
         (["generate", "x", "--stop-token-ids", "a"], "got 'a', expected token ids, such as 1,2,3"),
         (["generate", "x", "--logit-bias", "a"], "got 'a', expected a token id and a number, such as 42=-1.5"),
         (["generate", "x", "--temperature", "a"], "argument --temperature: got 'a', expected a number"),
-        (["generate", "x", "--model", "m"], "--model; a cluster serves one model, chosen with `pdserve up MODEL`"),
+        (["topology", "--model", "m"], "--model; a cluster serves one model, chosen with `pdserve up MODEL`"),
     ],
 )
 def test_a_wrong_value_names_what_is_allowed(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

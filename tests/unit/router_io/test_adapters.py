@@ -291,6 +291,11 @@ def test_the_command_line_lists_loads_and_unloads(
     assert main(["lora", "list", *target]) == 0
     assert capsys.readouterr().out == "a\nb\nhot\n"
     assert client.generate(PROMPT, max_tokens=2, temperature=0, model="hot", request_id="r").token_ids
+    assert main(["generate", "ab", "--model", "hot", "--max-tokens", "4", "--temperature", "0", *target]) == 0
+    text = bytes(answer(list(b"ab"), 4, adapter=fingerprint(folders / "c"))).decode()
+    assert capsys.readouterr().out.splitlines()[-1] == text
+    assert main(["generate", "ab", "--model", "zzz", *target]) == 1
+    assert "the model 'zzz' does not exist; this server serves 'toy'" in capsys.readouterr().err
     assert main(["explain", "r", *target]) == 0
     assert "adapter hot" in capsys.readouterr().out
     assert main(["lora", "unload", "hot", *target]) == 0
