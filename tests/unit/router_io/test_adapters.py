@@ -4,6 +4,7 @@ The toy's tokens and KV depend on the adapter."""
 from __future__ import annotations
 
 import json
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -247,6 +248,59 @@ def test_a_worker_alone_does_not_bring_an_unloaded_name_back(folders: Path) -> N
         assert generate(client) == expected(None)
         client.load_adapter("a", str(folders / "b"))
         assert generate(client, "a") == expected(folders / "b")
+
+
+@pytest.mark.parametrize("num_changes", [40, pytest.param(1000, marks=pytest.mark.slow)])
+def test_requests_are_exact_while_names_change(folders: Path, num_changes: int) -> None:
+    """Names are loaded, replaced and unloaded at random, and a worker is restarted, while requests choose them. Each
+    answer is that of weights that its name had meanwhile."""
+    chance, names = random.Random(num_changes), ("n0", "n1", "n2")
+    prints = {one: fingerprint(folders / one) for one in "abcde"}
+    with make(folders, toy_step_s=0.001) as cluster, Client(cluster.address) as client:
+        # What each name may mean: one fingerprint, or two during a change; an empty one: unloaded.
+        history: dict[str, list[set[str]]] = {name: [{""}] for name in names}
+        is_over, outcomes = threading.Event(), list[str]()
+
+        def ask(seed: int) -> None:
+            own = random.Random(seed)
+            while not is_over.is_set():
+                name, prompt = own.choice(names), [*PROMPT[: own.choice((3, 16, 40))], own.randrange(33, 127)]
+                since = len(history[name]) - 1
+                try:
+                    tokens = client.generate(prompt, max_tokens=12, temperature=0, model=name).token_ids
+                except UnknownModel:
+                    assert "" in set().union(*history[name][since:]), f"{name} was served all the time"
+                    outcomes.append("unknown")
+                    continue
+                meant = set().union(*history[name][since:]) - {""}
+                assert tokens in [tuple(answer(prompt, 12, adapter=one)) for one in meant], name
+                outcomes.append("exact")
+
+        def change(number: int) -> None:
+            name, folder = chance.choice(names), chance.choice("abcde")
+            [former] = history[name][-1]
+            new = "" if former and chance.random() < 0.3 else prints[folder]
+            history[name].append({former, new})
+            if new:
+                client.load_adapter(name, str(folders / folder))
+            else:
+                client.unload_adapter(name)
+            history[name].append({new})
+            if number % 30 == 20:
+                restart(cluster, chance.choice(cluster.worker_ids))
+
+        with ThreadPoolExecutor(6) as pool:
+            asking = [pool.submit(ask, seed) for seed in range(6)]
+            try:
+                for number in range(num_changes):
+                    change(number)
+            finally:
+                is_over.set()
+            for one in asking:
+                one.result(DEADLINE_S)
+        assert outcomes.count("exact") > num_changes
+        for one in adapters_of(cluster).values():
+            one.check()
 
 
 def test_routers_agree_without_another_store(cluster: Cluster, client: Client, folders: Path) -> None:
