@@ -187,20 +187,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--lora",
-        nargs="+",
-        action="extend",
+        action="append",
         type=words,
         default=keep,
         metavar="NAME=FOLDER",
-        help="LoRA adapters, which requests choose by their name as the model; repeatable (none)",
+        help="LoRA adapter, which requests choose by its name as the model; repeatable (none)",
     )
     add(
         "--lora-folders",
-        nargs="+",
+        action="append",
         type=words,
         default=keep,
         metavar="FOLDER",
-        help="folders from which operators may load LoRA adapters while the cluster serves (none)",
+        help="folder from which operators may load LoRA adapters while the cluster serves; repeatable (none)",
     )
     add("--otlp", default=keep, metavar="HOST:PORT", help="OpenTelemetry collector that receives traces")
     add(

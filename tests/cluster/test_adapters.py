@@ -43,7 +43,7 @@ def test_adapters_stay_exact_through_every_change(tmp_path: Path) -> None:
     folders = {name: write_adapter(tmp_path / name, seed=seed) for seed, name in enumerate("abcdef")}
     prints = {name: read_adapter(name, one, AdapterLimits(512, 2**30)).fingerprint for name, one in folders.items()}
     prints["toy"] = ""
-    flags = ["--lora", f"a={folders['a']}", f"b={folders['b']}", "--lora", f"c={folders['c']}"]
+    flags = ["--lora", f"a={folders['a']}", "--lora", f"b={folders['b']},c={folders['c']}"]
     flags += ["--lora-folders", str(tmp_path), "--set", "worker.toy_step_s=0.003", "--prefill", "2", "--decode", "2"]
     with Cluster("--model", "toy", *flags) as cluster, ThreadPoolExecutor(24) as pool:
         client = cluster.client

@@ -20,7 +20,16 @@ def test_adapters_of_one_batch_match_merged_models(tmp_path: Path) -> None:
     adapted = make_adapted(BUNDLED, tmp_path, 3)
     folders = [str(one.folder) for one in adapted.adapters]
     names = ["stdlib-5m", "a0", "a1", "hot"]
-    flags = ("--lora", f"a0={folders[0]}", f"a1={folders[1]}", "--lora-folders", str(tmp_path), "--decode", "2")
+    flags = (
+        "--lora",
+        f"a0={folders[0]}",
+        "--lora",
+        f"a1={folders[1]}",
+        "--lora-folders",
+        str(tmp_path),
+        "--decode",
+        "2",
+    )
     texts = prompts([20, 130, 60, 300, 40])
     with open_cluster(tmp_path, BUNDLED, *flags) as cluster, ThreadPoolExecutor(len(names) * len(texts)) as pool:
         assert cluster.client.load_adapter("hot", folders[2]) == adapted.adapters[2].fingerprint

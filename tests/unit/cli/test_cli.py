@@ -709,6 +709,14 @@ def test_a_model_may_be_positional_and_serve_has_http(argv: list[str], http: int
     assert [(one.spec.model, one.spec.http) for one in asked] == [("toy", http)]
 
 
+@pytest.mark.parametrize("words", [["--lora", "a=/a", "--lora=b=/b"], ["--lora", "a=/a,b=/b"]])
+def test_adapters_may_stand_before_the_model(words: list[str], asked: list[Asked]) -> None:
+    assert main(["serve", *words, "--lora-folders", "/l", "toy", "--prefill", "0"]) == 0
+    [one] = asked
+    assert one.spec.model == "toy"
+    assert one.spec.settings["worker"] == {"lora": ("a=/a", "b=/b"), "lora_folders": ("/l",)}
+
+
 @pytest.mark.parametrize("words", [["a/b", "c"], ["a/b,c"]])
 @pytest.mark.parametrize("command", ["up", "serve"])
 def test_a_model_may_have_several_names(command: str, words: list[str], asked: list[Asked]) -> None:
