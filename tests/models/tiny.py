@@ -179,10 +179,7 @@ TINY: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "vaultgemma": ("VaultGemma", {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 33}),
 }
 #: Models whose logits vLLM itself computes in another way. Their tokens are judged, and their logprobs are not.
-OTHER_LOGITS: Final = {
-    "apertus": "vLLM keeps the two parameters of the activation in bfloat16, as checkpoints on the Hub do",
-    "bloom": "vLLM's GELU is exact, and that of transformers an approximation by tanh",
-}
+OTHER_LOGITS: Final = {"bloom": "vLLM's GELU is exact, and that of transformers an approximation by tanh"}
 #: Models that vLLM itself computes by another reading of the config: fields with which transformers reads it so.
 OTHER_FIELDS: Final[dict[str, dict[str, Any]]] = {
     "cohere2": {"sliding_window": 34},  # vLLM adds the token itself to the window
@@ -240,6 +237,8 @@ def build(family: str, own: dict[str, Any], folder: Path) -> Path:
             parameter.data += 0.3 * torch.randn_like(parameter)
         elif parameter.dim() == 1:
             parameter.data += 0.1 * torch.randn_like(parameter)
+        if "alpha_" in name:  # of Apertus: vLLM reads these two into bfloat16, as which the Hub has them
+            parameter.data = parameter.data.bfloat16().float()
     if model.can_generate():
         model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
