@@ -379,7 +379,8 @@ class StartedRanks:
             yield
         except BaseException as error:
             try:
-                if isinstance(error, RuntimeError):  # of a group, whose other end may be gone
+                # Of a group, whose other end may be gone.
+                if isinstance(error, RuntimeError) or isinstance(error.__cause__, RuntimeError):
                     _check_ended(self.followers)
             finally:
                 for follower in self.followers:

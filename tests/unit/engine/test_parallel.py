@@ -203,6 +203,30 @@ def test_a_model_that_cannot_be_divided_is_refused_with_the_reason(
         open_engine("toy", tensor_parallel=2)
 
 
+def test_a_rank_that_ends_while_it_loads_is_named(
+    open_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leader notices it by a group that fails, perhaps within the code of another engine."""
+    started: list[parallel.Follower] = []
+
+    def start(*args: Any) -> parallel.Follower:
+        started.append(parallel_follower(*args))
+        return started[-1]
+
+    def load(*_: Any, **__: Any) -> None:
+        os.kill(started[0].pid, signal.SIGKILL)
+        try:
+            raise RuntimeError("Connection closed by peer")
+        except RuntimeError as error:
+            raise ModelError("model", "name", "a model that is served: Connection closed by peer") from error
+
+    parallel_follower = parallel.Follower
+    monkeypatch.setattr(parallel, "Follower", start)
+    monkeypatch.setattr(parallel, "open_rank", load)
+    with pytest.raises(ConfigError, match="rank 1 ended: exit code -9"):
+        open_engine(BUNDLED, tensor_parallel=2)
+
+
 def test_rows_survive_encoding() -> None:
     rows = [
         Row(tokens=[4], start=9, blocks=[1, 2], sample=SEEDED, history=range(10), prompt_len=3, drafts=[7, 8]),
