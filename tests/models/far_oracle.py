@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -16,8 +16,8 @@ from tests.oracle import Oracle
 
 @final
 class FarOracle:
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, make: Callable[[Path], Oracle] = Oracle) -> None:
+        self._folder, self._make = folder, make
 
     def assert_exact(self, *args: Any, **named: Any) -> None:
         self._call("assert_exact", args, named)
@@ -30,7 +30,7 @@ class FarOracle:
         return found
 
     def _call(self, name: str, args: Any, named: Any) -> Any:
-        return _process().submit(_judge, self._folder, name, args, named).result()
+        return _process().submit(_judge, self._make, self._folder, name, args, named).result()
 
 
 @cache
@@ -38,9 +38,12 @@ def _process() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
 
 
-_oracle_of = cache(Oracle)  # in the other process
+@cache
+def _oracle_of(make: Callable[[Path], Oracle], folder: Path) -> Oracle:
+    """In the other process."""
+    return make(folder)
 
 
-def _judge(folder: Path, name: str, args: Any, named: Any) -> Any:
-    result = getattr(_oracle_of(folder), name)(*args, **named)
+def _judge(make: Callable[[Path], Oracle], folder: Path, name: str, args: Any, named: Any) -> Any:
+    result = getattr(_oracle_of(make, folder), name)(*args, **named)
     return result if name == "logits" else None

@@ -16,9 +16,10 @@ from typing import Any, Final
 
 import torch
 
-from pdserve.core.errors import ModelError, PdserveError, shortened
+from pdserve.core.errors import ConfigError, ModelError, PdserveError, shortened
 
 _HEAD: Final = "lm_head.weight"
+_OTHER_DTYPE: Final = re.compile(r"torch\.(\w+) is not supported for quantization method (\w+)\. .*?\[(.*?)\]")
 _KV_ONLY: Final = {"full_attention", "sliding_attention", "chunked_attention"}  # of layer_types
 _WITH_IMAGES: Final = "models that read images or audio"
 _WITH_STATE: Final = "models with state besides KV, such as Mamba and short convolutions"
@@ -26,12 +27,16 @@ _WITH_STATE: Final = "models with state besides KV, such as Mamba and short conv
 
 @contextlib.contextmanager
 def model_errors(folder: Path, installed: str) -> Iterator[None]:
-    """Raises ModelError where vLLM rejects a model, with its reason."""
+    """Raises ModelError where vLLM rejects a model, with its reason, and ConfigError for a dtype."""
     try:
         yield
-    except PdserveError:
+    except (PdserveError, MemoryError):
         raise
-    except Exception as error:  # of any code that a model brings
+    except Exception as error:  # of any code that a model or a form of its weights brings
+        if other := _OTHER_DTYPE.search(" ".join(str(error).split())):
+            dtype, method, supported = other.groups()
+            expected = f"auto, or one of {supported.replace('torch.', '')}: vLLM computes {method} in these"
+            raise ConfigError("dtype", dtype, expected) from error
         expected = f"a model that vLLM {installed} serves: {shortened(_reason(error), 400)}"
         raise ModelError("model", folder.name, expected) from error
 

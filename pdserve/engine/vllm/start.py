@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import fcntl
 import functools
+import hashlib
 import json
 import logging
 import math
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -34,7 +35,7 @@ from pdserve.core.errors import ConfigError, ModelError, PdserveError, shortened
 from pdserve.core.kv.kv_shape import ITEM_BYTES
 from pdserve.core.types import Role
 from pdserve.engine.interface import EngineSpec
-from pdserve.engine.load.checkpoint_files import Checkpoint, checkpoint_hash, open_checkpoint
+from pdserve.engine.load.checkpoint_files import ALL_BITS, Checkpoint, checkpoint_hash, open_checkpoint
 from pdserve.engine.load.weights import dummy_hash
 from pdserve.engine.memory.host import free_bytes
 from pdserve.engine.memory.plan import (
@@ -67,9 +68,12 @@ from pdserve.progress import PhaseReport
 
 log = logging.getLogger(__name__)
 
-_DTYPES: Final = ("auto", "float32", "bfloat16")
-_KV_DTYPES: Final = ("auto", "fp8")
+_DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
+_KV_DTYPES: Final = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 _FLOATS: Final = ("float32", "bfloat16", "float16")
+_QUANTISATION: Final = ("quantization_config", "compression_config")  # of config.json
+_LAYOUT_CHARS: Final = 64  # of the name of a layout
+_SAME: Final = {"fp8": "fp8_e4m3"}  # kv_dtype
 _CPU_BLOCK: Final = 32  # its attention kernels take multiples
 _CPU_LATENT: Final = (512, 64)  # values of a token's latent and of its rotated key, for which its MLA has a kernel
 _NUMA: Final = "libnuma.so.1"
@@ -127,7 +131,12 @@ def open_rank(config: WorkerConfig, role: Role, place: Place) -> VllmEngine:
     try:
         spec = _spec(config, vllm_config, worker, pool, unit, place.shard)
         device = pool.raw.device
-        choices = (f"vllm {installed}", spec.dtype, str(vllm_config.model_config.quantization))
+        choices = (
+            f"vllm {installed}",
+            spec.dtype,
+            str(vllm_config.model_config.quantization),
+            *_kv_scales(vllm_config),
+        )
         weights_hash = (
             checkpoint_hash(folder, checkpoint, *choices) if checkpoint else dummy_hash(folder, device, *choices)
         )
@@ -188,17 +197,22 @@ def check(config: WorkerConfig, role: Role) -> Checked:
         check_host(config)
     config = with_device_defaults(config, role, is_gpu=is_gpu)
     folder = Path(config.model)
-    checkpoint = open_checkpoint(folder) if config.load == "auto" else None
-    check_modality(read_json_object(folder / "config.json", MAX_JSON_BYTES) or {})
+    fields = read_json_object(folder / "config.json", MAX_JSON_BYTES) or {}
+    check_quantisation(fields)
+    checkpoint = open_checkpoint(folder, ALL_BITS) if config.load == "auto" else None
+    check_modality(fields)
     with model_errors(folder, installed):
         vllm_config = make_config(config, is_gpu=is_gpu)
     check_model(vllm_config.model_config)
     if checkpoint is not None:
         check_head(checkpoint.tensors, vllm_config.model_config)
     check_adapters(config, vllm_config.model_config, is_gpu=is_gpu)
+    kv_dtype = str(vllm_config.cache_config.cache_dtype)  # also of a checkpoint with scales of KV
+    if kv_dtype != "auto" and not is_gpu:
+        check_rounded_kv(kv_dtype, vllm_config.model_config)
     if vllm_config.model_config.is_deepseek_mla and not is_gpu:
         if vllm_config.model_config.use_mla:  # unless VLLM_MLA_DISABLE=1
-            check_latents(config, vllm_config.model_config)
+            check_latents(vllm_config.model_config)
         # vLLM's CPU kernel takes each head of a query for a token where heads have a dimension of their own, as here.
         vllm_config.compilation_config.custom_ops.append("-rotary_embedding")
     return Checked(config, vllm_config, folder, checkpoint, installed, is_gpu)
@@ -282,11 +296,40 @@ def check_host(config: WorkerConfig) -> None:
         raise ConfigError("cuda_graphs", True, expected)
 
 
-def check_latents(config: WorkerConfig, model: Any) -> None:
-    """Raises ModelError for a model with MLA that vLLM's attention on a CPU cannot compute, ConfigError for a setting
-    that it does not have."""
-    if config.kv_dtype != "auto":
-        raise ConfigError("kv_dtype", config.kv_dtype, "auto: vLLM's MLA on a CPU stores KV in the model's dtype")
+def check_quantisation(fields: Mapping[str, Any]) -> None:
+    """Raises ModelError for values in config.json that vLLM computes with before it checks them."""
+    for name in _QUANTISATION:
+        settings = fields.get(name)
+        if settings is None:
+            continue
+        if not isinstance(settings, dict):
+            raise ModelError(name, shortened(repr(settings), 100), "an object with quant_method")
+        if settings.get("quant_method") in ("gptq", "awq"):
+            for key in ("bits", "w_bit", "group_size", "q_group_size"):
+                value = settings.get(key, 1)
+                if type(value) is not int or not (value == -1 or 0 < value <= 2**20):
+                    raise ModelError(
+                        f"{name}.{key}", repr(value), "a positive number, or -1 for one group of all inputs"
+                    )
+
+
+def check_rounded_kv(kv_dtype: str, model: Any) -> None:
+    """Raises ConfigError for KV that vLLM's attention on a CPU cannot store."""
+    size = model.get_head_size()
+    if model.use_mla:
+        raise ConfigError("kv_dtype", kv_dtype, "auto: vLLM's MLA on a CPU stores KV in the model's dtype")
+    if kv_dtype not in _KV_DTYPES:
+        raise ConfigError("kv_dtype", kv_dtype, f"one of {', '.join(_KV_DTYPES)} on a CPU")
+    if not torch.cpu._is_avx512_supported() and not torch.cpu._is_amx_tile_supported():
+        raise ConfigError("kv_dtype", kv_dtype, "auto, and a checkpoint without scales of KV: fp8 needs AVX-512")
+    if size % 32:
+        raise ConfigError(
+            "kv_dtype", kv_dtype, f"auto: vLLM's fp8 on a CPU needs heads of a multiple of 32, not {size}"
+        )
+
+
+def check_latents(model: Any) -> None:
+    """Raises ModelError for a model with MLA that vLLM's attention on a CPU cannot compute."""
     latent, rotated = (getattr(model.hf_text_config, field, None) for field in ("kv_lora_rank", "qk_rope_head_dim"))
     if (latent, rotated) != _CPU_LATENT:
         expected = f"{' and '.join(map(str, _CPU_LATENT))}, the only sizes of MLA that vLLM computes on a CPU"
@@ -299,13 +342,15 @@ def check_latents(config: WorkerConfig, model: Any) -> None:
 def make_config(config: WorkerConfig, *, is_gpu: bool) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
+    from pdserve.engine.vllm.loader import register
+
     drafted = 1 + (config.max_drafts if config.speculation == "ngram" else 0)
     loading_s = math.ceil(_LOADING_S + config.stall_s)
     args = EngineArgs(
         model=config.model,
         dtype=_dtype(config, is_gpu=is_gpu),
         kv_cache_dtype=config.kv_dtype,
-        load_format="dummy" if config.load == "dummy" else "safetensors",
+        load_format="dummy" if config.load == "dummy" else register(),
         skip_tokenizer_init=True,
         max_model_len=config.max_context_tokens or None,
         block_size=block_size(config, is_gpu=is_gpu),
@@ -339,12 +384,14 @@ def block_size(config: WorkerConfig, *, is_gpu: bool) -> int | None:
 
 
 def _dtype(config: WorkerConfig, *, is_gpu: bool) -> str:
-    """On a CPU `auto` keeps float32, which vLLM's own `auto` would round."""
+    """On a CPU `auto` keeps float32, which vLLM's own `auto` would round. Most kernels for quantised weights compute
+    only in half precision, so for these vLLM chooses."""
     if config.dtype != "auto" or is_gpu:
         return config.dtype
     fields = read_json_object(Path(config.model) / "config.json", MAX_JSON_BYTES) or {}
     stored = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
-    return "float32" if stored == "float32" else "auto"
+    is_quantised = any(fields.get(name) for name in _QUANTISATION)
+    return "float32" if stored == "float32" and not is_quantised else "auto"
 
 
 def open_worker(config: WorkerConfig, vllm_config: Any, folder: Path, installed: str, place: Place, stored: int) -> Any:
@@ -502,13 +549,18 @@ def _free_for_each(num_ranks: int) -> int | None:
     return None if free is None else free // num_ranks
 
 
-def _backends(vllm_config: Any) -> dict[str, Any]:
-    """The classes of the attention layers, by name."""
+def _attention_layers(vllm_config: Any) -> list[Any]:
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
-    return {backend.get_name(): backend for backend in (layer.get_attn_backend() for layer in layers.values())}
+    return list(get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values())
+
+
+def _backends(vllm_config: Any) -> dict[str, Any]:
+    """The classes of the attention layers, by name."""
+    return {
+        backend.get_name(): backend for backend in (one.get_attn_backend() for one in _attention_layers(vllm_config))
+    }
 
 
 def device_memory(worker: Any, pool: VllmPool, unit: PoolUnit, share: float) -> MemoryPlan:
@@ -576,7 +628,7 @@ def _spec(
         model=model_name(config.model),
         weights_hash="",
         dtype=str(model.dtype).removeprefix("torch."),
-        layout=_layout_name(vllm_config, config.kv_dtype),
+        layout=_layout_name(vllm_config),
         vocab_size=model.get_vocab_size(),
         max_context_tokens=context_tokens,
         eos_token_ids=_eos_token_ids(model),
@@ -593,16 +645,33 @@ def _spec(
     )
 
 
-def _layout_name(vllm_config: Any, kv_dtype: str) -> str:
-    from vllm.config import get_layers_from_vllm_config
-    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-
-    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
+def _layout_name(vllm_config: Any) -> str:
+    layers = _attention_layers(vllm_config)
     instructions = {str(getattr(layer, "isa", "")) for layer in layers} - {""}
-    stored = [] if kv_dtype == "auto" else [kv_dtype]
-    parts = [*sorted(_backends(vllm_config)), *sorted(instructions), vllm_config.cache_config.kv_cache_layout, *stored]
+    # `auto` may also mean what the checkpoint says.
+    kv_dtypes = {_SAME.get(one, one) for one in _kv_dtypes(layers)}
+    order = vllm_config.cache_config.kv_cache_layout
+    parts = [*sorted(_backends(vllm_config)), *sorted(instructions), order, *sorted(kv_dtypes)]
     name = f"vllm-{SUPPORTED[0]}.{SUPPORTED[1]}-{'-'.join(parts)}"
-    return "opaque." + "".join(char if char.isalnum() or char in "._-" else "_" for char in name)[:64]
+    name = "".join(char if char.isalnum() or char in "._-" else "_" for char in name)
+    if len(name) > _LAYOUT_CHARS:  # a cut name would be equal to others
+        digest = hashlib.blake2b(name.encode(), digest_size=4).hexdigest()
+        name = f"{name[: _LAYOUT_CHARS - 9]}-{digest}"
+    return f"opaque.{name}"
+
+
+def _kv_dtypes(layers: Sequence[Any]) -> set[str]:
+    """That are not the model's dtype."""
+    return {str(getattr(layer, "kv_cache_dtype", "auto")) for layer in layers} - {"auto"}
+
+
+def _kv_scales(vllm_config: Any) -> list[str]:
+    """What a byte of quantised KV means in each layer: 1, or from the checkpoint, whose hash reads only samples."""
+    return [
+        f"{getattr(layer, '_k_scale_float', 1.0)!r} {getattr(layer, '_v_scale_float', 1.0)!r}"
+        for layer in _attention_layers(vllm_config)
+        if _kv_dtypes([layer])
+    ]
 
 
 def _eos_token_ids(model: Any) -> tuple[int, ...]:
