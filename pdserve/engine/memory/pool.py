@@ -20,7 +20,7 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-from pdserve.core.errors import InternalError
+from pdserve.core.errors import ConfigError, InternalError
 from pdserve.engine.memory.host import HostMemory
 
 # the value to which a row's largest magnitude is scaled; -128 is not used
@@ -107,7 +107,7 @@ class TorchPool:
             self._buffer, self.descriptor = memory.buffer, memory.descriptor
             self.raw = torch.frombuffer(memory.buffer, dtype=torch.uint8).view(num_blocks, self.block_bytes)
         else:
-            self.raw = torch.zeros((num_blocks, self.block_bytes), device=device, dtype=torch.uint8)
+            self.raw = device_blocks(num_blocks, self.block_bytes, device)
         self.tensor = self._rows(self.raw.view(shape.dtype)[:, : shape.num_scales * shape.head_dim], shape.head_dim)
         self.scales: Tensor | None = None
         if shape.is_scaled:
@@ -189,6 +189,19 @@ def quantise(x_TKD: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Te
     # Rounding may give a maximum slightly above 448, which fp8 rounds down; larger values would become NaN.
     rounded_TKD = scaled_TKD.round() if dtype == torch.int8 else scaled_TKD
     return rounded_TKD.nan_to_num(0).to(dtype), largest_TK * (1 / most)
+
+
+def device_blocks(num_blocks: int, block_bytes: int, device: torch.device) -> Tensor:
+    """uint8 [num_blocks, block_bytes] on a GPU, in one allocation. Raises ConfigError without the memory."""
+    try:
+        return torch.zeros((num_blocks, block_bytes), device=device, dtype=torch.uint8)
+    except torch.OutOfMemoryError as error:
+        gigabytes = num_blocks * block_bytes / 1e9
+        raise ConfigError(
+            "kv_blocks",
+            f"{num_blocks} blocks of {block_bytes} bytes, {gigabytes:.2f} GB",
+            f"fewer, by kv_blocks, kv_memory_bytes or gpu_memory_share: {device} has less memory left",
+        ) from error
 
 
 def _round_up(num_bytes: int) -> int:

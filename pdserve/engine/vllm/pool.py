@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from pdserve.core.errors import InternalError
 from pdserve.engine.memory.host import HostMemory
+from pdserve.engine.memory.pool import device_blocks
 
 # Orders in which a page of one layer and block is one run of bytes, the most useful first.
 _OUTERMOST_BLOCKS: Final = ("BLHNC", "BLNHC")
@@ -53,7 +54,7 @@ class VllmPool:
             self._buffer, self.descriptor = self._memory.buffer, self._memory.descriptor
             flat = torch.frombuffer(self._buffer, dtype=torch.uint8)
         else:
-            flat = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            flat = device_blocks(num_blocks, block_bytes, device).view(-1)
         runs = [] if runs_per_block == 1 else [runs_per_block]
         self.raw = flat.view(*runs, num_blocks, block_bytes // runs_per_block)
 

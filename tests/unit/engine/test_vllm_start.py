@@ -16,6 +16,7 @@ import torch
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError
 from pdserve.engine.memory.plan import MemoryPlan, PoolUnit
+from pdserve.engine.memory.pool import BlockShape, TorchPool
 from pdserve.engine.vllm import start
 from pdserve.engine.vllm.groups import Place
 from pdserve.engine.vllm.pool import VllmPool, choose_layout
@@ -132,3 +133,16 @@ def test_the_plan_of_a_gpu_is_what_vllm_measured() -> None:
         kv_pool=6400,
         kv_tokens=1600,
     )
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_pool_without_memory_on_its_gpu_names_the_settings(monkeypatch: pytest.MonkeyPatch, is_ours: bool) -> None:
+    def zeros(*args: Any, **named: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 640.00 GiB")
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    shape = BlockShape(num_layers=1, block_size=16, num_kv_heads=1, head_dim=8, dtype=torch.float32)
+    device = torch.device("meta")
+    with pytest.raises(ConfigError, match="fewer, by kv_blocks, kv_memory_bytes or gpu_memory_share") as caught:
+        TorchPool(num_blocks=9, shape=shape, device=device) if is_ours else VllmPool(9, 64, 1, device)
+    assert caught.value.field == "kv_blocks"
