@@ -20,7 +20,7 @@ from typing import Final
 
 from tokenizers import Tokenizer
 
-from benchmarks.harness import table
+from benchmarks.harness import table_head, table_row
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Role, Sampling, TokenOut
 from pdserve.engine.interface import Engine, Row
@@ -99,7 +99,7 @@ def main() -> int:
     parser.add_argument("--eager", action="store_true", help="vLLM does not compile the model")
     flags = parser.parse_args()
     prompts = standard_library(flags.model, flags.batch)
-    rows = [["dtype", "tokens", "differ alone", "logprobs that change", "by at most"]]
+    print(table_head(["dtype", "tokens", "differ alone", "logprobs that change", "by at most"]), flush=True)
     for dtype in flags.dtypes.split(","):
         size = 32  # of a block, as vLLM's kernels take them
         each = -(-(PROMPT_TOKENS + flags.tokens) // size)
@@ -127,10 +127,9 @@ def main() -> int:
                 )
                 for at, prompt in enumerate(prompts)
             ]
-            rows.append([dtype, how, *measure(engine, texts, flags.tokens).row()])
+            print(table_row([dtype, how, *measure(engine, texts, flags.tokens).row()]), flush=True)
         if hasattr(engine, "close"):
             engine.close()
-    print(table(rows))
     return 0
 
 
