@@ -5,12 +5,12 @@ A folder may come from anywhere, so every size is bounded before work is spent o
 other file is opened. A config that an engine would not compute exactly is rejected by the name of its field. Fields
 that matter to training only are ignored: the tensors of the file decide which modules are adapted.
 
-A folder may change after it was checked. So whoever loads the weights reads them once, and compares the hash of just
-these bytes with the fingerprint of the check.
+A folder may change after it was checked. So each byte is read once, and an engine loads the bytes that were hashed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, TypeVar, final
 
 from pdserve.bounded_file import opened, opened_folder, parse_json, read_bytes
-from pdserve.core.adapters import Adapter, AdapterLimits
+from pdserve.core.adapters import AdapterLimits
 from pdserve.core.errors import ModelError
 from pdserve.engine.load.checkpoint_files import StoredTensor, header_bytes, tensors_of
 
@@ -71,11 +71,28 @@ class AdaptedModule:
     b: StoredTensor  # [outputs, rank]
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterWeights:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """What was read from a folder.
+
+    `fingerprint` is a hash of all that the adapter computes with, its config and the bytes of its weights, as 32
+    hexadecimal digits. It is part of the salt of block hashes, so texts of two adapters never share KV.
+    """
+
+    name: str  # that requests choose as their model
+    fingerprint: str
+    folder: Path
     modules: tuple[AdaptedModule, ...]
-    data: bytearray
+    data: bytearray = dataclasses.field(repr=False, compare=False)  # of all tensors
     begin: int  # of `data` in the file
+
+    @property
+    def rank(self) -> int:
+        return max(module.rank for module in self.modules)
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.data)
 
     def bytes_of(self, tensor: StoredTensor) -> memoryview:
         first = tensor.begin - self.begin
@@ -83,21 +100,7 @@ class AdapterWeights:
 
 
 def read_adapter(name: str, folder: Path, limits: AdapterLimits) -> Adapter:
-    """Reads everything once, and keeps no weights. The folder itself may be a link. Raises ModelError."""
-    return _read(name, folder, limits, is_kept=False)[0]
-
-
-def read_weights(adapter: Adapter, limits: AdapterLimits) -> AdapterWeights:
-    """The weights, from the bytes of which the fingerprint was computed. Raises ModelError, also if the folder has
-    changed since `adapter` was read."""
-    found, weights = _read(adapter.name, adapter.folder, limits, is_kept=True)
-    if found.fingerprint != adapter.fingerprint:
-        expected = f"{adapter.fingerprint}: the folder has changed since it was checked; load the adapter again"
-        raise ModelError("fingerprint", found.fingerprint, expected)
-    return weights
-
-
-def _read(name: str, folder: Path, limits: AdapterLimits, *, is_kept: bool) -> tuple[Adapter, AdapterWeights]:
+    """Reads each byte once. The folder itself may be a link. Raises ModelError."""
     file = folder / WEIGHTS
     with opened_folder(folder, "lora", ModelError) as descriptor:
         config = _read_config(descriptor)
@@ -114,14 +117,11 @@ def _read(name: str, folder: Path, limits: AdapterLimits, *, is_kept: bool) -> t
             modules = _modules(tensors_of(file, size, begin, entries), settings)
             digest = hashlib.blake2b(_canonical(config), digest_size=16)
             digest.update(len(header).to_bytes(8, "little") + header)
-            data = bytearray(size - begin if is_kept else 0)
+            data = bytearray(size - begin)
             for at, chunk in _chunks(stream, size - begin):
                 digest.update(chunk)
-                if is_kept:
-                    data[at : at + len(chunk)] = chunk
-    rank = max(module.rank for module in modules)
-    adapter = Adapter(name=name, fingerprint=digest.hexdigest(), folder=folder, rank=rank, num_bytes=size - begin)
-    return adapter, AdapterWeights(modules, data, begin)
+                data[at : at + len(chunk)] = chunk
+    return Adapter(name=name, fingerprint=digest.hexdigest(), folder=folder, modules=modules, data=data, begin=begin)
 
 
 def _canonical(config: Mapping[str, Any]) -> bytes:
@@ -134,29 +134,29 @@ def _canonical(config: Mapping[str, Any]) -> bytes:
 class LoadedAdapters:
     """Those that an engine has loaded, by fingerprint, and their limits."""
 
-    def __init__(self, limits: AdapterLimits, most: int) -> None:
-        self.limits = limits  # `num_bytes` is also the limit of all together
-        self._most = most
-        self._loaded: dict[str, Adapter] = {}
+    def __init__(self, max_bytes: int, most: int) -> None:
+        """`max_bytes`: of all together."""
+        self._max_bytes, self._most = max_bytes, most
+        self._bytes_of: dict[str, int] = {}
 
     def __contains__(self, fingerprint: object) -> bool:
-        return fingerprint in self._loaded
+        return fingerprint in self._bytes_of
 
     def check_room(self, adapter: Adapter) -> None:
         """Raises ModelError if it would be one too many."""
-        if len(self._loaded) >= self._most:
+        if len(self._bytes_of) >= self._most:
             expected = f"at most max_lora_adapters, {self._most}: unload one first"
-            raise ModelError("lora", f"adapter {adapter.name} beside {len(self._loaded)} loaded ones", expected)
-        num_bytes = sum(one.num_bytes for one in self._loaded.values())
-        if num_bytes + adapter.num_bytes > self.limits.num_bytes:
+            raise ModelError("lora", f"adapter {adapter.name} beside {len(self._bytes_of)} loaded ones", expected)
+        num_bytes = sum(self._bytes_of.values())
+        if num_bytes + adapter.num_bytes > self._max_bytes:
             seen = f"adapter {adapter.name} of {adapter.num_bytes} bytes beside loaded ones of {num_bytes}"
-            raise ModelError("lora", seen, f"at most max_lora_bytes, {self.limits.num_bytes}: unload one first")
+            raise ModelError("lora", seen, f"at most max_lora_bytes, {self._max_bytes}: unload one first")
 
     def add(self, adapter: Adapter) -> None:
-        self._loaded[adapter.fingerprint] = adapter
+        self._bytes_of[adapter.fingerprint] = adapter.num_bytes
 
     def remove(self, fingerprint: str) -> None:
-        self._loaded.pop(fingerprint, None)
+        self._bytes_of.pop(fingerprint, None)
 
 
 # --- files ----------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 
 from pdserve.config import WorkerConfig
-from pdserve.core.adapters import AdapterLimits
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv.kv_shape import SCALED
 from pdserve.core.setting import AUTO
@@ -156,7 +155,7 @@ def _toy(config: WorkerConfig, role: Role) -> ToyEngine:
         role_mark=MARKS[role] if is_marked else 0,
         is_marked=is_marked,
         step_s=config.toy_step_s,
-        adapter_limits=AdapterLimits(config.max_lora_rank, config.max_lora_bytes),
+        max_adapter_bytes=config.max_lora_bytes,
         max_adapters=config.max_lora_adapters,
     )
 

@@ -37,9 +37,8 @@ from collections.abc import Sequence
 from operator import mul
 from typing import Final, final
 
-from pdserve.core.adapters import Adapter, AdapterLimits
 from pdserve.core.types import Role, Sampling, TokenOut
-from pdserve.engine.adapters import LoadedAdapters, read_weights
+from pdserve.engine.adapters import Adapter, LoadedAdapters
 from pdserve.engine.interface import EngineSpec, OnLayer, Row, RowOut, kept
 from pdserve.engine.memory.host import HostMemory
 from pdserve.engine.rows import check_rows
@@ -51,7 +50,6 @@ NUM_ANSWERS: Final = 95  # up to "~"; few characters, so that text repeats itsel
 CELL_BYTES: Final = 8
 MARKS: Final = {Role.PREFILL: 1, Role.DECODE: 0}
 
-ADAPTER_LIMITS: Final = AdapterLimits(rank=512, num_bytes=2**30)
 _SUM_MODULUS: Final = 7919
 _FIRST: Final = 32  # space
 _MASK: Final = 2**64 - 1
@@ -85,7 +83,7 @@ class ToyEngine:
         is_marked: bool = False,
         step_s: float = 0.0,
         num_answers: int = NUM_ANSWERS,
-        adapter_limits: AdapterLimits = ADAPTER_LIMITS,
+        max_adapter_bytes: int = 2**30,
         max_adapters: int = 64,
     ) -> None:
         self.spec = EngineSpec(
@@ -109,7 +107,7 @@ class ToyEngine:
         self._role_mark = role_mark
         self._step_s = step_s
         self._num_answers = num_answers
-        self._adapters = LoadedAdapters(adapter_limits, max_adapters)
+        self._adapters = LoadedAdapters(max_adapter_bytes, max_adapters)
 
     def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> list[RowOut]:
         check_rows(self.spec, rows, adapters=self._adapters)
@@ -122,10 +120,9 @@ class ToyEngine:
         return [self._out(row) for row in rows]
 
     def load_adapter(self, adapter: Adapter) -> None:
-        """Any adapter fits. Its folder is read as by an engine that needs the weights."""
+        """Any adapter fits."""
         if adapter.fingerprint not in self._adapters:
             self._adapters.check_room(adapter)
-            read_weights(adapter, self._adapters.limits)
             self._adapters.add(adapter)
 
     def unload_adapter(self, fingerprint: str) -> None:

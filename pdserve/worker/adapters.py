@@ -21,9 +21,10 @@ from typing import Final, final
 
 from pdserve.config import WorkerConfig
 from pdserve.core import protocol as pr
-from pdserve.core.adapters import Adapter, check_adapter_name, split_adapter
+from pdserve.core.adapters import check_adapter_name, split_adapter
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.errors import ConfigError, InvalidRequest, ModelError, PdserveError
+from pdserve.engine.adapters import Adapter
 from pdserve.engine.interface import AdapterEngine, Engine
 
 log = logging.getLogger(__name__)
@@ -143,6 +144,7 @@ class WorkerAdapters:
             self._changed()
             self._answer(load.session, _answer_of(load, fingerprint=adapter.fingerprint))
         self._free(self._now())
+        self._read_next()
 
     def check(self) -> None:
         """Raises AssertionError unless the tables agree; for tests."""
@@ -169,7 +171,8 @@ class WorkerAdapters:
         self._read_next()
 
     def _read_next(self) -> None:
-        if self._reading is None and self._waiting:
+        """One after the other, also with the loads into the engine, so that the bytes of one are held at a time."""
+        if self._reading is None and not self._has_read and self._waiting:
             load = self._reading = self._waiting.popleft()
             threading.Thread(target=self._read_on_thread, args=(load,), name="adapter", daemon=True).start()
 
@@ -191,13 +194,11 @@ class WorkerAdapters:
 
     def _was_read(self, load: _Load, adapter: Adapter | None, why: str) -> None:
         is_wanted, self._reading = self._reading is load, None
-        self._read_next()
-        if not is_wanted:  # dropped while it was read
-            return
-        if adapter is None:
-            self._fail(load, why)
-        else:
+        if is_wanted and adapter is not None:
             self._has_read.append((load, adapter))
+        elif is_wanted:  # else it was dropped while it was read
+            self._fail(load, why)
+        self._read_next()
 
     def _fail(self, load: _Load, why: str) -> None:
         self._answer(load.session, _answer_of(load, error=why))
@@ -214,6 +215,7 @@ class WorkerAdapters:
             self._reading = _Load(-1, self._reading.command)  # the thread goes on, so the next load waits for it
         for key in [key for key, (of, _) in self._staged.items() if is_dropped(key, of)]:
             self._retire(self._staged.pop(key)[1], 0.0)
+        self._read_next()
 
     # -- names ----------------------------------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ from typing import Final
 import torch
 from safetensors.torch import load_file, save_file
 
-from pdserve.core.adapters import Adapter, AdapterLimits
-from pdserve.engine.adapters import read_adapter, read_weights
+from pdserve.core.adapters import AdapterLimits
+from pdserve.engine.adapters import Adapter, read_adapter
 from pdserve.engine.load.checkpoint_files import open_checkpoint
 from tests.models.far_oracle import FarOracle
 from tests.support.adapters import write_adapter
@@ -44,10 +44,9 @@ def make_adapter(model: Path, folder: Path, seed: int, *, name: str = "", rank: 
 def merge(model: Path, adapter: Adapter, target: Path) -> Path:
     """The model's folder with W + scaling * B A in float64."""
     tensors = {name: tensor.double() for name, tensor in load_file(model / "model.safetensors").items()}
-    weights = read_weights(adapter, LIMITS)
-    for module in weights.modules:
+    for module in adapter.modules:
         a, b = (
-            torch.frombuffer(weights.bytes_of(one), dtype=torch.float32).view(one.shape).double()
+            torch.frombuffer(adapter.bytes_of(one), dtype=torch.float32).view(one.shape).double()
             for one in (module.a, module.b)
         )
         tensors[f"{module.name}.weight"] += module.scaling * b @ a

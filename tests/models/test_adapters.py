@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 
 from examples.make_random_model import write_model
 from pdserve import AsyncClient, Completion
-from pdserve.core.adapters import Adapter, AdapterLimits
+from pdserve.core.adapters import AdapterLimits
 from pdserve.core.errors import InternalError, ModelError
 from pdserve.core.types import Sampling
-from pdserve.engine.adapters import WEIGHTS, read_adapter
+from pdserve.engine.adapters import WEIGHTS, Adapter, read_adapter
 from pdserve.engine.interface import AdapterEngine, Row
 from tests.cluster.families import BUNDLED, prompts
 from tests.cluster.suite import LENGTHS

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from pdserve.config import WorkerConfig
-from pdserve.core.adapters import Adapter, AdapterLimits
 from pdserve.core.errors import ModelError
-from pdserve.engine.adapters import WEIGHTS, AdaptedModule, AdapterWeights, LoadedAdapters, read_weights
+from pdserve.engine.adapters import WEIGHTS, AdaptedModule, Adapter, LoadedAdapters
 
 _DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _WARM: Final = "warm"  # no fingerprint
@@ -85,9 +84,7 @@ class AdapterSlots:
         self._runner = runner
         self._manager = runner.lora_manager._adapter_manager
         self._dtype: torch.dtype = runner.lora_config.lora_dtype
-        self._loaded = LoadedAdapters(
-            AdapterLimits(config.max_lora_rank, config.max_lora_bytes), config.max_lora_adapters
-        )
+        self._loaded = LoadedAdapters(config.max_lora_bytes, config.max_lora_adapters)
         self._requests: dict[str, Any] = {}
         self._numbers = count(1)  # vLLM's names of adapters: each load has a new one
         self._sizes = dict(_module_sizes(self._manager))
@@ -120,9 +117,8 @@ class AdapterSlots:
         if adapter.fingerprint in self._loaded:
             return
         self._loaded.check_room(adapter)
-        weights = read_weights(adapter, self._loaded.limits)
         request = self._new_request(adapter.name)
-        layers = dict(self._layer(module, weights) for module in weights.modules)
+        layers = dict(self._layer(module, adapter) for module in adapter.modules)
         self._manager.add_adapter(LoRAModel(request.lora_int_id, adapter.rank, layers))
         self._requests[adapter.fingerprint] = request
         self._loaded.add(adapter)
@@ -152,7 +148,7 @@ class AdapterSlots:
         # vLLM reads the path of an adapter that it does not have, so it must be none.
         return LoRARequest(lora_name=name, lora_int_id=next(self._numbers), lora_path="/dev/null")
 
-    def _layer(self, module: AdaptedModule, weights: AdapterWeights) -> tuple[str, Any]:
+    def _layer(self, module: AdaptedModule, adapter: Adapter) -> tuple[str, Any]:
         from vllm.lora.lora_weights import LoRALayerWeights
 
         name = self._name_of(module.name)
@@ -164,7 +160,7 @@ class AdapterSlots:
             seen = f"{module.name} with {found[0]} inputs and {found[1]} outputs"
             raise ModelError(WEIGHTS, seen, f"{expected_sizes[0]} and {expected_sizes[1]}, as the model has")
         a_RK, b_NR = (
-            torch.frombuffer(weights.bytes_of(one), dtype=_DTYPES[one.dtype]).view(one.shape).float()
+            torch.frombuffer(adapter.bytes_of(one), dtype=_DTYPES[one.dtype]).view(one.shape).float()
             for one in (module.a, module.b)
         )
         # In float32, and rounded once: vLLM would round the scaling's product again.
