@@ -1,7 +1,7 @@
 """Workers of a cluster as forks of one process that has imported vLLM, which saves 15 seconds of CPU time for each.
 
-`python_of` writes an executable that stands for a worker's python: it asks the server for a fork, which runs the module
-in its place with its arguments, environment and files, and ends as the fork ends. A SIGKILL of either ends both.
+`forking_python` writes an executable that stands for a worker's python: it asks the server for a fork, which runs the
+module in its place with its arguments, environment and files, and ends as the fork ends. A SIGKILL of either ends both.
 """
 
 from __future__ import annotations
@@ -114,8 +114,15 @@ def serve(descriptor: int) -> None:
             return
         if listener in ready:
             connection, _ = listener.accept()
-            head, files, _, _ = socket.recv_fds(connection, 4, _MOST_FILES)
-            asked = json.loads(_read(connection, int.from_bytes(head, "big")))
+            files: list[int] = []
+            try:
+                head, files, _, _ = socket.recv_fds(connection, 4, _MOST_FILES)
+                asked = json.loads(_read(connection, int.from_bytes(head, "big")))
+            except (OSError, ValueError):  # the process that asked was killed meanwhile
+                connection.close()
+                for number in files:
+                    os.close(number)
+                continue
             pid = os.fork()
             if pid == 0:
                 for other in (listener, *connections.values()):
@@ -124,7 +131,8 @@ def serve(descriptor: int) -> None:
             for number in files:
                 os.close(number)
             connections[pid] = connection
-            connection.sendall(pid.to_bytes(4, "big"))
+            with contextlib.suppress(OSError):
+                connection.sendall(pid.to_bytes(4, "big"))
         while connections:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:

@@ -124,7 +124,8 @@ def open_rank(config: WorkerConfig, role: Role, place: Place) -> VllmEngine:
         try:
             adapters = AdapterSlots(config, worker.model_runner, is_gpu=is_gpu) if config.serves_adapters else None
             slot_bytes = adapters.num_bytes if adapters else 0
-            pool, unit = make_pool(config, vllm_config, worker, place, is_gpu=is_gpu, slot_bytes=slot_bytes)
+            with model_errors(folder, installed):  # it compiles
+                pool, unit = make_pool(config, vllm_config, worker, place, is_gpu=is_gpu, slot_bytes=slot_bytes)
         except BaseException:
             close_worker(worker)
             raise

@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from pdserve.config import WorkerConfig
+from pdserve.core.errors import ModelError
 from pdserve.core.types import Role, Sampling, TokenOut
 from pdserve.engine.interface import Engine, Row
 from pdserve.engine.load_engine import load_engine
@@ -163,6 +164,8 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 }
 #: Of the same models, with heads for which vLLM has a kernel on a CPU.
 VLLM_SIZES = {"hidden_size": 128, "head_dim": 32}
+#: Its kernel gives NaN for scores that exceed a soft cap some forty times, which only these random ones do.
+VLLM_SCORES = {"gemma2": {"query_pre_attn_scalar": 64}}
 
 
 @dataclass(kw_only=True)
@@ -213,11 +216,11 @@ def is_vllm(request: pytest.FixtureRequest) -> bool:
 def tiny(tmp_path_factory: pytest.TempPathFactory, is_vllm: bool) -> Callable[[str], Path]:
     """The folder of the tiny model with that name."""
     built: dict[str, Path] = {}
-    sizes = VLLM_SIZES if is_vllm else {}
 
     def get(name: str) -> Path:
         if name not in built:
-            built[name] = build_tiny(name, tmp_path_factory.mktemp("models") / name, **sizes)
+            changed = VLLM_SIZES | VLLM_SCORES.get(name, {}) if is_vllm else {}
+            built[name] = build_tiny(name, tmp_path_factory.mktemp("models") / name, **changed)
         return built[name]
 
     return get
@@ -242,7 +245,10 @@ def open_either(open_engine: Callable[..., Engine], is_vllm: bool) -> Iterator[C
     def get(folder: Path | str, **settings: Any) -> Engine:
         if not is_vllm:
             return open_engine(folder, **settings)
-        opened.append(open_engine(folder, engine="vllm", cuda_graphs=False, threads=1, **settings))
+        try:
+            opened.append(open_engine(folder, engine="vllm", cuda_graphs=False, threads=1, **settings))
+        except ModelError as error:
+            pytest.skip(f"vLLM does not serve it: {error}")
         return opened[-1]
 
     yield get
