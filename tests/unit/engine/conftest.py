@@ -19,6 +19,7 @@ from pdserve.core.errors import ModelError
 from pdserve.core.types import Role, Sampling, TokenOut
 from pdserve.engine.interface import Engine, Row
 from pdserve.engine.load_engine import load_engine
+from pdserve.model_source import model_name
 from tests.oracle import Oracle
 
 torch.set_num_threads(1)
@@ -239,12 +240,19 @@ def open_engine() -> Callable[..., Engine]:
 
 @pytest.fixture(scope="module")
 def open_either(open_engine: Callable[..., Engine], is_vllm: bool) -> Iterator[Callable[..., Engine]]:
-    """Our engine, or vLLM's, for tests of what both promise."""
+    """Our engine, or vLLM's, for tests of what both promise. Engines of one model may be open at a time: vLLM makes the
+    groups of its ranks once in a process, for the first model."""
     opened: list[Engine] = []
+
+    def close() -> None:
+        while opened:
+            opened.pop().close()
 
     def get(folder: Path | str, **settings: Any) -> Engine:
         if not is_vllm:
             return open_engine(folder, **settings)
+        if opened and opened[0].spec.model != model_name(str(folder)):
+            close()
         try:
             opened.append(open_engine(folder, engine="vllm", cuda_graphs=False, threads=1, **settings))
         except ModelError as error:
@@ -252,8 +260,7 @@ def open_either(open_engine: Callable[..., Engine], is_vllm: bool) -> Iterator[C
         return opened[-1]
 
     yield get
-    for engine in opened:
-        engine.close()
+    close()
 
 
 @pytest.fixture(scope="session")
