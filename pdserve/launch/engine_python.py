@@ -83,6 +83,15 @@ def check_python(field: str, python: str, *, is_for_vllm: bool, answer_s: float 
         raise ConfigError(field, python, f"{expected}; it {trouble}. Give another one, or {remedy}")
 
 
+def trouble_with(python: str, *, is_for_vllm: bool) -> str:
+    """Why a worker cannot start with this python of the host on which it is called; empty if it can."""
+    try:
+        check_python("worker.engine_python", python, is_for_vllm=is_for_vllm)
+    except ConfigError as error:
+        return error.message
+    return ""
+
+
 def _lacks(answer: Answer, *, is_for_vllm: bool) -> str:
     """Why a worker cannot run there; empty if it can. Pure."""
     if answer.error:

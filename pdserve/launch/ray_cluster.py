@@ -8,6 +8,7 @@ it, so losing its control plane stops no request. Reports events on stdout as `@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -26,7 +27,9 @@ from pdserve.config_flags import parse_flags, to_env, to_flags
 from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.core.progress import PhaseProgress, phase_line
 from pdserve.core.types import Role
+from pdserve.engine.load_engine import VLLM
 from pdserve.launch import confine
+from pdserve.launch.engine_python import ANSWER_S, trouble_with
 from pdserve.launch.ports import listeners, session_of
 from pdserve.launch.rank_actor import RankActor
 from pdserve.launch.spec import (
@@ -81,6 +84,7 @@ GIVE_BACK_S: Final = 5.0
 _OBJECT_STORE_BYTES: Final = 100 * 2**20  # no data of ours is sent there
 _HEALTH_S: Final = 2.0
 _WATCH_S: Final = 0.5
+_ASK_S: Final = 2 * ANSWER_S  # with the start of the process of Ray that asks
 _POLL_S: Final = 0.1  # between two looks at workers that start
 _QUIET_S: Final = 10.0  # interval between two reports that Ray does not answer
 _LOOPBACK: Final = re.compile(r"unix:|rediss?://(.*@)?(127\.|localhost|\[::1\])")
@@ -261,8 +265,26 @@ class RayDriver:
         self._is_on_many_hosts = sum(bool(node["Alive"]) for node in ray.nodes()) > 1
         if self._is_on_many_hosts and _LOOPBACK.match(self._spec.redis):
             raise ConfigError("redis", self._spec.redis, "a URL that every host of the Ray cluster reaches")
+        if self._address:
+            self._check_pythons()
         for worker_id in self._configs:
             self._create(worker_id)
+
+    def _check_pythons(self) -> None:
+        """On the nodes where the workers are placed: Ray would start an absent Python again and again, and tell nobody.
+        If the nodes' own Python has no pdserve, nothing is known. Raises StartFailed."""
+        calls = {}
+        for worker_id, (_, config) in self._configs.items():
+            if config.engine_python:
+                at = PlacementGroupSchedulingStrategy(self._group, self._bundles.index((worker_id, 0)))
+                asking = ray.remote(trouble_with).options(num_cpus=0, max_retries=0, scheduling_strategy=at)
+                calls[worker_id] = asking.remote(config.engine_python, is_for_vllm=config.engine == VLLM)
+        for worker_id, call in calls.items():
+            trouble = ""
+            with contextlib.suppress(ray.exceptions.RayError):
+                trouble = ray.get(call, timeout=_ASK_S)
+            if trouble:
+                raise StartFailed(f"{worker_id}, on its node: {trouble}")
 
     def _create(self, worker_id: str) -> None:
         role, config = self._configs[worker_id]
@@ -398,7 +420,8 @@ def main(address: str, spec: str, folder: OwnedFolder | None) -> int:
         control = driver.start()
     except Exception as error:  # Ray raises RuntimeError, ConnectionError, RayError and its own ValueErrors
         mode = os.environ.get("RAY_AUTH_MODE", "unset")
-        hint = f" (RAY_AUTH_MODE is {mode} here; it must be as on the cluster)" if address else ""
+        is_of_ray = address and not isinstance(error, PdserveError)
+        hint = f" (RAY_AUTH_MODE is {mode} here; it must be as on the cluster)" if is_of_ray else ""
         if folder is not None:
             hint = f" (until the next start, Ray's logs are in {folder.path})"
         sys.stderr.write(f"error: {last_line(error)}{hint}\n")

@@ -156,3 +156,10 @@ def test_a_cluster_without_enough_cpus_is_refused(nodes: RayNodes) -> None:
     with pytest.raises((StartFailed, PdserveError), match=r"need 8 CPUs \((1, ){7}1\) of which [0-6] of [46] are free"):
         Running.start(*words, env=env)
     assert time.monotonic() - began_s < 60.0  # most of it is Ray's own start
+
+
+def test_a_python_that_a_node_lacks_ends_the_start(nodes: RayNodes) -> None:
+    """Ray itself would start it again and again."""
+    words, env = flags(nodes, 1)
+    with pytest.raises((StartFailed, PdserveError), match=r"on its node: worker\.engine_python: got /no/python"):
+        Running.start(*words, "--ray-wait-s", "120", "--set", "worker.engine_python=/no/python", env=env)

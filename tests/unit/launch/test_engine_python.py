@@ -13,7 +13,7 @@ import pytest
 
 from pdserve.core.errors import ConfigError
 from pdserve.launch import settings
-from pdserve.launch.engine_python import ENVIRONMENT, check_python
+from pdserve.launch.engine_python import ENVIRONMENT, check_python, trouble_with
 from pdserve.launch.spec import processes, worker_config
 
 FIELD = "worker.engine_python"
@@ -59,6 +59,11 @@ def test_vllm_is_needed_for_its_engine_only(make_python: MakePython) -> None:
     python = make_python(None)
     check_python(FIELD, python, is_for_vllm=False)
     assert "it has no vLLM. Give another one, or run `make vllm-env`" in trouble(python)
+
+
+def test_a_node_of_ray_says_what_its_python_lacks(make_python: MakePython) -> None:
+    assert trouble_with(make_python("0.32.0"), is_for_vllm=True) == ""
+    assert trouble_with("/no/python", is_for_vllm=False).startswith("worker.engine_python: got /no/python, expected")
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0"])
