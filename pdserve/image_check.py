@@ -58,7 +58,7 @@ def everything_imports(packages: Sequence[str] = PACKAGES) -> Iterator[str]:
             try:
                 importlib.import_module(found.name)
             except ModuleNotFoundError as error:
-                if missing(error) is None and not _is_triton(error):  # the rest needs an extra that is not installed
+                if missing(error) is None and not _is_of_others(error):  # the rest needs an extra that is not installed
                     yield f"{found.name} cannot be imported: {error}"
             except (ImportError, OSError, RuntimeError) as error:
                 yield f"{found.name} cannot be imported: {error}"
@@ -170,8 +170,9 @@ def _distributions() -> list[str]:
     return sorted({re.sub(r"[-_.]+", "-", name).lower() for name in names if name})
 
 
-def _is_triton(error: ModuleNotFoundError) -> bool:
-    return (error.name or "").partition(".")[0] == "triton"
+def _is_of_others(error: ModuleNotFoundError) -> bool:
+    """A package that only images for GPUs, or only the one with vLLM's engine, have."""
+    return (error.name or "").partition(".")[0] in ("triton", "vllm")
 
 
 def _folder_of(package: str) -> Path | None:
