@@ -266,7 +266,7 @@ def _vllm(python: str, folder: str, *, is_needed: bool) -> Iterator[CheckResult]
     from pdserve.launch.settings import visible_gpus
 
     level: Level = "fail" if is_needed else "warn"
-    output, trouble = run_there([python, "-m", "pdserve.engine.vllm.start", folder], _VLLM_S)
+    output, trouble = run_there([python, "-m", "pdserve.engine.vllm.checks", folder], _VLLM_S)
     found = _description(output)
     if found is None:
         yield CheckResult(level, "vllm", f"{python} {trouble}", MAKE_VLLM)

@@ -9,8 +9,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 
 from pdserve.core.errors import ConfigError
-from pdserve.engine.vllm.pool import choose_layout
-from pdserve.engine.vllm.start import check_block_size
+from pdserve.engine.vllm.pool import check_block_size, choose_layout
 
 # Those of platforms/cuda.py whose classes can be imported without CUDA's packages. Of the others FlashInfer, FlashInfer
 # MLA, CUTLASS MLA and FlashAttention MLA state what docs/engine.md says.

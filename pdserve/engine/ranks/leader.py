@@ -433,11 +433,11 @@ def open_parallel_engine(config: WorkerConfig, role: Role) -> ParallelEngine | P
 
 def open_parallel_vllm(config: WorkerConfig, role: Role) -> ParallelEngine:
     """vLLM's worker on each rank, with a pool of its own. Raises ConfigError and ModelError like a single rank."""
-    from pdserve.engine.vllm import start  # in vLLM's environment only
+    from pdserve.engine.vllm import checks, start  # in vLLM's environment only
     from pdserve.engine.vllm.groups import Place
 
-    start.installed_version()
-    start.check_settings(config)
+    checks.installed_version()
+    checks.check_settings(config)
     is_gpu = choose_device(config.device).type == "cuda"
     config = with_device_defaults(of_each_rank(config), role, is_gpu=is_gpu)
     started = StartedRanks(config, torch.device("cpu"))

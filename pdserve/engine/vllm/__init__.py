@@ -1,8 +1,9 @@
 """vLLM's model runner as an engine: any model that vLLM serves, on its kernels.
 
 A worker opens it with `worker.engine=vllm`, in an environment of its own (`make vllm-env`). Nothing else imports it,
-and only it imports vllm. `start.py` opens vLLM's worker, `pool.py` gives it our memory, `requests.py` turns rows into
-vLLM's requests, and `engine.py` runs a step.
+and only it imports vllm. `checks.py` and `models.py` refuse what it would not compute, `start.py` opens vLLM's worker
+with `loader.py` and `groups.py`, `pool.py` gives it our memory, `adapters.py` its LoRA adapters, `requests.py` turns
+rows into vLLM's requests, and `engine.py` runs a step.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def test_auto_names_vllm_for_a_model_of_another_family(
     assert code == 0, lines
     assert "vllm, chosen by auto: our own engine does not know New" in lines["engine"]
     assert lines["vllm"] == f"ok    vllm              0.32.1, built for CPUs, {python}"
-    assert seen.read_text() == f"-m pdserve.engine.vllm.start {new_family}\n", "it is asked about the model"
+    assert seen.read_text() == f"-m pdserve.engine.vllm.checks {new_family}\n", "it is asked about the model"
     code, lines = found(capsys, "--model", new_family, "--engine", "own", "--engine-python", python)
     assert (code, lines["engine"][:4], lines["model"][:4]) == (1, "ok  ", "FAIL")
 

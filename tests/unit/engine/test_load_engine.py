@@ -18,7 +18,7 @@ from pdserve.core.types import Role, Sampling
 from pdserve.engine.interface import Row
 from pdserve.engine.load_engine import engine_names, load_engine
 from pdserve.engine.toy import ToyEngine
-from pdserve.engine.vllm import start
+from pdserve.engine.vllm import checks
 from pdserve.isolated.tied_program import tied_command
 from pdserve.launch import settings
 from pdserve.launch.spec import processes
@@ -252,7 +252,7 @@ def test_a_worker_runs_with_the_python_of_its_engine() -> None:
 def test_vllm_rejects_a_toy_and_an_environment_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="has no weights"):
         open_engine("vllm")
-    monkeypatch.setattr(start, "version", lambda package: absent(package))
+    monkeypatch.setattr(checks, "version", lambda package: absent(package))
     with pytest.raises(ConfigError, match=r"vllm, which is not installed.*make vllm-env"):
         open_engine("vllm", "stdlib-5m")
 
@@ -263,7 +263,7 @@ def absent(package: str) -> str:
 
 @pytest.mark.parametrize("found", ["0.31.9", "0.33.0", "1.0", "0.x"])
 def test_another_version_of_vllm_is_rejected(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
-    monkeypatch.setattr(start, "version", lambda package: found)
+    monkeypatch.setattr(checks, "version", lambda package: found)
     with pytest.raises(ConfigError, match=r">=0\.32,<0\.33"):
         open_engine("vllm", "stdlib-5m")
 
@@ -275,7 +275,7 @@ def test_another_version_of_vllm_is_rejected(monkeypatch: pytest.MonkeyPatch, fo
 def test_settings_of_our_own_engine_are_rejected_by_name(
     monkeypatch: pytest.MonkeyPatch, name: str, value: object
 ) -> None:
-    monkeypatch.setattr(start, "version", lambda package: "0.32.1+cu130")
+    monkeypatch.setattr(checks, "version", lambda package: "0.32.1+cu130")
     with pytest.raises(ConfigError) as caught:
         open_engine("vllm", "stdlib-5m", **{name: value})
     assert caught.value.field == name
@@ -287,19 +287,19 @@ def test_what_vllm_needs_of_the_host_is_named(monkeypatch: pytest.MonkeyPatch, t
         (tmp_path / name).touch(mode=0o700)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(start, "_NUMA", "libc.so.6")
+    monkeypatch.setattr(checks, "_NUMA", "libc.so.6")
     config = WorkerConfig(model="model", worker_id="worker", engine="vllm")
-    start.check_host(config)
+    checks.check_host(config)
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigError, match=r"cuda_graphs: .*not found as no-such-compiler; or false"):
-        start.check_host(config)
-    start.check_host(replace(config, cuda_graphs=False))
-    monkeypatch.setattr(start, "_NUMA", "libnothing.so.1")
+        checks.check_host(config)
+    checks.check_host(replace(config, cuda_graphs=False))
+    monkeypatch.setattr(checks, "_NUMA", "libnothing.so.1")
     with pytest.raises(ConfigError, match=r"without the library libnothing\.so\.1"):
-        start.check_host(config)
+        checks.check_host(config)
     (tmp_path / "lscpu").unlink()
     with pytest.raises(ConfigError, match="util-linux"):
-        start.check_host(config)
+        checks.check_host(config)
 
 
 @pytest.mark.parametrize(
@@ -311,9 +311,9 @@ def test_what_vllm_needs_of_the_host_is_named(monkeypatch: pytest.MonkeyPatch, t
 )
 def test_what_ranks_of_vllm_cannot_do_is_refused_by_name(changes: dict[str, Any], expected: str) -> None:
     config = WorkerConfig(model="model", worker_id="worker", engine="vllm", tensor_parallel=2)
-    start.check_settings(config)
+    checks.check_settings(config)
     with pytest.raises(ConfigError) as caught:
-        start.check_settings(replace(config, **changes))
+        checks.check_settings(replace(config, **changes))
     assert str(caught.value).startswith(expected)
 
 

@@ -17,7 +17,7 @@ from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError
 from pdserve.engine.memory.plan import MemoryPlan, PoolUnit
 from pdserve.engine.memory.pool import BlockShape, TorchPool
-from pdserve.engine.vllm import start
+from pdserve.engine.vllm import checks, start
 from pdserve.engine.vllm.groups import Place
 from pdserve.engine.vllm.pool import VllmPool, choose_layout
 
@@ -37,10 +37,10 @@ def provide(monkeypatch: pytest.MonkeyPatch, modules: dict[str, dict[str, Any]])
 
 
 def test_on_a_gpu_vllm_chooses_the_size_of_blocks_unless_it_is_set() -> None:
-    assert start.block_size(config(), is_gpu=True) is None
-    assert start.block_size(config(block_size=64), is_gpu=True) == 64
-    assert start.block_size(config(block_size=40), is_gpu=False) == 64
-    assert start.block_size(config(), is_gpu=False) == 32
+    assert checks.block_size(config(), is_gpu=True) is None
+    assert checks.block_size(config(block_size=64), is_gpu=True) == 64
+    assert checks.block_size(config(block_size=40), is_gpu=False) == 64
+    assert checks.block_size(config(), is_gpu=False) == 32
 
 
 def test_on_a_gpu_a_block_is_one_run() -> None:
@@ -51,7 +51,7 @@ def test_on_a_gpu_a_block_is_one_run() -> None:
 def test_a_platform_without_a_gpu_is_named() -> None:
     absent = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: False, device_type="")
     with pytest.raises(ConfigError, match="vllm for CUDA, which finds no GPU, expected"):
-        start.check_platform(config(), absent)
+        checks.check_platform(config(), absent)
 
 
 def test_a_device_that_vllm_cannot_use_is_an_error_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
