@@ -9,7 +9,6 @@ between integers and floats. Each would give wrong tokens without an error.
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
 import re
 import weakref
@@ -143,31 +142,29 @@ class _LoadCheck(TorchFunctionMode):
         fields = getattr(model_config.hf_config, _QUANTISATION, None)
         self._settings: dict[str, Any] = fields if isinstance(fields, dict) else {}
         self._num_experts = model_config.get_num_experts()
-        text = model_config.hf_text_config
-        self._tied_rows = text.vocab_size if getattr(text, "tie_word_embeddings", False) else 0
         self.reading: str | None = None  # the tensor that vLLM was given last
         self.shown = ""
         self._names: set[str] = set()
-        self._name_of: dict[int, str] = {}  # by the address of a tensor's data
+        self._places: dict[str, tuple[int, int]] = {}  # addresses of the tensors that are in use
         self._used: set[str] = set()
         self._written: dict[int, int] = defaultdict(int)  # values, by the address of a parameter's data
-        self._digests: dict[str, bytes] = {}  # of matrices that may be the embedding or the output head
         self._biases: set[str] = set()  # that are not zero
 
     def begin(self, name: str, tensor: Tensor) -> None:
         """Before vLLM is given a tensor. Raises ModelError for values that it would ignore, or compute NaN with."""
         self.reading, self.shown = name, f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
         self._names.add(name)
-        address = tensor.untyped_storage().data_ptr()
-        self._name_of[address] = name
+        begin = tensor.data_ptr()
+        self._places[name] = begin, begin + tensor.nbytes
         # A view of it has counted as a use. Otherwise its memory may become that of another tensor.
-        weakref.finalize(tensor, self._forget, address, name).atexit = False
+        weakref.finalize(tensor, self._places.pop, name, None).atexit = False
         with torch._C.DisableTorchFunction():
             self._check_values(name, tensor)
 
-    def _forget(self, address: int, name: str) -> None:
-        if self._name_of.get(address) == name:
-            del self._name_of[address]
+    def _name_of(self, tensor: Tensor) -> str | None:
+        """Of the tensor of the checkpoint that it is, or a view of. Tensors of a file share one storage."""
+        at = tensor.data_ptr()
+        return next((name for name, (begin, end) in list(self._places.items()) if begin <= at < end), None)
 
     def _check_values(self, name: str, tensor: Tensor) -> None:
         last = name.rpartition(".")[2]
@@ -175,8 +172,9 @@ class _LoadCheck(TorchFunctionMode):
             if _KINDS.get(tensor.dtype) == _FLOAT:
                 is_finite = bool(tensor.isfinite().all())
             else:  # 255 is NaN among powers of two
-                is_bytes = tensor.dtype in (torch.uint8, torch.float8_e8m0fnu)
-                is_finite = not is_bytes or not bool((tensor.view(torch.uint8) == 255).any())
+                is_mx = tensor.dtype == torch.uint8 and self._settings.get("quant_method") == "mxfp4"
+                is_power = tensor.dtype == torch.float8_e8m0fnu or is_mx
+                is_finite = not is_power or not bool((tensor.view(torch.uint8) == 255).any())
             if not is_finite:
                 raise ModelError(name, "a scale that is not finite", "finite scales: download the file again")
         elif last in ("g_idx", "weight_g_idx"):
@@ -192,16 +190,13 @@ class _LoadCheck(TorchFunctionMode):
                 raise ModelError(name, "other zero points", expected)
         elif last == "bias" and tensor.dim() == 1 and bool(tensor.count_nonzero()):
             self._biases.add(name)
-        elif self._tied_rows and tensor.dim() == 2 and tensor.shape[0] == self._tied_rows:
-            data = tensor.contiguous().view(torch.uint8).numpy().data
-            self._digests[name] = hashlib.blake2b(data, digest_size=16).digest()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") == "__get__":  # of an attribute, such as the shape
             return func(*args, **(kwargs or {}))
         flat = [part for one in args for part in (one if isinstance(one, (list, tuple)) else (one,))]
         tensors = [one for one in flat if isinstance(one, Tensor) and one.layout == torch.strided]
-        names = [self._name_of.get(one.untyped_storage().data_ptr()) for one in tensors]
+        names = [self._name_of(one) for one in tensors]
         self._used.update(name for name in names if name is not None)
         if func in (Tensor.copy_, Tensor.fill_, Tensor.__setitem__) and tensors:
             self._written[tensors[0].untyped_storage().data_ptr()] += (
@@ -228,11 +223,6 @@ class _LoadCheck(TorchFunctionMode):
             raise ModelError(
                 name, "a bias that is not zero", "no such tensor: the model of config.json has no bias there"
             )
-        head = self._digests.get("lm_head.weight")
-        others = [digest for name, digest in self._digests.items() if name != "lm_head.weight"]
-        if "lm_head.weight" in unused and head is not None and others and head not in others:
-            expected = "a copy of the embedding, because config.json says tie_word_embeddings: true; set it to false"
-            raise ModelError("lm_head.weight", "an output head of its own", expected)
         others_unused = sorted(name for name in unused if not name.endswith(_MAY_BE_UNUSED))
         if others_unused:
             log.warning(
