@@ -4,7 +4,9 @@ killed workers, judged by transformers in float64."""
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -88,9 +90,10 @@ def test_answers_survive_the_death_of_their_decode_worker(cluster: Cluster, orac
                 seen[at].extend(piece.token_ids)
             attempts[at] = stream.completion.timings.attempts
 
+        pids = {worker: cluster.pid_of(worker) for worker in ("d0", "d1")}
         streams = [asyncio.create_task(follow(at)) for at in range(len(texts))]
         await all_have(12, seen, streams)
-        cluster.kill(await decode_worker_of(client, f"text-{turn}-1"))
+        os.kill(pids[await decode_worker_of(client, f"text-{turn}-1")], signal.SIGKILL)
         await asyncio.gather(*streams)
         return seen, max(attempts)
 
