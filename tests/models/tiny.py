@@ -80,6 +80,8 @@ TINY: Final[dict[str, tuple[str, dict[str, Any]]]] = {
             "rope_parameters": _YARN,
         },
     ),
+    # As transformers writes its config, without fields that vLLM reads.
+    "deepseek-v3-saved": ("DeepseekV3", {**_DEEPSEEK, "q_lora_rank": None, "n_group": 4, "topk_group": 2}),
     "dots1": ("Dots1", {**_ROUTED, "n_shared_experts": 1, "first_k_dense_replace": 1, "sliding_window": 33}),
     "ernie": ("Ernie4_5", {"head_dim": 32}),
     "ernie-moe": ("Ernie4_5_Moe", {**_EXPERTS, "moe_num_experts": 8, "moe_k": 2}),
@@ -191,6 +193,16 @@ REFUSED: Final[dict[str, tuple[str, dict[str, Any], str]]] = {
     "mamba": ("Mamba", {"state_size": 16}, "Mamba"),
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "short convolutions"),
     "bamba": ("Bamba", {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_state": 16}, "state besides KV"),
+    "gemma3n": (
+        "Gemma3nText",
+        {
+            "head_dim": 32,
+            "num_kv_shared_layers": 0,
+            "intermediate_size": [192] * 3,
+            "activation_sparsity_pattern": [0.0] * 3,
+        },
+        "vLLM 0.32 itself gets wrong",
+    ),
     "gemma3-vision": (
         "Gemma3",
         {

@@ -37,6 +37,7 @@ from pdserve.engine.vllm.models import (
     check_head,
     check_modality,
     check_model,
+    implied_fields,
     model_errors,
 )
 
@@ -91,7 +92,7 @@ def check(config: WorkerConfig, role: Role) -> Checked:
     checkpoint = open_checkpoint(folder, ALL_BITS) if config.load == "auto" else None
     check_modality(fields)
     with model_errors(folder, installed):
-        vllm_config = make_config(config, is_gpu=is_gpu)
+        vllm_config = make_config(config, implied_fields(fields), is_gpu=is_gpu)
     check_model(vllm_config.model_config)
     if checkpoint is not None:
         check_head(checkpoint.tensors, vllm_config.model_config)
@@ -228,7 +229,8 @@ def check_latents(model: Any) -> None:
 # --- vLLM's config --------------------------------------------------------------------------------------------
 
 
-def make_config(config: WorkerConfig, *, is_gpu: bool) -> Any:
+def make_config(config: WorkerConfig, implied: Mapping[str, Any], *, is_gpu: bool) -> Any:
+    """`implied`: fields that the model's config lacks."""
     from vllm.engine.arg_utils import EngineArgs
 
     from pdserve.engine.vllm.loader import register
@@ -237,6 +239,7 @@ def make_config(config: WorkerConfig, *, is_gpu: bool) -> Any:
     loading_s = math.ceil(LOADING_S + config.stall_s)
     args = EngineArgs(
         model=config.model,
+        hf_overrides=dict(implied),
         dtype=_dtype(config, is_gpu=is_gpu),
         kv_cache_dtype=config.kv_dtype,
         load_format="dummy" if config.load == "dummy" else register(),

@@ -68,13 +68,32 @@ def _import_error(architecture: str) -> str:
 # --- by the config --------------------------------------------------------------------------------------------
 
 
+#: Values that transformers' code of an architecture computes with, and vLLM's reads from the config. Neither is a field
+#: of transformers' own config, so a checkpoint that transformers wrote may lack both.
+_IMPLIED: Final[Mapping[str, Mapping[str, str]]] = {
+    "DeepseekV3ForCausalLM": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+}
+#: Architectures for which vLLM 0.32 itself gives other tokens than transformers, for a cause that was not found.
+_DEVIATING: Final = frozenset({"Gemma3nForCausalLM"})
+
+
+def implied_fields(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Those that config.json lacks."""
+    implied = [_IMPLIED.get(one, {}) for one in _architectures(fields)]
+    return {name: value for one in implied for name, value in one.items() if name not in fields}
+
+
+def _architectures(fields: Mapping[str, Any]) -> list[str]:
+    found = fields.get("architectures") or ()
+    return [one for one in found if isinstance(one, str)] if isinstance(found, list) else []
+
+
 def check_modality(fields: Mapping[str, Any]) -> None:
     """Raises ModelError for an architecture that reads more than text. Before vLLM imports its code, which may need
     packages that `make vllm-env` leaves out."""
     from vllm.model_executor.models.registry import _MULTIMODAL_MODELS
 
-    found = fields.get("architectures") or ()
-    names = [one for one in found if isinstance(one, str)] if isinstance(found, list) else []
+    names = _architectures(fields)
     _refuse(names, {_WITH_IMAGES: any(one in _MULTIMODAL_MODELS for one in names)})
 
 
@@ -93,6 +112,7 @@ def check_model(model: Any) -> None:
             or (model.using_transformers_backend() and bool(layers - _KV_ONLY))
         ),
     }
+    wrong["models whose tokens vLLM 0.32 itself gets wrong"] = not _DEVIATING.isdisjoint(model.architectures)
     _refuse(model.architectures, wrong)
 
 
