@@ -67,6 +67,7 @@ class ClusterAdapters:
         self._entries: Mapping[str, NamedAdapter] = {}
         self._unloaded: dict[str, NamedAdapter] = {}  # by this router
         self._asked: dict[Key, asyncio.Future[AdapterLoaded]] = {}
+        self._loading: set[str] = set()  # workers whose stream has lasted since the present load began
         #: By worker, the largest precedence of each name that it had or was given, so that none is given twice.
         self._given: dict[str, dict[str, tuple[int, str]]] = {}
         self._spreading: dict[str, NamedAdapter] = {}  # by worker, what it loads to catch up with the others
@@ -116,6 +117,7 @@ class ClusterAdapters:
         self._reports.pop(worker_id, None)
         self._given.pop(worker_id, None)
         self._spreading.pop(worker_id, None)
+        self._loading.discard(worker_id)
         for key in [key for key in self._asked if key[0] == worker_id]:
             asked = self._asked.pop(key)
             if not asked.done():  # it gets the adapter when it is back
@@ -192,9 +194,10 @@ class ClusterAdapters:
         known = self._entries.get(name)
         return max(self._now_us(), 1 + (0 if known is None else known.version))
 
-    async def _load_on(self, workers: Iterable[str], command: LoadAdapter) -> tuple[str, list[str]]:
+    async def _load_on(self, workers: Collection[str], command: LoadAdapter) -> tuple[str, list[str]]:
         """The fingerprint, and the workers that have loaded it. Raises InvalidRequest and Unavailable."""
         loop = asyncio.get_running_loop()
+        self._loading = set(workers)
         keys: dict[str, Key] = {one: (one, command.name, command.version) for one in workers}
         for worker_id, key in keys.items():
             asked = self._asked[key] = loop.create_future()
@@ -209,7 +212,9 @@ class ClusterAdapters:
                 self._asked.pop(key, None)
         if silent := [one for one, asked in futures.items() if not asked.done()]:
             raise Unavailable(f"worker {silent[0]} has not loaded the adapter within {LOAD_S:g} s; nothing has changed")
-        results = {one: asked.result() for one, asked in futures.items() if asked.exception() is None}
+        # A worker that came back meanwhile has dropped what it had loaded, and catches up later.
+        present = self._loading
+        results = {one: asked.result() for one, asked in futures.items() if one in present and not asked.exception()}
         if not results:
             raise Unavailable("all workers have disconnected")
         reasons = {one: result.error for one, result in results.items() if result.error or not result.fingerprint}

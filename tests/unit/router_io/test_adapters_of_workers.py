@@ -301,3 +301,18 @@ async def test_answers_that_nobody_asked_for_change_nothing() -> None:
         fleet.adapters.loaded("d9", worker_pb2.AdapterLoaded(name="a", version=version, fingerprint="f"))
     assert fleet.sent == []
     assert fleet.adapters.names == ()
+
+
+async def test_a_worker_that_came_back_before_the_name_gets_it_later() -> None:
+    fleet = Fleet("d0", "p0")
+    fleet.silent.add("p0")
+    load = asyncio.create_task(fleet.adapters.load("a", "f1"))
+    await settled()
+    fleet.lose("d0")  # it has loaded the adapter, and drops it with the stream
+    fleet.attach("d0")
+    fleet.silent.clear()
+    fleet._follow("p0", fleet.commands("p0", LoadAdapter)[0])
+    assert await load == "f1"
+    await settled()
+    assert len(fleet.commands("d0", LoadAdapter)) == 2
+    assert fleet.meanings("a") == {"f1"}
