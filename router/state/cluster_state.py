@@ -134,10 +134,13 @@ class ClusterState:
     def unbind_all(self, view: WorkerView) -> None:
         """Returns the requests that waited for this worker to the common queue."""
         for request_id in list(view.queue):
-            request = self.requests[request_id]
-            self.dequeue(request)
-            self._join_queue(request)
+            self.unbind(self.requests[request_id])
             self.is_placing_due = True
+
+    def unbind(self, request: Request) -> None:
+        """Returns the request to the common queue."""
+        self.dequeue(request)
+        self._join_queue(request)
 
     def dequeue(self, request: Request) -> None:
         self._leave_backoff(request)

@@ -100,16 +100,19 @@ class _Placing:
             if not can_start(view, request.num_tokens, cluster.now_s):
                 _retry_in(cluster, opens_in_s(view, cluster.now_s))
                 continue
-            if not self._is_worth_asking(request):
+            is_asked = self._is_worth_asking(request)
+            decision = self._decide(request) if is_asked else None
+            if not is_asked or (decision is not None and not self._apply(request, decision)):
+                if decision is not None:
+                    _waits(cluster, request, decision)
                 _retry_at(cluster, request.ask_again_s)
-                self._is_decode_full = request.waits_for is Obstacle.DECODE
-                continue
-            decision = self._decide(request)
-            if decision is not None and not self._apply(request, decision):
-                _waits(cluster, request, decision)
-                _retry_at(cluster, request.ask_again_s)
-                self._is_decode_full = decision.obstacle is Obstacle.DECODE
-            elif view.queue:
+                if request.waits_for is not Obstacle.DECODE:
+                    continue
+                if not self._is_restricted(request):
+                    self._is_decode_full = True
+                    continue
+                cluster.unbind(request)  # later ones may find room on other workers
+            if view.queue:
                 heapq.heappush(heads, (view.queue.first(), worker_id))
 
     def serve_queue(self) -> None:

@@ -11,7 +11,7 @@ from pdserve.core.protocol import Reserve
 from pdserve.core.types import FinishReason, Role
 from router.policy.availability import is_decode_open, is_prefill_open, wait_for_decode
 from router.policy.interface import Choice, Decision, Obstacle, PolicyInput
-from router.state.interface import Command, DrainRequested, EndCancelled, FailRequest, RouterSettings
+from router.state.interface import AdaptersChanged, Command, DrainRequested, EndCancelled, FailRequest, RouterSettings
 from router.state.view import WorkerView
 from tests.support.slow import slow_except
 from tests.unit.router.given import Given
@@ -180,3 +180,16 @@ def test_bound_requests_end_once_under_random_failures(seed: int) -> None:
     world.settle()
     assert all(client.last_word is not None for client in world.clients.values())
     assert world.state.num_queued == 0
+
+
+def test_a_worker_queue_does_not_wait_for_the_only_worker_with_an_adapter() -> None:
+    given = start(prefills=1, adapters=("f1",), num_blocks=30)
+    given.submit(AdaptersChanged(worker_id="p0", adapters=("f1",)))
+    given.connect_decode("d1", cost=COST, inbox_depth=64, num_blocks=1024)
+    facts = {"prompt": 300, "adapter": "f1", "adapter_name": "sql"}
+    assert placed(given.arrives("a-0", **facts)) == ["a-0"]
+    assert placed(given.arrives("b-0", **facts)) == []
+    assert placed(given.arrives("c-0", prompt=300)) == []
+    assert line(given, "p0") == ["b-0", "c-0"]
+    given.granted(request_id="a-0")
+    assert placed(given.first(request_id="a-0")) == ["c-0"], "d1 has room"
