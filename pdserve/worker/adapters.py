@@ -69,7 +69,7 @@ class WorkerAdapters:
         self._post, self._now, self._on_change, self._answer = post, now, on_change, answer
         self._named: dict[str, pr.NamedAdapter] = {}
         self._uses_of: dict[str, int] = {}  # fingerprint in the engine -> its sequences
-        self._staged: dict[LoadKey, tuple[int, str]] = {}  # the router's stream and the fingerprint
+        self._staged: dict[_Load, str] = {}  # in the engine, and its router has not named it yet
         self._uses: dict[AttemptKey, str] = {}
         self._waiting: deque[_Load] = deque()
         self._reading: _Load | None = None
@@ -114,13 +114,14 @@ class WorkerAdapters:
             case pr.LoadAdapter():
                 self._ask(_Load(session, command))
             case pr.DropLoad():
-                self._drop(lambda load: load == (command.name, command.version), None)
+                key = command.name, command.version
+                self._drop(lambda load: load.session == session and load.key == key)
             case pr.NamedAdapter():
-                self._set(command)
+                self._set(session, command)
 
     def lost(self, session: int) -> None:
         """The router's stream ended: its loads are dropped."""
-        self._drop(lambda _: False, session)
+        self._drop(lambda load: load.session == session)
 
     @property
     def waits(self) -> bool:
@@ -139,7 +140,7 @@ class WorkerAdapters:
                 log.warning("an adapter was not loaded", extra={"adapter": load.key[0], "why": _why(error)})
                 self._fail(load, _why(error))
                 continue
-            self._staged[load.key] = load.session, adapter.fingerprint
+            self._staged[load] = adapter.fingerprint
             self._retired.pop(adapter.fingerprint, None)
             self._changed()
             self._answer(load.session, _answer_of(load, fingerprint=adapter.fingerprint))
@@ -203,23 +204,22 @@ class WorkerAdapters:
     def _fail(self, load: _Load, why: str) -> None:
         self._answer(load.session, _answer_of(load, error=why))
 
-    def _drop(self, is_its: Callable[[LoadKey], bool], session: int | None) -> None:
-        """Drops loads in every stage, of a key or of a router."""
-
-        def is_dropped(key: LoadKey, of: int) -> bool:
-            return is_its(key) or of == session
-
-        self._waiting = deque(one for one in self._waiting if not is_dropped(one.key, one.session))
-        self._has_read = [one for one in self._has_read if not is_dropped(one[0].key, one[0].session)]
-        if self._reading is not None and is_dropped(self._reading.key, self._reading.session):
+    def _drop(self, is_dropped: Callable[[_Load], bool]) -> None:
+        """Drops loads in every stage. Another router's load of the same name and version goes on."""
+        self._waiting = deque(one for one in self._waiting if not is_dropped(one))
+        self._has_read = [one for one in self._has_read if not is_dropped(one[0])]
+        if self._reading is not None and is_dropped(self._reading):
             self._reading = _Load(-1, self._reading.command)  # the thread goes on, so the next load waits for it
-        for key in [key for key, (of, _) in self._staged.items() if is_dropped(key, of)]:
-            self._retire(self._staged.pop(key)[1], 0.0)
+        self._unstage(is_dropped)
         self._read_next()
+
+    def _unstage(self, is_ended: Callable[[_Load], bool]) -> None:
+        for load in [load for load in self._staged if is_ended(load)]:
+            self._retire(self._staged.pop(load), 0.0)
 
     # -- names ----------------------------------------------------------------------------------------------------
 
-    def _set(self, named: pr.NamedAdapter) -> None:
+    def _set(self, session: int, named: pr.NamedAdapter) -> None:
         """Raises InvalidRequest."""
         try:
             check_adapter_name(named.name, "set_adapter.name")
@@ -239,9 +239,8 @@ class WorkerAdapters:
                 del self._named[one.name]
             message = "an adapter is served" if named.fingerprint else "an adapter is no longer served"
             log.info(message, extra={"adapter": named.name, "fingerprint": named.fingerprint})
-        staged = self._staged.pop((named.name, named.version), None)
-        if staged is not None:
-            self._retire(staged[1], 0.0)
+        key = named.name, named.version
+        self._unstage(lambda load: load.session == session and load.key == key)
         self._changed()  # also if nothing has changed: the router waits for it
 
     # -- engine ---------------------------------------------------------------------------------------------------
@@ -261,7 +260,7 @@ class WorkerAdapters:
 
     def _wanted(self) -> set[str]:
         named = {one.fingerprint for one in self._named.values()} - {""}
-        return named | {fingerprint for _, fingerprint in self._staged.values()}
+        return named | set(self._staged.values())
 
     def _retire(self, fingerprint: str, keep_s: float) -> None:
         """Nothing names the adapter any more, or at least one name less."""

@@ -4,6 +4,7 @@ KV depend on the adapter."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -290,6 +291,47 @@ async def test_a_bad_adapter_changes_nothing(start: Any, attach: Any, ask: Any, 
         assert not loaded.fingerprint
     assert spoken(router, Role.DECODE) == pr.Adapters()
     assert await router.local(ask("r", PROMPT)) == answer(PROMPT, 8)
+
+
+async def test_a_router_drops_only_its_own_load(start: Any, attach: Any, folders: Path) -> None:
+    worker = start(Role.DECODE, lora_folders=(str(folders),))
+    router, other = await attach(worker), await attach(worker, name="router-1")
+    fingerprint = (await load(router, Role.DECODE, "a", folders / "a", 1)).fingerprint
+    assert (await load(other, Role.DECODE, "a", folders / "a", 1)).fingerprint == fingerprint
+    await tell(router, Role.DECODE, pr.DropLoad(name="a", version=1))
+    await load(router, Role.DECODE, "b", folders / "b", 2)
+    named = pr.NamedAdapter(name="a", fingerprint=fingerprint, version=1, folder=str(folders / "a"))
+    await tell(other, Role.DECODE, named)
+    await other.wait_for(lambda: served(other, Role.DECODE) == {"a": fingerprint})
+
+
+async def test_a_load_that_waits_is_answered_although_another_router_drops_its_own(
+    start: Any, attach: Any, folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = start(Role.DECODE, lora_folders=(str(folders),))
+    router, other, begin = await attach(worker), await attach(worker, name="router-1"), asyncio.Event()
+    loop, read = asyncio.get_running_loop(), worker.program.adapters._read
+    versions = itertools.count(1)
+
+    async def seen(one: Any) -> None:
+        """The worker has handled what was sent before."""
+        marker = pr.NamedAdapter(name="marker", version=next(versions))
+        await tell(one, Role.DECODE, marker)
+        await one.wait_for(lambda: marker in spoken(one, Role.DECODE).named)
+
+    def slow(name: str, folder: Path) -> Any:
+        asyncio.run_coroutine_threadsafe(begin.wait(), loop).result(10.0)
+        return read(name, folder)
+
+    monkeypatch.setattr(worker.program.adapters, "_read", slow)
+    command = pr.LoadAdapter(name="a", folder=str(folders / "a"), version=1)
+    for one in (router, other):
+        await tell(one, Role.DECODE, command)
+        await seen(one)
+    await tell(router, Role.DECODE, pr.DropLoad(name="a", version=1))
+    await seen(router)
+    begin.set()
+    await other.wait_for(lambda: other.all("adapter_loaded"))
 
 
 # -- folders ---------------------------------------------------------------------------------------------------
