@@ -135,6 +135,7 @@ class WorkerAdapters:
         has_read, self._has_read = self._has_read, []
         for load, adapter in has_read:
             try:
+                self._check_names(load.command.name)
                 self._hold(adapter)
             except Exception as error:  # an adapter may not end the process; the engine has not changed
                 log.warning("an adapter was not loaded", extra={"adapter": load.key[0], "why": _why(error)})
@@ -244,6 +245,15 @@ class WorkerAdapters:
         self._changed()  # also if nothing has changed: the router waits for it
 
     # -- engine ---------------------------------------------------------------------------------------------------
+
+    def _check_names(self, name: str) -> None:
+        """Raises ModelError if it would be one name too many. Many names of one adapter take no room in the engine, but
+        make every report longer, and routers reject workers with too many."""
+        names = {one.name for one in self._named.values() if one.fingerprint}
+        names |= {load.command.name for load in self._staged}
+        most = self._config.max_lora_adapters
+        if name not in names and len(names) >= most:
+            raise ModelError("lora_name", f"{name} beside {len(names)} others", f"at most max_lora_adapters, {most}")
 
     def _hold(self, adapter: Adapter) -> None:
         """Raises ModelError if the adapter does not fit the model or the limits."""

@@ -334,6 +334,16 @@ async def test_a_load_that_waits_is_answered_although_another_router_drops_its_o
     await other.wait_for(lambda: other.all("adapter_loaded"))
 
 
+async def test_the_names_of_one_adapter_are_bounded(start: Any, attach: Any, folders: Path) -> None:
+    router = await attach(start(Role.DECODE, lora_folders=(str(folders),), max_lora_adapters=2))
+    for version, name in enumerate(("n0", "n1", "n0"), 1):
+        await serve(router, Role.DECODE, name, folders / "a", version)
+    loaded = await load(router, Role.DECODE, "n2", folders / "a", 4)
+    assert "max_lora_adapters" in loaded.error
+    await unload(router, Role.DECODE, "n0", 5)
+    await serve(router, Role.DECODE, "n2", folders / "a", 6)
+
+
 # -- folders ---------------------------------------------------------------------------------------------------
 
 
