@@ -121,6 +121,7 @@ class UnknownMethod(NotFound):
 
 
 MAX_SERVED: Final = 16  # names in one message
+MAX_SERVED_CHARS: Final = 256  # of them; gRPC rejects errors over 8 KiB, of which each may take 12 bytes
 
 
 class UnknownModel(NotFound):
@@ -134,9 +135,10 @@ class UnknownModel(NotFound):
             self.served = served
         else:
             more = f" and {len(served) - MAX_SERVED} more" if len(served) > MAX_SERVED else ""
-            self.served = ", ".join(repr(one) for one in served[:MAX_SERVED]) + more
+            listed = ", ".join(repr(one) for one in served[:MAX_SERVED])
+            self.served = shortened(listed, MAX_SERVED_CHARS) + more
         serves = f"; this server serves {self.served}" if self.served else ""
-        self.args = (f"the model {shortened(repr(name))} does not exist{serves}",)
+        self.args = (f"the model {shortened(repr(name), 64)} does not exist{serves}",)
 
 
 class ConfigError(PdserveError):

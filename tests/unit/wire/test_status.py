@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from base64 import b64encode
 from collections.abc import AsyncIterator, Iterator
+from urllib.parse import quote
 
 import grpc
 import pytest
@@ -193,3 +195,9 @@ def test_a_huge_retry_time_is_limited_to_a_day(retry_after_s: float) -> None:
     found = status.from_status(status.to_status(errors.Overloaded("full", retry_after_s)))
     assert isinstance(found, errors.Overloaded)
     assert found.retry_after_s == 86_400.0
+
+
+def test_the_names_of_served_models_fit_the_metadata_of_a_call() -> None:
+    """Beyond 8 KiB, gRPC's client replaces the error by RESOURCE_EXHAUSTED, which callers retry."""
+    found = status.to_status(errors.UnknownModel("sql", ["\N{GRINNING FACE}" * 256] * 20))
+    assert len(quote(found.message)) + len(b64encode(found.SerializeToString())) < 7 * 1024
