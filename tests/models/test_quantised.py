@@ -29,7 +29,7 @@ from tests.models.conftest import open_vllm
 from tests.models.far_oracle import FarOracle
 from tests.models.quantised import FORMS, RoundedOracle, change_config, quantised
 from tests.models.test_exactness import decoded, row_of
-from tests.models.tiny import COMMON, build
+from tests.models.tiny import COMMON, TINY, build
 from tests.unit.engine.test_quantised import compressed
 
 pytestmark = pytest.mark.timeout(900)
@@ -429,6 +429,22 @@ ODD: Final[dict[str, tuple[str, Callable[[Path], object], str]]] = {
     "fp8 with one scale": ("float-tensor", lambda folder: None, "fp8 weights with one scale for each matrix"),
     "fp8 with one scale, of another tool": ("fp8-tensor", lambda folder: None, "fp8 weights with one scale"),
 }
+
+
+def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None:
+    """As in GLM 4.5, whose config counts them beside its layers, and whose attention has biases."""
+
+    def add_layer(all_: dict[str, Tensor]) -> None:
+        last = f"model.layers.{COMMON['num_hidden_layers'] - 1}."
+        added = f"model.layers.{COMMON['num_hidden_layers']}."
+        all_ |= {name.replace(last, added): each.clone() for name, each in all_.items() if name.startswith(last)}
+        assert all_[f"{added}self_attn.q_proj.bias"].count_nonzero()
+
+    family, own = TINY["glm4-moe"]
+    folder = build(family, own | {"attention_bias": True}, tmp_path / "model")
+    change_config(folder, num_nextn_predict_layers=1)
+    rewrite(folder, add_layer)
+    open_vllm(folder).close()
 
 
 @pytest.mark.parametrize("name", ODD)
