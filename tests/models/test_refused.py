@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
 
 from pdserve.cli.main import main
 from pdserve.core.errors import ConfigError, ModelError
 from pdserve.engine.interface import Row
 from tests.models.conftest import open_vllm
+from tests.models.quantised import change_config
 from tests.models.tiny import COMMON, REFUSED, TINY, build
 
 Tiny = Callable[[str], Path]
@@ -50,6 +54,42 @@ def test_what_vllm_would_ignore_is_refused(
     with pytest.raises(ModelError, match=expected) as caught:
         open_vllm(folder)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("speculators_config", {"verifier": {"name_or_path": "owner/other-model"}}),
+        ("configuration_files", ["config.4.0.0.json"]),
+    ],
+)
+def test_a_config_that_names_another_model_or_config_is_refused(
+    field: str, value: object, tiny: Tiny, tmp_path: Path
+) -> None:
+    """vLLM would ask the Hub for the model, and compute with a config that is not part of the fingerprint."""
+    folder = Path(shutil.copytree(tiny("llama"), tmp_path / "model"))
+    (folder / "config.4.0.0.json").write_bytes((folder / "config.json").read_bytes())
+    change_config(folder, **{field: value})
+    with pytest.raises(ModelError) as caught:
+        open_vllm(folder).close()
+    assert caught.value.field == field
+
+
+def test_the_config_is_config_json(tiny: Tiny, tmp_path: Path) -> None:
+    """Mistral's repositories also have their own form of config and weights, which is not part of the fingerprint."""
+    folder = Path(shutil.copytree(tiny("llama"), tmp_path / "model"))
+    whole, shard = folder / "model.safetensors", "model-00001-of-00001.safetensors"
+    shutil.copy(whole, folder / "consolidated.safetensors")
+    with safe_open(whole, "pt") as tensors:
+        index = {"weight_map": dict.fromkeys(tensors.keys(), shard)}
+    whole.rename(folder / shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    sizes = {"dim": 128, "n_layers": 3, "head_dim": 32, "hidden_dim": 192, "n_heads": 4, "n_kv_heads": 2}
+    params = {"vocab_size": 384, "norm_eps": 1e-6, "rope_theta": 777.0, "max_seq_len": 77}
+    (folder / "params.json").write_text(json.dumps(sizes | params))
+    engine = open_vllm(folder)
+    engine.close()
+    assert engine.spec.max_context_tokens == COMMON["max_position_embeddings"]
 
 
 def test_code_that_cannot_be_imported_is_named(tmp_path: Path) -> None:

@@ -47,6 +47,8 @@ LOADING_S: Final = 120.0  # that one rank may load faster than another
 _DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 _KV_DTYPES: Final = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 _QUANTISATION: Final = ("quantization_config", "compression_config")  # of config.json
+#: Fields by which vLLM would read another model, maybe of the Hub, or another config than the one that is hashed.
+_ELSEWHERE: Final = ("speculators_config", "configuration_files")
 _CPU_BLOCK: Final = 32  # its attention kernels take multiples
 _CPU_LATENT: Final = (512, 64)  # values of a token's latent and of its rotated key, for which its MLA has a kernel
 _NUMA: Final = "libnuma.so.1"
@@ -88,6 +90,10 @@ def check(config: WorkerConfig, role: Role) -> Checked:
     config = with_device_defaults(config, role, is_gpu=is_gpu)
     folder = Path(config.model)
     fields = read_json_object(folder / "config.json", MAX_JSON_BYTES) or {}
+    if elsewhere := next((name for name in _ELSEWHERE if name in fields), None):
+        raise ModelError(
+            elsewhere, shortened(repr(fields[elsewhere]), 100), "nothing: only config.json decides the model"
+        )
     check_quantisation(fields)
     checkpoint = open_checkpoint(folder, ALL_BITS) if config.load == "auto" else None
     check_modality(fields)
@@ -242,6 +248,7 @@ def make_config(config: WorkerConfig, implied: Mapping[str, Any], *, is_gpu: boo
         hf_overrides=dict(implied),
         dtype=_dtype(config, is_gpu=is_gpu),
         kv_cache_dtype=config.kv_dtype,
+        config_format="hf",  # vLLM prefers Mistral's params.json, which is not hashed
         load_format="dummy" if config.load == "dummy" else register(),
         skip_tokenizer_init=True,
         max_model_len=config.max_context_tokens or None,
