@@ -1,11 +1,11 @@
 """Checks an installation before its first request; the build of the image runs it.
 
-    python -m pdserve.image_check [--gpu]
+    python -m pdserve.image_check [--gpu] [--vllm]
 
 Imports every module, except those of extras that are not installed. --gpu also checks that torch, CuPy and NCCL are
 built for the same CUDA, CuPy and NCCL's binding, a C compiler with the headers for Triton's launchers, and compiles one
-kernel for sm_90. No GPU and no driver is needed. If something is missing, prints one line each on stderr and exits with
-status 1.
+kernel for sm_90. No GPU and no driver is needed. --vllm also checks vLLM, and the programs and libraries that it needs.
+If something is missing, prints one line each on stderr and exits with status 1.
 """
 
 from __future__ import annotations
@@ -38,7 +38,12 @@ Checks = Sequence[Callable[[], Iterator[str]]]
 
 def main(argv: Sequence[str]) -> int:
     gpu_checks: Checks = (cuda_versions_agree, cupy_is_there, compiler_is_there, a_kernel_compiles)
-    checks: Checks = (everything_imports, *(gpu_checks if "--gpu" in argv else ()))
+    vllm_checks: Checks = (vllm_serves,)
+    checks: Checks = (
+        everything_imports,
+        *(gpu_checks if "--gpu" in argv else ()),
+        *(vllm_checks if "--vllm" in argv else ()),
+    )
     complaints = [complaint for check in checks for complaint in check()]
     for complaint in complaints:
         sys.stderr.write(f"image check: {complaint}\n")
@@ -162,6 +167,20 @@ def a_kernel_compiles() -> Iterator[str]:
         kernel.warmup(logits, words, row, 128, 4, 128, BLOCK=128, grid=(1, 1))
     except Exception as error:  # any error of a compiler and its assembler
         yield f"no kernel compiles for sm_90: {type(error).__name__}: {error}"
+
+
+def vllm_serves() -> Iterator[str]:
+    """Runs the checks before a start of the engine vllm, for the bundled model. No weights are read."""
+    from pdserve.engine.vllm.checks import describe
+    from pdserve.launch.settings import bundled_model
+
+    try:
+        found = describe(str(bundled_model()))
+    except (ImportError, OSError, RuntimeError) as error:
+        yield f"vLLM cannot be imported: {error}"
+        return
+    if "error" in found:
+        yield f"vLLM cannot serve here: {found['error']}"
 
 
 def _distributions() -> list[str]:

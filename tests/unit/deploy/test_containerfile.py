@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pdserve import image_check
+from pdserve.engine.vllm import checks
 from tests.unit.deploy.manifests import ROOT
 
 FILE = ROOT / "deploy/Containerfile"
@@ -88,7 +89,16 @@ def test_the_image_with_vllm_is_made_as_the_environment_of_make_vllm_env() -> No
     assert "--constraint" not in packages, "vLLM's pins exclude ours"
     for word in ("ENV", "WORKDIR", "EXPOSE", "CMD", "USER"):
         assert [rest for one, rest in steps if one == word][-1] == [r for w, r in instructions() if w == word][-1], word
-    assert steps[-1] == instructions()[-1]
+    assert steps[-1] == ("RUN", "python -m pdserve.image_check --vllm"), "checked as the user who runs it"
+
+
+def test_the_image_check_names_a_missing_vllm(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_check, "everything_imports", lambda: iter(()))
+    monkeypatch.setattr(checks, "PACKAGES", ("no-such-package",))
+    assert image_check.main(["--vllm"]) == 1
+    assert "vLLM cannot serve here: engine: got vllm, which is not installed" in capsys.readouterr().err
 
 
 def test_the_image_finds_the_bundled_model() -> None:
