@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import importlib.metadata
 import importlib.util
-import json
 import platform
 import subprocess
 import sys
@@ -227,11 +226,11 @@ def _chosen(asked: str, model: str | None) -> tuple[str, Path | None, ModelError
 
 def _engine(asked: str, model: str | None, python: str | None) -> Iterator[CheckResult]:
     """Names the engine of the model, and the vLLM of this host."""
-    from pdserve.launch.engine_python import MAKE_VLLM, vllm_python
+    from pdserve.launch.engine_python import MAKE_VLLM, absolute, vllm_python
     from pdserve.launch.settings import without_vllm
 
     engine, folder, unknown = _chosen(asked, model)
-    python = python or vllm_python()
+    python = absolute(python) if python else vllm_python()
     try:
         if unknown is not None and python is None:
             raise without_vllm(unknown)
@@ -262,18 +261,18 @@ def _engine(asked: str, model: str | None, python: str | None) -> Iterator[Check
 
 def _vllm(python: str, folder: str, *, is_needed: bool) -> Iterator[CheckResult]:
     """Asks vLLM's environment, in which pdserve describes it. `folder`: of a model that vLLM shall serve."""
-    from pdserve.launch.engine_python import MAKE_VLLM, run_there
+    from pdserve.launch.engine_python import MAKE_VLLM, json_line, run_there
     from pdserve.launch.settings import visible_gpus
 
     level: Level = "fail" if is_needed else "warn"
     output, trouble = run_there([python, "-m", "pdserve.engine.vllm.checks", folder], _VLLM_S)
-    found = _description(output)
+    found = json_line(output, {"pdserve", "vllm", "build"}) or json_line(output, {"pdserve", "error"})
     if found is None:
         yield CheckResult(level, "vllm", f"{python} {trouble}", MAKE_VLLM)
         return
-    if not is_compatible(FULL_VERSION, found["pdserve"]):
-        yield CheckResult(level, "vllm", f"{python}: {mismatch(FULL_VERSION, found['pdserve'])}", MAKE_VLLM)
-    elif found.get("about") == "vllm":
+    if not is_compatible(FULL_VERSION, release := str(found["pdserve"])):
+        yield CheckResult(level, "vllm", f"{python}: {mismatch(FULL_VERSION, release)}", MAKE_VLLM)
+    elif "build" not in found or found.get("about") == "vllm":
         yield CheckResult(level, "vllm", f"{found['error']}; {python}")
     else:
         text = f"{found['vllm']}, built for {found['build']}, {python}"
@@ -283,16 +282,6 @@ def _vllm(python: str, folder: str, *, is_needed: bool) -> Iterator[CheckResult]
             yield CheckResult("ok", "vllm", text)
     if found.get("about") == "model":
         yield CheckResult("fail", "model", found["error"], "give another folder with --model")
-
-
-def _description(output: str) -> dict[str, str] | None:
-    """Of vLLM's environment, among other lines that its packages may print."""
-    for line in reversed(output.splitlines()):
-        with contextlib.suppress(ValueError, RecursionError):
-            found = json.loads(line)
-            if isinstance(found, dict) and "pdserve" in found and ("error" in found or "build" in found):
-                return {str(name): str(value) for name, value in found.items()}
-    return None
 
 
 def _encoded(text: str, tokenizer: Tokenizer, folder: Path) -> list[int]:

@@ -7,6 +7,7 @@ It is asked for the metadata of its packages only. vLLM itself is not imported, 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import os
@@ -14,10 +15,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pdserve
 from pdserve.build import FULL_VERSION
@@ -31,11 +32,10 @@ ENVIRONMENT: Final = ".venv-vllm"  # of the checkout
 MAKE_VLLM: Final = f"run `make vllm-env` in the checkout, which makes {ENVIRONMENT}"
 ANSWER_S: Final = 30.0  # a Python on a busy machine and a cold disk
 _MAX_BYTES: Final = 1 << 16  # of its output; more is not read
-_MARK: Final = "pdserve-answer "
 #: Runs there, with whatever version of Python it is.
-_QUESTION: Final = f"""
+_QUESTION: Final = """
 import importlib.metadata, importlib.util, json, sys
-found = {{"python": sys.version.split()[0], "pdserve": None, "vllm": None, "error": ""}}
+found = {"python": sys.version.split()[0], "pdserve": None, "vllm": None, "error": ""}
 for name in sys.argv[1:]:
     try:
         found["vllm"] = importlib.metadata.version(name)
@@ -48,7 +48,7 @@ if importlib.util.find_spec("pdserve") is not None:
         found["pdserve"] = FULL_VERSION
     except Exception as error:
         found["error"] = repr(error)
-print("\\n{_MARK}" + json.dumps(found))
+print("\\n" + json.dumps(found))
 """
 
 
@@ -68,6 +68,11 @@ def vllm_python() -> str | None:
         return sys.executable
     python = Path(pdserve.__file__).parents[1] / ENVIRONMENT / "bin" / "python"
     return str(python) if os.access(python, os.X_OK) else None
+
+
+def absolute(python: str) -> str:
+    """Of a setting or a flag. A link stays, because it names the environment."""
+    return str(Path(python).expanduser().absolute())
 
 
 def check_python(field: str, python: str, *, is_for_vllm: bool, answer_s: float = ANSWER_S) -> None:
@@ -110,12 +115,14 @@ def _lacks(answer: Answer, *, is_for_vllm: bool) -> str:
 def ask(python: str, answer_s: float) -> Answer | str:
     """What `python` has, or why it does not answer."""
     output, trouble = run_there([python, "-c", _QUESTION, *PACKAGES], answer_s)
-    return _answer(output) or trouble
+    names = {one.name for one in dataclasses.fields(Answer)}
+    found = json_line(output, names)
+    return trouble if found is None else Answer(**{name: found[name] for name in names})
 
 
 def run_there(command: Sequence[str], answer_s: float) -> tuple[str, str]:
     """The output of a command of another environment, also that on stderr, and what to say if it has no answer: it
-    cannot be run, takes too long, says too much, or how it ended. The command gets no secrets, and ends with the
+    cannot be run, takes too long, prints too much, or how it ended. The command gets no secrets, and ends with the
     processes that it started."""
     try:
         process = subprocess.Popen(
@@ -147,15 +154,21 @@ def run_there(command: Sequence[str], answer_s: float) -> tuple[str, str]:
         process.stdout.close()
     if is_late.is_set():
         return output, f"gave no answer within {answer_s:g} s"
-    last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "it said nothing")
-    return output, f"{'says too much' if status is None else outcome(status)}: {shortened(last, 200)}"
+    last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "it printed nothing")
+    how = f"printed more than {_MAX_BYTES >> 10} KiB" if status is None else outcome(status)
+    return output, f"{how}: {shortened(last, 200)}"
 
 
-def _answer(output: str) -> Answer | None:
-    for line in output.splitlines():
-        if line.startswith(_MARK):
-            with contextlib.suppress(ValueError, TypeError):
-                return Answer(**json.loads(line.removeprefix(_MARK)))
+def json_line(output: str, needed: Set[str]) -> dict[str, Any] | None:
+    """The fields that are strings or null, of the last line that is a JSON object with the `needed` ones. Packages may
+    print other lines."""
+    for line in reversed(output.splitlines()):
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(line)
+            if isinstance(found, dict):
+                texts = {name: value for name, value in found.items() if isinstance(value, str | None)}
+                if needed <= texts.keys():
+                    return texts
     return None
 
 

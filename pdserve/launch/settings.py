@@ -30,7 +30,7 @@ from pdserve.engine.model.config import read_config
 from pdserve.key_file_access import read_bytes
 from pdserve.launch import confine
 from pdserve.launch.confine import of_operator
-from pdserve.launch.engine_python import MAKE_VLLM, check_python, vllm_python
+from pdserve.launch.engine_python import MAKE_VLLM, absolute, check_python, vllm_python
 from pdserve.launch.keys import KINDS, Kind, check_command_line, check_settings, check_top, fields_of
 from pdserve.launch.report import LogLimits
 from pdserve.launch.spec import ClusterSpec, ClusterTls, Process, gateway, processes
@@ -110,8 +110,7 @@ def read(
         tables.setdefault("router", {}).setdefault("record", found["record"])
     for kind in _OF_WORKER_TABLES:
         if python := tables.get(kind, {}).get("engine_python"):
-            # Absolute, because actors have another working directory. A link stays: it names the environment.
-            tables[kind]["engine_python"] = str(Path(python).expanduser().absolute())
+            tables[kind]["engine_python"] = absolute(python)  # actors have another working directory
     if record := tables.get("router", {}).get("record"):
         # Absolute, because the router may run in another working directory.
         tables["router"]["record"] = str(Path(record).expanduser().absolute())

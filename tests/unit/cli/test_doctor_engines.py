@@ -98,8 +98,8 @@ def test_a_model_that_vllm_rejects_is_a_finding(
         ("echo ModuleNotFoundError: no pdserve >&2; exit 1", "ended with status 1: ModuleNotFoundError: no pdserve"),
         ("echo nonsense", "nonsense"),
         ("echo 7; echo '[]'; echo '{}'", "{}"),
-        ("true", "it said nothing"),
-        ("exec yes", "says too much"),
+        ("true", "it printed nothing"),
+        ("exec yes", "printed more than 64 KiB"),
         (f"echo '{json.dumps({'pdserve': FULL_VERSION, 'error': 'vllm, in version 0.31', 'about': 'vllm'})}'", "0.31"),
         ("sleep 60 & wait", "gave no answer within"),
     ],
@@ -117,6 +117,15 @@ def test_an_unusable_environment_is_named(
     assert (code, lines["vllm"][:4]) == (1, "FAIL")
     assert expected in lines["vllm"]
     assert python in lines["vllm"]
+
+
+def test_a_relative_python_is_that_of_the_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `up` reads the setting: not the program of this name on the PATH."""
+    python = environment(tmp_path, GOOD)
+    monkeypatch.chdir(tmp_path)
+    assert python in found(capsys, "--engine", "vllm", "--engine-python", "python")[1]["vllm"]
 
 
 def test_a_real_python_without_vllm_answers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,12 +98,12 @@ def test_another_release_of_pdserve_is_rejected(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("exit 3", "ended with status 3: it said nothing"),
+        ("exit 3", "ended with status 3: it printed nothing"),
         ("echo cannot find libpython >&2; exit 127", "ended with status 127: cannot find libpython"),
         ("kill -ABRT $$", "was ended by SIGABRT"),
-        ("yes", "says too much: y"),
-        ("echo pdserve-answer '[1]'", "ended with status 0: pdserve-answer [1]"),
-        ("echo pdserve-answer '{\"pdserve\": 1}'", "ended with status 0"),
+        ("yes", "printed more than 64 KiB: y"),
+        ("echo [1]", "ended with status 0: [1]"),
+        ("echo '{\"pdserve\": 1}'", "ended with status 0"),
     ],
 )
 def test_a_broken_python_is_rejected_with_what_it_said(tmp_path: Path, text: str, said: str) -> None:
