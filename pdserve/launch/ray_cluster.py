@@ -279,10 +279,11 @@ class RayDriver:
                 at = PlacementGroupSchedulingStrategy(self._group, self._bundles.index((worker_id, 0)))
                 asking = ray.remote(trouble_with).options(num_cpus=0, max_retries=0, scheduling_strategy=at)
                 calls[worker_id] = asking.remote(config.engine_python, is_for_vllm=config.engine == VLLM)
+        until_s = time.monotonic() + _ASK_S  # for all together
         for worker_id, call in calls.items():
             trouble = ""
             with contextlib.suppress(ray.exceptions.RayError):
-                trouble = ray.get(call, timeout=_ASK_S)
+                trouble = ray.get(call, timeout=max(0.0, until_s - time.monotonic()))
             if trouble:
                 raise StartFailed(f"{worker_id}, on its node: {trouble}")
 
