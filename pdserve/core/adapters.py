@@ -1,4 +1,4 @@
-"""Names and limits of LoRA adapters. Pure."""
+"""LoRA adapters, their names and their limits. Pure."""
 
 from __future__ import annotations
 
@@ -10,6 +10,44 @@ from typing import Final
 from pdserve.core.errors import ConfigError
 
 _NAME: Final = re.compile(r"[^\s,=]{1,256}")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterMatrix:
+    name: str  # in the adapter's file
+    dtype: str  # F32, BF16 or F16
+    shape: tuple[int, ...]
+    data: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedModule:
+    """A linear layer W x of the model, computed as W x + scaling * B (A x)."""
+
+    name: str  # as in the model's checkpoint, without .weight
+    rank: int
+    scaling: float
+    a: AdapterMatrix  # [rank, inputs]
+    b: AdapterMatrix  # [outputs, rank]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """What was read from a folder.
+
+    `fingerprint` is a hash of all that the adapter computes with, its config and the bytes of its weights, as 32
+    hexadecimal digits. It is part of the salt of block hashes, so texts of two adapters never share KV.
+    """
+
+    name: str  # that requests choose as their model
+    fingerprint: str
+    folder: Path
+    num_bytes: int  # of the weights
+    modules: tuple[AdaptedModule, ...]
+
+    @property
+    def rank(self) -> int:
+        return max(module.rank for module in self.modules)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ A folder may change after it was checked. So each byte is read once, and an engi
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, TypeVar, final
 
 from pdserve.bounded_file import opened, opened_folder, parse_json, read_bytes
-from pdserve.core.adapters import AdapterLimits
+from pdserve.core.adapters import AdaptedModule, Adapter, AdapterLimits, AdapterMatrix
 from pdserve.core.errors import ModelError
 from pdserve.engine.load.checkpoint_files import StoredTensor, header_bytes, tensors_of
 
@@ -60,45 +59,6 @@ _IGNORED: Final = frozenset(
 _INITIAL: Final = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
-@dataclass(frozen=True, slots=True)
-class AdaptedModule:
-    """A linear layer W x of the model, computed as W x + scaling * B (A x)."""
-
-    name: str  # as in the model's checkpoint, without .weight
-    rank: int
-    scaling: float
-    a: StoredTensor  # [rank, inputs]
-    b: StoredTensor  # [outputs, rank]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Adapter:
-    """What was read from a folder.
-
-    `fingerprint` is a hash of all that the adapter computes with, its config and the bytes of its weights, as 32
-    hexadecimal digits. It is part of the salt of block hashes, so texts of two adapters never share KV.
-    """
-
-    name: str  # that requests choose as their model
-    fingerprint: str
-    folder: Path
-    modules: tuple[AdaptedModule, ...]
-    data: bytearray = dataclasses.field(repr=False, compare=False)  # of all tensors
-    begin: int  # of `data` in the file
-
-    @property
-    def rank(self) -> int:
-        return max(module.rank for module in self.modules)
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self.data)
-
-    def bytes_of(self, tensor: StoredTensor) -> memoryview:
-        first = tensor.begin - self.begin
-        return memoryview(self.data)[first : first + tensor.num_bytes]
-
-
 def read_adapter(name: str, folder: Path, limits: AdapterLimits) -> Adapter:
     """Reads each byte once. The folder itself may be a link. Raises ModelError."""
     file = folder / WEIGHTS
@@ -114,14 +74,20 @@ def read_adapter(name: str, folder: Path, limits: AdapterLimits) -> Adapter:
             entries = parse_json(header, WEIGHTS, ModelError, is_strict=True)
             if isinstance(entries, dict) and len(entries) > MAX_TENSORS:
                 raise ModelError(WEIGHTS, f"{len(entries)} tensors", f"at most {MAX_TENSORS}")
-            modules = _modules(tensors_of(file, size, begin, entries), settings)
+            data = bytearray(size - begin)
+            view = memoryview(data)
+
+            def matrix(tensor: StoredTensor) -> AdapterMatrix:
+                first = tensor.begin - begin
+                return AdapterMatrix(tensor.name, tensor.dtype, tensor.shape, view[first : first + tensor.num_bytes])
+
+            modules = _modules(tensors_of(file, size, begin, entries), settings, matrix)
             digest = hashlib.blake2b(_canonical(config), digest_size=16)
             digest.update(len(header).to_bytes(8, "little") + header)
-            data = bytearray(size - begin)
             for at, chunk in _chunks(stream, size - begin):
                 digest.update(chunk)
                 data[at : at + len(chunk)] = chunk
-    return Adapter(name=name, fingerprint=digest.hexdigest(), folder=folder, modules=modules, data=data, begin=begin)
+    return Adapter(name=name, fingerprint=digest.hexdigest(), folder=folder, num_bytes=size - begin, modules=modules)
 
 
 def _canonical(config: Mapping[str, Any]) -> bytes:
@@ -282,7 +248,9 @@ def _by_pattern(patterns: Mapping[str, Any], kind: Callable[[Any], Value]) -> di
 # --- modules --------------------------------------------------------------------------------------------------
 
 
-def _modules(tensors: Sequence[StoredTensor], settings: _PeftConfig) -> tuple[AdaptedModule, ...]:
+def _modules(
+    tensors: Sequence[StoredTensor], settings: _PeftConfig, matrix: Callable[[StoredTensor], AdapterMatrix]
+) -> tuple[AdaptedModule, ...]:
     """Sorted by name. Raises ModelError unless the tensors are the pairs that the config describes."""
     found: dict[str, dict[str, StoredTensor]] = {}
     for tensor in tensors:
@@ -312,10 +280,16 @@ def _modules(tensors: Sequence[StoredTensor], settings: _PeftConfig) -> tuple[Ad
         targets = frozenset(settings.targets)
         if unlisted := next((name for name, ends in ends_of.items() if targets.isdisjoint(ends)), None):
             raise ModelError(WEIGHTS, f"tensors of {unlisted}", f"modules that target_modules of {CONFIG} lists")
-    return tuple(_module(name, found[name], ends, settings) for name, ends in ends_of.items())
+    return tuple(_module(name, found[name], ends, settings, matrix) for name, ends in ends_of.items())
 
 
-def _module(name: str, parts: Mapping[str, StoredTensor], ends: Sequence[str], settings: _PeftConfig) -> AdaptedModule:
+def _module(
+    name: str,
+    parts: Mapping[str, StoredTensor],
+    ends: Sequence[str],
+    settings: _PeftConfig,
+    matrix: Callable[[StoredTensor], AdapterMatrix],
+) -> AdaptedModule:
     if len(parts) != 2:
         raise ModelError(WEIGHTS, f"only lora_{next(iter(parts))} of {name}", "lora_A and lora_B")
     rank, alpha = settings.rank_of(ends), settings.alpha_of(ends)
@@ -324,7 +298,8 @@ def _module(name: str, parts: Mapping[str, StoredTensor], ends: Sequence[str], s
         if tensor.shape[dimension] != rank:
             expected = f"rank {rank}, as {CONFIG} says"
             raise ModelError(WEIGHTS, f"{tensor.name} of shape {list(tensor.shape)}", expected)
-    return AdaptedModule(name, rank, alpha / (math.sqrt(rank) if settings.has_root else rank), a, b)
+    scaling = alpha / (math.sqrt(rank) if settings.has_root else rank)
+    return AdaptedModule(name, rank, scaling, matrix(a), matrix(b))
 
 
 def _ends(name: str) -> list[str]:

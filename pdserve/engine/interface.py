@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final, Protocol, final, overload, runtime_checkable
+from typing import Final, Protocol, final, overload, runtime_checkable
 
+from pdserve.core.adapters import Adapter
 from pdserve.core.types import Sampling, TokenOut
-
-if TYPE_CHECKING:
-    from pdserve.engine.adapters import Adapter
 
 # Called with the number of layers, from the first, that have stored the KV of every token of the current step.
 OnLayer = Callable[[int], None]

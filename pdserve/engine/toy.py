@@ -37,8 +37,9 @@ from collections.abc import Sequence
 from operator import mul
 from typing import Final, final
 
+from pdserve.core.adapters import Adapter
 from pdserve.core.types import Role, Sampling, TokenOut
-from pdserve.engine.adapters import Adapter, LoadedAdapters
+from pdserve.engine.adapters import LoadedAdapters
 from pdserve.engine.interface import EngineSpec, OnLayer, Row, RowOut, kept
 from pdserve.engine.memory.host import HostMemory
 from pdserve.engine.rows import check_rows

@@ -21,10 +21,9 @@ from typing import Final, final
 
 from pdserve.config import WorkerConfig
 from pdserve.core import protocol as pr
-from pdserve.core.adapters import check_adapter_name, split_adapter
+from pdserve.core.adapters import Adapter, check_adapter_name, split_adapter
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.errors import ConfigError, InvalidRequest, ModelError, PdserveError
-from pdserve.engine.adapters import Adapter
 from pdserve.engine.interface import AdapterEngine, Engine
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from pdserve.build import FULL_VERSION
 from pdserve.config import WorkerConfig
 from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
-from pdserve.core.adapters import AdapterLimits
+from pdserve.core.adapters import Adapter, AdapterLimits
 from pdserve.core.attempt import Attempt, AttemptKey, AttemptLedger, EndRule, FailureKind, RefusalReason
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.kv.blocks import BlockAllocator, CacheChange
@@ -31,7 +31,7 @@ from pdserve.core.kv.hashing import hash_seed
 from pdserve.core.kv.kv_shape import Fingerprint, TransferKey
 from pdserve.core.kv.stamps import BlockStamps
 from pdserve.core.types import Role
-from pdserve.engine.adapters import Adapter, read_adapter
+from pdserve.engine.adapters import read_adapter
 from pdserve.engine.interface import Engine, PlainOuts, RowOut
 from pdserve.engine.memory.plan import with_device_defaults
 from pdserve.engine.ranks.rejected_joins import rejected_joins

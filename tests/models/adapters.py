@@ -10,8 +10,8 @@ from typing import Final
 import torch
 from safetensors.torch import load_file, save_file
 
-from pdserve.core.adapters import AdapterLimits
-from pdserve.engine.adapters import Adapter, read_adapter
+from pdserve.core.adapters import Adapter, AdapterLimits
+from pdserve.engine.adapters import read_adapter
 from pdserve.engine.load.checkpoint_files import open_checkpoint
 from tests.models.far_oracle import FarOracle
 from tests.support.adapters import write_adapter
@@ -46,8 +46,7 @@ def merge(model: Path, adapter: Adapter, target: Path) -> Path:
     tensors = {name: tensor.double() for name, tensor in load_file(model / "model.safetensors").items()}
     for module in adapter.modules:
         a, b = (
-            torch.frombuffer(adapter.bytes_of(one), dtype=torch.float32).view(one.shape).double()
-            for one in (module.a, module.b)
+            torch.frombuffer(one.data, dtype=torch.float32).view(one.shape).double() for one in (module.a, module.b)
         )
         tensors[f"{module.name}.weight"] += module.scaling * b @ a
     target.mkdir()

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from pdserve.config import WorkerConfig
+from pdserve.core.adapters import AdaptedModule, Adapter
 from pdserve.core.errors import ModelError
-from pdserve.engine.adapters import WEIGHTS, AdaptedModule, Adapter, LoadedAdapters
+from pdserve.engine.adapters import WEIGHTS, LoadedAdapters
 
 _DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _WARM: Final = "warm"  # no fingerprint
@@ -118,7 +119,7 @@ class AdapterSlots:
             return
         self._loaded.check_room(adapter)
         request = self._new_request(adapter.name)
-        layers = dict(self._layer(module, adapter) for module in adapter.modules)
+        layers = dict(self._layer(module) for module in adapter.modules)
         self._manager.add_adapter(LoRAModel(request.lora_int_id, adapter.rank, layers))
         self._requests[adapter.fingerprint] = request
         self._loaded.add(adapter)
@@ -148,7 +149,7 @@ class AdapterSlots:
         # vLLM reads the path of an adapter that it does not have, so it must be none.
         return LoRARequest(lora_name=name, lora_int_id=next(self._numbers), lora_path="/dev/null")
 
-    def _layer(self, module: AdaptedModule, adapter: Adapter) -> tuple[str, Any]:
+    def _layer(self, module: AdaptedModule) -> tuple[str, Any]:
         from vllm.lora.lora_weights import LoRALayerWeights
 
         name = self._name_of(module.name)
@@ -160,8 +161,7 @@ class AdapterSlots:
             seen = f"{module.name} with {found[0]} inputs and {found[1]} outputs"
             raise ModelError(WEIGHTS, seen, f"{expected_sizes[0]} and {expected_sizes[1]}, as the model has")
         a_RK, b_NR = (
-            torch.frombuffer(adapter.bytes_of(one), dtype=_DTYPES[one.dtype]).view(one.shape).float()
-            for one in (module.a, module.b)
+            torch.frombuffer(one.data, dtype=_DTYPES[one.dtype]).view(one.shape).float() for one in (module.a, module.b)
         )
         # In float32, and rounded once: vLLM would round the scaling's product again.
         parts = [part.to(self._dtype) for part in (a_RK, b_NR * module.scaling)]

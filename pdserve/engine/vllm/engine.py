@@ -17,8 +17,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from pdserve.core.adapters import Adapter
 from pdserve.core.errors import InternalError, ModelError
-from pdserve.engine.adapters import Adapter
 from pdserve.engine.interface import EngineSpec, OnLayer, Row, RowOut
 from pdserve.engine.memory.plan import MemoryPlan
 from pdserve.engine.rows import check_rows, warm_rows

@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdserve.core.adapters import AdapterLimits
+from pdserve.core.adapters import Adapter, AdapterLimits
 from pdserve.core.errors import ModelError
 from pdserve.engine import adapters
 from pdserve.engine.adapters import (
     CONFIG,
     MAX_HEADER_BYTES,
     WEIGHTS,
-    Adapter,
     LoadedAdapters,
     read_adapter,
 )
@@ -48,7 +47,7 @@ def test_an_adapter_is_read_as_it_was_written(folder: Path) -> None:
     assert [(one.name, one.rank, one.scaling) for one in adapter.modules] == [(Q, 2, 2.0), (V, 2, 2.0)]
     for module in adapter.modules:
         for stored in (module.a, module.b):
-            assert bytes(adapter.bytes_of(stored)) == tensors[stored.name].tobytes()
+            assert bytes(stored.data) == tensors[stored.name].tobytes()
 
 
 def test_the_prefix_of_peft_may_be_missing(folder: Path) -> None:
@@ -107,7 +106,7 @@ def test_a_folder_that_changes_later_changes_no_adapter(folder: Path) -> None:
     write_adapter(folder, MODULES, seed=1)
     assert read(folder).fingerprint != adapter.fingerprint
     stored = adapter.modules[0].a
-    assert bytes(adapter.bytes_of(stored)) == tensors[stored.name].tobytes()
+    assert bytes(stored.data) == tensors[stored.name].tobytes()
 
 
 # --- configs --------------------------------------------------------------------------------------------------
@@ -398,7 +397,7 @@ def test_number_and_bytes_of_loaded_adapters_are_limited(folder: Path) -> None:
         loaded.add(one)
     with pytest.raises(ModelError, match="at most max_lora_bytes"):
         loaded.check_room(others[2])
-    small = dataclasses.replace(others[2], data=bytearray())
+    small = dataclasses.replace(others[2], num_bytes=0)
     loaded.check_room(small)
     loaded.add(small)
     with pytest.raises(ModelError, match="at most max_lora_adapters, 3"):
@@ -414,4 +413,4 @@ def test_values_may_be_in_other_orders(folder: Path) -> None:
     tensors = dict(reversed(tensors_of(MODULES).items()))
     (folder / WEIGHTS).write_bytes(file_of(tensors))
     adapter = read(folder)
-    assert np.frombuffer(adapter.bytes_of(adapter.modules[0].b), np.float32).size == 24
+    assert np.frombuffer(adapter.modules[0].b.data, np.float32).size == 24

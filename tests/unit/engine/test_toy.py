@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from pdserve.config import WorkerConfig
-from pdserve.core.adapters import AdapterLimits
+from pdserve.core.adapters import Adapter, AdapterLimits
 from pdserve.core.errors import InternalError, ModelError
 from pdserve.core.types import Role, Sampling, TokenOut
 from pdserve.engine import toy
-from pdserve.engine.adapters import Adapter, read_adapter
+from pdserve.engine.adapters import read_adapter
 from pdserve.engine.interface import AdapterEngine, Row, RowOut
 from pdserve.engine.load_engine import load_engine
 from pdserve.engine.toy import EOS, ToyEngine
@@ -253,4 +253,4 @@ def test_limits_of_a_toy_are_those_of_the_settings(adapters: list[Adapter]) -> N
     engine = load_engine(config, Role.DECODE)
     assert isinstance(engine, ToyEngine)
     with pytest.raises(ModelError, match="at most max_lora_bytes, 1024"):
-        engine.load_adapter(dataclasses.replace(adapters[0], data=bytearray(1025)))
+        engine.load_adapter(dataclasses.replace(adapters[0], num_bytes=1025))
