@@ -108,7 +108,7 @@ class _Placing:
                 _retry_at(cluster, request.ask_again_s)
                 if request.waits_for is not Obstacle.DECODE:
                     continue
-                if not self._is_restricted(request):
+                if not self._is_restricted(request, self._decodes):
                     self._is_decode_full = True
                     continue
                 cluster.unbind(request)  # later ones may find room on other workers
@@ -117,8 +117,8 @@ class _Placing:
 
     def serve_queue(self) -> None:
         """Decides about the requests at the head of the common queue."""
-        cluster, passed = self._cluster, list[str]()
-        while len(passed) < LOOKAHEAD:
+        cluster, passed = self._cluster, _Passed(self._cluster)
+        while len(passed.request_ids) < LOOKAHEAD:
             first = cluster.queue.first(passed)
             if first is None:
                 return
@@ -131,9 +131,12 @@ class _Placing:
                     continue
                 _waits(cluster, request, decision)
             _retry_at(cluster, request.ask_again_s)
-            if request.waits_for not in (Obstacle.PREFILL, Obstacle.ROOM) and not self._is_restricted(request):
+            if self._is_restricted(request, self._decodes) or self._is_restricted(request, self._prefills):
+                passed.adapters.add(request.facts.adapter)
+            elif request.waits_for in (Obstacle.PREFILL, Obstacle.ROOM):
+                passed.request_ids.add(first)
+            else:
                 return
-            passed.append(first)
 
     def _is_worth_asking(self, request: Request) -> bool:
         """Whether an event has occurred for which the request waits. Most events make no room for most requests, and a
@@ -150,9 +153,10 @@ class _Placing:
             for view in self._prefills
         ) or any(view.computed_s >= asked_s and view.queue_s(now_s) <= view.load.batch_s for view in self._decodes)
 
-    def _is_restricted(self, request: Request) -> bool:
-        """Whether only some workers have its adapter, so that later requests may find room on the others."""
-        return len(with_adapter(request.facts.adapter, self._decodes)) < len(self._decodes)
+    @staticmethod
+    def _is_restricted(request: Request, views: list[WorkerView]) -> bool:
+        """Whether only some of `views` have its adapter, so that later requests may find room on the others."""
+        return len(with_adapter(request.facts.adapter, views)) < len(views)
 
     def _takes_the_last_worker(self, request: Request, decision: Decision) -> bool:
         """Whether a request that could not meet its target even on an unloaded cluster would take the last worker that
@@ -238,6 +242,20 @@ class _Placing:
 
     def _end(self, ending: Ending) -> None:
         self.commands += apply_ending(self._cluster, ending)
+
+
+@final
+class _Passed:
+    """The waiting requests that later ones may overtake in this pass: some, and all with some adapters."""
+
+    def __init__(self, cluster: ClusterState) -> None:
+        self.request_ids, self.adapters = set[str](), set[str]()
+        self._requests = cluster.requests
+
+    def __contains__(self, request_id: object) -> bool:
+        if self.adapters and self._requests[str(request_id)].facts.adapter in self.adapters:
+            return True
+        return request_id in self.request_ids
 
 
 def _waits(cluster: ClusterState, request: Request, decision: Decision) -> None:

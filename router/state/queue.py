@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Final, NamedTuple, final
 
 # --- fairness between tenants ---------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ class Queue:
 
     # -- the next request ----------------------------------------------------------------------------------------
 
-    def first(self, passed: Collection[str] = ()) -> str | None:
+    def first(self, passed: Container[str] = ()) -> str | None:
         """The first request that is not in `passed`."""
         if self._late and self._is_ageing and self._late_credit_s > 0.0:
             oldest = self._oldest_late()
@@ -326,7 +326,7 @@ def _serial(entry: Entry) -> int:
     return entry.serial
 
 
-def _head(entries: list[Entry], passed: Collection[str]) -> Entry | None:
+def _head(entries: list[Entry], passed: Container[str]) -> Entry | None:
     for entry in entries:
         if entry.request_id not in passed:
             return entry

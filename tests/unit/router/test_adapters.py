@@ -102,3 +102,10 @@ def test_events_about_adapters_can_be_recorded(given: Given) -> None:
     assert replay.decode(replay.encode(event)) == event
     for other in (arrival("a"), hello("d0", Role.DECODE)):
         assert "adapter" not in str(replay.encode(other)), "recordings without adapters stay as they were"
+
+
+def test_many_requests_for_a_full_worker_with_the_adapter_hold_no_other_request(given: Given) -> None:
+    given.arrives("big", prompt=500, **ADAPTER)
+    for number in range(8):
+        assert placed(given.arrives(f"a{number}", prompt=500, **ADAPTER)) == []
+    assert placed(given.arrives("b", prompt=500)) == ["d1"]
