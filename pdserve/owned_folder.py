@@ -73,7 +73,7 @@ class OwnedFolder:
 
 @contextlib.contextmanager
 def owned_folder(purpose: str) -> Iterator[Path]:
-    """One that is removed at the end of the block."""
+    """Makes a folder, and removes it at the end of the block."""
     folder = OwnedFolder.make(purpose)
     try:
         yield folder.path

@@ -109,8 +109,8 @@ def run(module: str, kind: type[Config], make_host: Callable[[Config], Host], ar
 
 
 def end(status: int) -> NoReturn:
-    """Ends the process after `run`. With vLLM in it at once: Python would need seconds to take its modules apart, while
-    gRPC's threads still run, and write errors that hide the reason of a failed start."""
+    """Ends the process after `run`. A process that has imported vLLM skips Python's own shutdown. That would take
+    seconds while gRPC's threads still run, and write errors that hide why a start failed."""
     if "vllm" in sys.modules:
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):

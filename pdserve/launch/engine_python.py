@@ -1,7 +1,7 @@
-"""The Python in which workers run whose engine needs another environment: found, and asked what it has before any
-process of the cluster starts.
+"""Finds the Python of an engine that needs an environment of its own, and checks it before a process of the cluster
+starts.
 
-It is asked for the metadata of its packages only. vLLM itself is not imported, because that takes many seconds.
+The check reads the metadata of packages. It does not import vLLM, because that takes many seconds.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ print("\\n" + json.dumps(found))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a Python has; None: nothing of that name. `error` is why its pdserve cannot be imported."""
+    """Versions in that environment; None if a package is absent. `error`: why its pdserve cannot be imported."""
 
     python: str
     pdserve: str | None
@@ -63,7 +63,7 @@ class Answer:
 
 
 def vllm_python() -> str | None:
-    """The Python that has vLLM: this one, or that of the checkout's environment; None if neither has."""
+    """This Python if it has vLLM, else that of the checkout's environment; None without such an environment."""
     if importlib.util.find_spec("vllm") is not None:
         return sys.executable
     python = Path(pdserve.__file__).parents[1] / ENVIRONMENT / "bin" / "python"
@@ -121,9 +121,8 @@ def ask(python: str, answer_s: float) -> Answer | str:
 
 
 def run_there(command: Sequence[str], answer_s: float) -> tuple[str, str]:
-    """The output of a command of another environment, also that on stderr, and what to say if it has no answer: it
-    cannot be run, takes too long, prints too much, or how it ended. The command gets no secrets, and ends with the
-    processes that it started."""
+    """Runs a command of another environment, without secrets. Returns its output (stdout and stderr), and the reason
+    to report if the output has no answer. Afterwards neither the command nor the processes that it started run."""
     try:
         process = subprocess.Popen(
             command,
