@@ -272,8 +272,8 @@ def _modules(
         raise ModelError(WEIGHTS, "no tensors", "the weights of an adapter")
     ends_of = {name: _ends(name) for name in sorted(found)}
     known = {end for ends in ends_of.values() for end in ends}
-    named = {"rank_pattern": settings.ranks, "alpha_pattern": settings.alphas, "target_modules": settings.targets or ()}
-    for field, names in named.items():
+    # A name in target_modules may have no tensors: PEFT stores lists that were written for models of several families.
+    for field, names in {"rank_pattern": settings.ranks, "alpha_pattern": settings.alphas}.items():
         if unknown := next((one for one in names if one not in known), None):
             raise ModelError(f"{CONFIG}: {field}", unknown, f"modules that have tensors in {WEIGHTS}")
     if settings.targets is not None:

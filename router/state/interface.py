@@ -237,7 +237,8 @@ class FailRequest:
                 )
                 return errors.InvalidRequest(self.field, self.message, expected)
             case FailKind.NO_ADAPTER:
-                return errors.UnknownModel(self.field)
+                # Not unknown: the name may have other weights by now. A retry finds them, or that there are none.
+                return errors.Unavailable(self.message)
             case FailKind.TRANSFER:
                 return errors.TransferFailed(self.message)
             case FailKind.KV_LOST:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.core.adapters import AdapterLimits
-from pdserve.core.errors import UnknownModel
+from pdserve.core.errors import Unavailable, UnknownModel
 from pdserve.engine.adapters import read_adapter
 from pdserve.engine.toy import answer
 from tests.cluster.cluster import Cluster
@@ -78,7 +78,7 @@ def test_adapters_stay_exact_through_every_change(tmp_path: Path) -> None:
         for one, expected in running:
             try:
                 assert one.result(DEADLINE_S) == expected
-            except UnknownModel:
+            except Unavailable:
                 assert expected in [each for _, each in running[::5]]
         for piece in stream:
             tokens += piece.token_ids

@@ -89,7 +89,7 @@ class CheckedLoader(DefaultModelLoader):  # type: ignore[misc]  # vllm is untype
         try:
             with check:
                 super().load_weights(model, model_config)
-        except ConfigError:
+        except (ConfigError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # of any model's own loader
             if check.reading is None:
@@ -184,7 +184,8 @@ class _LoadCheck(TorchFunctionMode):
                 raise ModelError(name, "groups in another order", "groups of neighbouring inputs, as vLLM assumes")
         elif last == "qzeros" and self._settings.get("quant_method") == "gptq":
             form = str(self._settings.get("checkpoint_format") or "gptq")
-            word = _SYMMETRIC_ZEROS.get(form) if self._settings.get("bits") == 4 else None
+            has_one_width = self._settings.get("bits") == 4 and not self._settings.get("dynamic")
+            word = _SYMMETRIC_ZEROS.get(form) if has_one_width else None
             if word is not None and not bool((tensor.long() & 0xFFFFFFFF == word).all()):
                 expected = f"{word:#x}, because {_QUANTISATION} says sym: true, and vLLM does not read them then"
                 raise ModelError(name, "other zero points", expected)

@@ -82,6 +82,7 @@ def open_rank(config: WorkerConfig, role: Role, place: Place) -> VllmEngine:
     importing(1, 1)
     stored = 0 if checkpoint is None else sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
     with start_turn(is_gpu=is_gpu, rank=place.shard.rank):
+        place.minimum(0)  # The other ranks wait here for the turn: vLLM's groups, which come next, wait less long.
         worker = open_worker(config, vllm_config, folder, installed, place, stored)
         try:
             adapters = AdapterSlots(config, worker.model_runner, is_gpu=is_gpu) if config.serves_adapters else None

@@ -622,6 +622,15 @@ def test_an_engine_that_cannot_serve_the_model_is_refused_before_the_start(
     assert str(caught.value).startswith(expected)
 
 
+def test_an_adapter_with_the_models_name_is_refused(tmp_path: Path) -> None:
+    """Requests for it would get the model."""
+    for model, names in (("toy", ()), ("sql", ("sql",))):
+        flags = {"model": "toy", "served_model_name": names} if names else {"model": "toy"}
+        with pytest.raises(ConfigError, match="a name other than the model's") as caught:
+            settings.read(flags, None, [f"decode_worker.lora=other=/x,{model}=/y"])
+        assert (caught.value.field, caught.value.seen) == ("decode_worker.lora", f"{model}=/y")
+
+
 @pytest.mark.parametrize("prefill", [0, 1])
 def test_vllm_workers_of_different_degrees_are_refused_before_the_start(
     tmp_path: Path, prefill: int, monkeypatch: pytest.MonkeyPatch

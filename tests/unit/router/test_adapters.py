@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.core.attempt import RefusalReason
-from pdserve.core.errors import UnknownModel
+from pdserve.core.errors import Unavailable
 from pdserve.core.protocol import Reserve
 from pdserve.core.types import Role
 from router.recording import replay
@@ -64,9 +64,9 @@ def test_a_request_waits_for_a_worker_that_may_get_the_adapter(given: Given) -> 
     assert placed(given.at(1.0)) == ["d1"]
 
 
-def test_an_adapter_that_no_worker_has_is_an_unknown_model(given: Given) -> None:
+def test_an_adapter_that_no_worker_has_is_unavailable(given: Given) -> None:
     error = failure(given.arrives("a", adapter="f9", adapter_name="gone"))
-    assert isinstance(error.to_error(), UnknownModel)
+    assert isinstance(error.to_error(), Unavailable)
     assert "gone" in error.to_error().message
 
 
@@ -75,7 +75,7 @@ def test_a_waiting_request_ends_when_its_adapter_is_freed(given: Given) -> None:
     given.arrives("a", **ADAPTER)
     given.submit(AdaptersChanged(worker_id="p0", adapters=()))
     given.connect_decode("d0", generation=2)
-    assert isinstance(failure(given.at(1.0)).to_error(), UnknownModel)
+    assert isinstance(failure(given.at(1.0)).to_error(), Unavailable)
 
 
 def test_recovery_stays_on_workers_with_the_adapter(given: Given) -> None:
