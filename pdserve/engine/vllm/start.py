@@ -245,7 +245,12 @@ def start_turn(*, is_gpu: bool, rank: int) -> Iterator[None]:
     from vllm.platforms import current_platform
 
     path = Path(tempfile.gettempdir()) / f"pdserve-{os.getuid()}-{current_platform.get_device_uuid()}.lock"
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:  # such as a file of that name that belongs to another user
+        log.warning("workers of this GPU do not take turns", extra={"file": str(path), "why": str(error)})
+        yield
+        return
     try:
         until_s = time.monotonic() + _TURN_S
         while time.monotonic() < until_s:

@@ -237,7 +237,7 @@ async def test_a_file_that_could_not_be_opened_once_is_read_later(keys: Path, mo
     tenants = Tenants(str(keys))
     write(keys, {"beta": (BETA,)})
 
-    def fail(*_: Any) -> int:
+    def fail(*_: Any, **__: Any) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
     with monkeypatch.context() as patched:
