@@ -36,6 +36,7 @@ from benchmarks.engine.work import WEIGHT_BYTES, EngineWork, decode_work, prefil
 from benchmarks.harness import numbers, table, vllm_env
 from pdserve.core.errors import PdserveError
 from pdserve.engine.model.config import ModelConfig, read_config
+from pdserve.launch.spec import waiting_env
 
 ROOM_TOKENS: Final = 128  # vLLM's block on a CPU: the KV of each sequence is rounded up to it
 PEERS: Final = "benchmarks.engine.peers"
@@ -132,7 +133,9 @@ def _commands(
         weights, _, kv = kind.partition("/")
         ours = ["ours", flags.engine, folder, weights, kv or "auto", threads, str(kv_tokens), str(prompts_tokens)]
         if flags.engine == "vllm":
-            commands[f"pdserve-vllm {kind}"] = [str(flags.peer_python), "-m", PEERS, *ours], env
+            # As `up` starts a worker: without the OpenMP runtime that vLLM's documentation asks for.
+            started = {"OMP_NUM_THREADS": threads, "PYTHONPATH": env["PYTHONPATH"], **waiting_env({})}
+            commands[f"pdserve-vllm {kind}"] = [str(flags.peer_python), "-m", PEERS, *ours], started
         else:
             commands[f"pdserve {kind}"] = [sys.executable, "-m", PEERS, *ours], {}
     if flags.engine == "own":
