@@ -49,8 +49,9 @@ def bind(host: str, port: int, *, reuse_address: int = 0) -> None:
 
 @contextlib.contextmanager
 def listening(host: str) -> Iterator[int]:
-    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
-        yield server.getsockname()[1]
+    [port] = free_ports(1, ("127.0.0.1", "::1"))  # the kernel's choice may be in use on the other address
+    with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+        yield port
 
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="acts as a second user, which only root can become")
