@@ -174,7 +174,6 @@ class FailKind(Enum):
     SHUTTING_DOWN = "shutting_down"
     DEADLINE = "deadline"
     INVALID = "invalid"
-    NO_ADAPTER = "no_adapter"
     TRANSFER = "transfer"
     KV_LOST = "kv_lost"
     INTERNAL = "internal"
@@ -215,7 +214,7 @@ class FailRequest:
     retry_after_s: float | None = None
     role: str = ""  # NO_WORKERS: the missing role
     stage: str = ""  # DEADLINE: the request's stage
-    field: str = ""  # INVALID: the request's field; NO_ADAPTER: the adapter's name
+    field: str = ""  # INVALID: the request's field
     timings: Timings | None = None
     slices: tuple[Slice, ...] = ()
 
@@ -236,9 +235,6 @@ class FailRequest:
                     "one that a worker can run" if self.field == "request" else "one that compiles and can be met"
                 )
                 return errors.InvalidRequest(self.field, self.message, expected)
-            case FailKind.NO_ADAPTER:
-                # Not unknown: the name may have other weights by now. A retry finds them, or that there are none.
-                return errors.Unavailable(self.message)
             case FailKind.TRANSFER:
                 return errors.TransferFailed(self.message)
             case FailKind.KV_LOST:

@@ -197,7 +197,8 @@ class _Placing:
             facts = request.facts
             if not with_adapter(facts.adapter, list(cluster.fleet.workers.values())):
                 message = f"no worker has the LoRA adapter {facts.adapter_name} any more"
-                self._end(Fail(request, FailKind.NO_ADAPTER, message, field=facts.adapter_name))
+                # Not an unknown model: the name may have other weights by now. A retry finds them, or that it has none.
+                self._end(Fail(request, FailKind.UNAVAILABLE, message))
                 return None
             if _all_able(cluster, request):
                 which = "have its LoRA adapter" if facts.adapter else "are large enough"

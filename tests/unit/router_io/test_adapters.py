@@ -25,6 +25,7 @@ from pdserve.core.errors import (
     PdserveError,
     PermissionDenied,
     Unauthenticated,
+    Unavailable,
     UnknownModel,
 )
 from pdserve.engine.adapters import read_adapter
@@ -268,7 +269,9 @@ def test_requests_are_exact_while_names_change(folders: Path, num_changes: int) 
                 since = len(history[name]) - 1
                 try:
                     tokens = client.generate(prompt, max_tokens=12, temperature=0, model=name).token_ids
-                except UnknownModel:
+                except (UnknownModel, Unavailable) as error:
+                    said = error.message
+                    assert f"'{name}' does not exist" in said or f"no worker has the LoRA adapter {name}" in said
                     assert "" in set().union(*history[name][since:]), f"{name} was served all the time"
                     outcomes.append("unknown")
                     continue
