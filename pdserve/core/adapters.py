@@ -9,7 +9,12 @@ from typing import Final
 
 from pdserve.core.errors import ConfigError
 
-_NAME: Final = re.compile(r"[^\s,=]{1,256}")
+MAX_NAME_CHARS: Final = 256
+MAX_FOLDER_CHARS: Final = 4096
+MAX_FINGERPRINT_CHARS: Final = 64
+MAX_UNLOADED: Final = 64  # names that were unloaded, which a worker or a router remembers
+
+_NAME: Final = re.compile(rf"[^\s,=]{{1,{MAX_NAME_CHARS}}}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,7 @@ def check_adapter_name(name: str, field: str = "lora") -> None:
     """Raises ConfigError. A comma separates two adapters on a command line, and an equals sign a name from its
     folder."""
     if not _NAME.fullmatch(name) or not name.isprintable():
-        expected = "a name of 1 to 256 printable characters without spaces, commas and equals signs"
+        expected = f"a name of 1 to {MAX_NAME_CHARS} printable characters without spaces, commas and equals signs"
         raise ConfigError(field, repr(name[:300]), expected)
 
 

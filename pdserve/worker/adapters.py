@@ -21,7 +21,7 @@ from typing import Final, final
 
 from pdserve.config import WorkerConfig
 from pdserve.core import protocol as pr
-from pdserve.core.adapters import Adapter, check_adapter_name, split_adapter
+from pdserve.core.adapters import MAX_FOLDER_CHARS, MAX_UNLOADED, Adapter, check_adapter_name, split_adapter
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.errors import ConfigError, InvalidRequest, ModelError, PdserveError
 from pdserve.engine.interface import AdapterEngine, Engine
@@ -29,8 +29,6 @@ from pdserve.engine.interface import AdapterEngine, Engine
 log = logging.getLogger(__name__)
 
 MAX_LOADS: Final = 8  # that wait, beside the one that is read
-MAX_FOLDER_CHARS: Final = 4096
-MAX_UNLOADED: Final = 64  # unloaded names that are remembered
 # For requests that routers had accepted before a name got other weights, and have not placed yet.
 KEEP_S: Final = 10.0
 

@@ -11,6 +11,7 @@ from typing import Any, Final, final
 
 from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
+from pdserve.core.adapters import MAX_FINGERPRINT_CHARS
 from pdserve.core.attempt import Attempt, AttemptKey
 from pdserve.core.durations import SHORTEST_SLO_S, check_duration
 from pdserve.core.errors import InvalidRequest
@@ -26,7 +27,6 @@ from pdserve.wire.protocol import ADAPTER_LOADED, ADAPTERS, SEQUENCE, encode_res
 
 MAX_REQUEST_ID_CHARS: Final = 256
 MAX_SALT_BYTES: Final = 1024
-MAX_FINGERPRINT_CHARS: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

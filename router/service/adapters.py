@@ -14,7 +14,13 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mappi
 from typing import Final, final
 
 from pdserve.config import MAX_ADAPTERS
-from pdserve.core.adapters import check_adapter_name
+from pdserve.core.adapters import (
+    MAX_FINGERPRINT_CHARS,
+    MAX_FOLDER_CHARS,
+    MAX_NAME_CHARS,
+    MAX_UNLOADED,
+    check_adapter_name,
+)
 from pdserve.core.errors import ConfigError, InvalidRequest, NoWorkers, Overloaded, Unavailable, UnknownModel, shortened
 from pdserve.core.protocol import AdapterCommand, AdapterLoaded, Adapters, DropLoad, LoadAdapter, NamedAdapter
 from pdserve.outage_log import PeerLog
@@ -26,11 +32,7 @@ log = logging.getLogger(__name__)
 LOAD_S: Final = 120.0  # to read an adapter, behind those that wait before it
 NAME_S: Final = 10.0  # more than a step takes
 MAX_CALLS: Final = 8  # of operators that load or unload, together with the one that is served
-MAX_UNLOADED: Final = 64  # unloaded names that this router remembers, as workers do
 MAX_ENTRIES: Final = MAX_ADAPTERS + 2 * MAX_UNLOADED
-MAX_FOLDER_CHARS: Final = 4096
-MAX_NAME_CHARS: Final = 256
-MAX_FINGERPRINT_CHARS: Final = 64
 MAX_REASONS: Final = 4  # workers whose reasons one error has
 
 Key = tuple[str, str, int]  # worker id, name and version of a load

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pdserve.core.adapters import MAX_UNLOADED
 from pdserve.core.errors import InvalidRequest, Overloaded, Unavailable, UnknownModel
 from pdserve.core.protocol import (
     AdapterCommand,
@@ -19,7 +20,7 @@ from pdserve.core.protocol import (
 from pdserve.v1 import worker_pb2
 from pdserve.wire.protocol import ADAPTER_LOADED, ADAPTERS, decode_adapter_command
 from router.service import adapters
-from router.service.adapters import MAX_CALLS, MAX_ENTRIES, MAX_UNLOADED, ClusterAdapters, read_report
+from router.service.adapters import MAX_CALLS, MAX_ENTRIES, ClusterAdapters, read_report
 
 
 class Fleet:

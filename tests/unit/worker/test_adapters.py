@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from pdserve.core import protocol as pr
+from pdserve.core.adapters import MAX_UNLOADED
 from pdserve.core.errors import InvalidRequest, ModelError
 from pdserve.core.types import Role
 from pdserve.engine.toy import EOT, answer
 from pdserve.v1 import worker_pb2
 from pdserve.wire.protocol import ADAPTERS, encode_request
 from pdserve.worker import adapters as worker_adapters
-from pdserve.worker.adapters import MAX_LOADS, MAX_UNLOADED, permitted_folder
+from pdserve.worker.adapters import MAX_LOADS, permitted_folder
 from tests.support.adapters import write_adapter
 
 PROMPT = list(range(40, 50))
