@@ -17,6 +17,7 @@ from pdserve.engine.load_engine import load_engine
 from tests.models.far_oracle import FarOracle
 from tests.models.tiny import OTHER_LOGITS, REFUSED, TINY, build, reference
 from tests.unit.engine.conftest import make_prompt, request_of, serve
+from tests.unit.engine.test_drafts import SpoiltDrafts
 
 __all__ = ["make_prompt", "request_of", "serve"]  # fixtures
 
@@ -64,3 +65,14 @@ def has_equal_logits(name: str) -> None:
 @pytest.fixture(scope="module")
 def oracle(name: str, tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> FarOracle:
     return FarOracle(reference(name, tiny(name), tmp_path_factory.mktemp("reference") / name))
+
+
+def with_and_without_drafts(
+    serve: Callable[..., list[list[int]]], engine: Any, requests: Callable[[], list[Any]]
+) -> tuple[list[Any], list[Any]]:
+    """The same requests, served without drafts, and then with right and wrong ones."""
+    plain, guessed = requests(), requests()
+    expected = serve(engine, plain, chunk=48)
+    answers = {(*one.prompt, one.sampling.seed): tokens for one, tokens in zip(plain, expected, strict=True)}
+    serve(engine, guessed, chunk=48, seed=1, guess=SpoiltDrafts(answers, seed=5))
+    return plain, guessed

@@ -28,12 +28,12 @@ from pdserve.engine.interface import AdapterEngine, Row
 from tests.cluster.families import BUNDLED, prompts
 from tests.cluster.suite import LENGTHS
 from tests.models.adapters import LIMITS, AdaptedModel, linear_layers, make_adapted, make_adapter, merge
-from tests.models.conftest import open_vllm
+from tests.models.conftest import open_vllm, with_and_without_drafts
 from tests.models.far_oracle import FarOracle
 from tests.models.test_cluster import open_cluster
 from tests.models.test_refused import spoilt
 from tests.support.adapters import write_adapter
-from tests.unit.engine.test_drafts import ASKED, SpoiltDrafts
+from tests.unit.engine.test_drafts import ASKED
 
 SEEDED = Sampling(temperature=1.5, seed=3, max_tokens=24)  # the greedy texts of some tiny models repeat one token
 SLOTS = 16
@@ -115,11 +115,7 @@ def test_sampling_drafts_and_logprobs_match_merged_models(
             for at, length in enumerate((3, 33, 65, 130))
         ]
 
-    plain, guessed = requests(), requests()
-    expected = serve(engine, plain, chunk=48)
-    answers = {(*one.prompt, one.sampling.seed): tokens for one, tokens in zip(plain, expected, strict=True)}
-    serve(engine, guessed, chunk=48, seed=1, guess=SpoiltDrafts(answers, seed=5))
-    for served in (plain, guessed):
+    for served in with_and_without_drafts(serve, engine, requests):
         assert_exact(adapted, served)
         for one, oracle in zip(served, adapted.oracles, strict=False):
             oracle.assert_logprobs(one.history[:-1], len(one.prompt) - 1, one.outs)

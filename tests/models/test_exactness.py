@@ -14,8 +14,9 @@ import pytest
 from kvtransfer.protocol.plan import views_of
 from pdserve.core.types import Sampling
 from pdserve.engine.interface import Engine, Row
+from tests.models.conftest import with_and_without_drafts
 from tests.models.far_oracle import FarOracle
-from tests.unit.engine.test_drafts import ASKED, SpoiltDrafts
+from tests.unit.engine.test_drafts import ASKED
 
 GREEDY = Sampling(temperature=0.0, max_tokens=32)
 
@@ -52,11 +53,7 @@ def test_sampling_drafts_and_logprobs_match_transformers(
             for at, length in enumerate((3, 33, 65, 130))
         ]
 
-    plain, guessed = requests(), requests()
-    expected = serve(engine, plain, chunk=48)
-    answers = {(*one.prompt, one.sampling.seed): tokens for one, tokens in zip(plain, expected, strict=True)}
-    serve(engine, guessed, chunk=48, seed=1, guess=SpoiltDrafts(answers, seed=5))
-    for served in (plain, guessed):
+    for served in with_and_without_drafts(serve, engine, requests):
         answered = [[out.token_id for out in one.outs] for one in served]
         oracle.assert_exact([one.prompt for one in served], answered, sampling=[one.sampling for one in served])
         for one in served:
