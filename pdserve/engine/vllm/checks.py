@@ -33,13 +33,7 @@ from pdserve.engine.memory.plan import (
 )
 from pdserve.engine.vllm import PACKAGES, SUPPORTED_RANGE, is_supported
 from pdserve.engine.vllm.adapters import check_adapters, lora_args
-from pdserve.engine.vllm.models import (
-    check_head,
-    check_modality,
-    check_model,
-    implied_fields,
-    model_errors,
-)
+from pdserve.engine.vllm.models import check_head, check_modality, check_model, implied_fields, model_errors
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +92,7 @@ def check(config: WorkerConfig, role: Role) -> Checked:
     checkpoint = open_checkpoint(folder, ALL_BITS) if config.load == "auto" else None
     check_modality(fields)
     with model_errors(folder, installed):
-        vllm_config = make_config(config, implied_fields(fields), is_gpu=is_gpu)
+        vllm_config = make_config(config, fields, is_gpu=is_gpu)
     check_model(vllm_config.model_config)
     if checkpoint is not None:
         check_head(checkpoint.tensors, vllm_config.model_config)
@@ -235,8 +229,8 @@ def check_latents(model: Any) -> None:
 # --- vLLM's config --------------------------------------------------------------------------------------------
 
 
-def make_config(config: WorkerConfig, implied: Mapping[str, Any], *, is_gpu: bool) -> Any:
-    """`implied`: fields that the model's config lacks."""
+def make_config(config: WorkerConfig, fields: Mapping[str, Any], *, is_gpu: bool) -> Any:
+    """`fields`: of the model's config.json."""
     from vllm.engine.arg_utils import EngineArgs
 
     from pdserve.engine.vllm.loader import register
@@ -245,11 +239,11 @@ def make_config(config: WorkerConfig, implied: Mapping[str, Any], *, is_gpu: boo
     loading_s = math.ceil(LOADING_S + config.stall_s)
     args = EngineArgs(
         model=config.model,
-        hf_overrides=dict(implied),
-        dtype=_dtype(config, is_gpu=is_gpu),
+        hf_overrides=implied_fields(fields),
+        dtype=_dtype(config, fields, is_gpu=is_gpu),
         kv_cache_dtype=config.kv_dtype,
         config_format="hf",  # vLLM prefers Mistral's params.json, which is not hashed
-        load_format="dummy" if config.load == "dummy" else register(),
+        load_format=register(is_random=config.load == "dummy"),
         skip_tokenizer_init=True,
         max_model_len=config.max_context_tokens or None,
         block_size=block_size(config, is_gpu=is_gpu),
@@ -282,12 +276,11 @@ def block_size(config: WorkerConfig, *, is_gpu: bool) -> int | None:
     return -(-config.block_size // _CPU_BLOCK) * _CPU_BLOCK
 
 
-def _dtype(config: WorkerConfig, *, is_gpu: bool) -> str:
+def _dtype(config: WorkerConfig, fields: Mapping[str, Any], *, is_gpu: bool) -> str:
     """On a CPU `auto` keeps float32, which vLLM's own `auto` would round. Most kernels for quantised weights compute
     only in half precision, so for these vLLM chooses."""
     if config.dtype != "auto" or is_gpu:
         return config.dtype
-    fields = read_json_object(Path(config.model) / "config.json", MAX_JSON_BYTES) or {}
     stored = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
     is_quantised = any(fields.get(name) for name in _QUANTISATION)
     return "float32" if stored == "float32" and not is_quantised else "auto"

@@ -1,9 +1,10 @@
-"""vLLM's loader of a checkpoint, with checks that it leaves out. Only `start.py` imports it, because it imports vllm.
+"""vLLM's loaders, with checks that they leave out. Imported only where vLLM is, because it imports vllm.
 
-Before any weights are read: do this build's kernels compute the form in which the weights are stored? While they are
-read: is every tensor used, by a parameter of its kind, and is every parameter written as a whole? vLLM ignores tensors
-that it does not use, keeps the memory of a quantised parameter that no tensor writes as it was allocated, and converts
-between integers and floats. Each would give wrong tokens without an error.
+Before any weights are read: are the layers what an engine of rows can compute (`models.py`), and do this build's
+kernels compute the form in which the weights are stored? While they are read: is every tensor used, by a parameter of
+its kind, and is every parameter written as a whole? vLLM ignores tensors that it does not use, keeps the memory of a
+quantised parameter that no tensor writes as it was allocated, and converts between integers and floats. Each would give
+wrong tokens without an error.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import logging
 import re
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Final, final
+from typing import Any, ClassVar, Final, final
 
 import torch
 from torch import Tensor
@@ -23,13 +24,17 @@ from torch.overrides import TorchFunctionMode
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.platforms import current_platform
 
 from pdserve.core.errors import ConfigError, ModelError, shortened
+from pdserve.engine.vllm.models import check_built
 
 log = logging.getLogger(__name__)
 
-_FORMAT: Final = "pdserve"  # the name of this loader among vLLM's
+#: Names of these loaders among vLLM's.
+_CHECKED: Final = "pdserve"
+_RANDOM: Final = "pdserve-dummy"
 _QUANTISATION: Final = "quantization_config"
 #: Read in vLLM 0.32's kernels (docs/models.md).
 SERVED_ON_CPU: Final = (
@@ -49,39 +54,56 @@ _MAY_BE_UNUSED: Final = (".rotary_emb.inv_freq", ".g_idx", ".bias", "lm_head.wei
 _SYMMETRIC_ZEROS: Final = {"gptq": 0x77777777, "gptq_v2": 0x88888888}  # eight zero points of 8; v1 stores one less
 
 
-def register() -> str:
-    """The `load_format` of this loader."""
+def register(*, is_random: bool) -> str:
+    """The `load_format` of a checkpoint, or of random weights."""
     _register()
-    return _FORMAT
+    return _RANDOM if is_random else _CHECKED
 
 
 @functools.cache
 def _register() -> None:
-    register_model_loader(_FORMAT)(CheckedLoader)
+    register_model_loader(_CHECKED)(CheckedLoader)
+    register_model_loader(_RANDOM)(RandomLoader)
 
 
 @final
-class CheckedLoader(DefaultModelLoader):  # type: ignore[misc]  # vllm is untyped
+class RandomLoader(DummyModelLoader):  # type: ignore[misc]  # vllm is untyped
+    def create_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
+        model = super().create_model(vllm_config, model_config, prefix)
+        check_built(vllm_config, model)
+        return model
+
+
+@final
+class CheckedLoader(DefaultModelLoader):  # type: ignore[misc]
+    #: Called with the bytes of the tensors that the model has read. vLLM makes the loader, so it cannot be an argument.
+    on_read: ClassVar[Callable[[int], None]] = staticmethod(lambda num_bytes: None)
+
     def __init__(self, load_config: Any) -> None:
         extra = {"enable_weights_track": True}  # also for quantised models
         super().__init__(replace(load_config, load_format="safetensors", model_loader_extra_config=extra))
         self._check: _LoadCheck | None = None
 
     def create_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
-        if model_config.quantization is None:
-            return super().create_model(vllm_config, model_config, prefix)
         try:
             model = super().create_model(vllm_config, model_config, prefix)
         except Exception as error:  # vLLM's choice of a kernel for each layer raises errors of many kinds
+            if model_config.quantization is None:
+                raise
             raise _not_computed(model_config, " ".join(str(error).split())) from error
-        check_kernels(model, model_config)
+        if model_config.quantization is not None:
+            check_kernels(model, model_config)
+        check_built(vllm_config, model)
         return model
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
         assert self._check is not None
+        num_bytes = 0
         for name, tensor in super().get_all_weights(model_config, model):
             self._check.begin(name, tensor)
             yield name, tensor
+            num_bytes += tensor.nbytes
+            CheckedLoader.on_read(num_bytes)
         self._check.reading = None
 
     def load_weights(self, model: Any, model_config: Any) -> None:

@@ -6,11 +6,10 @@ other tokens and no error.
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -127,28 +126,6 @@ def check_head(tensors: Collection[str], model: Any) -> None:
 
 
 # --- by the layers --------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def checked_before_weights(vllm_config: Any) -> Iterator[None]:
-    """Calls `check_built` for each model that vLLM builds meanwhile, before it reads the weights."""
-    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
-
-    def checked(read: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(read)
-        def load_weights(loader: Any, model: Any, *more: Any, **named: Any) -> Any:
-            check_built(vllm_config, model)
-            return read(loader, model, *more, **named)
-
-        return load_weights
-
-    loaders: tuple[Any, ...] = (DefaultModelLoader, DummyModelLoader)
-    with contextlib.ExitStack() as stack:
-        for loader in loaders:
-            stack.callback(setattr, loader, "load_weights", loader.load_weights)
-            loader.load_weights = checked(loader.load_weights)
-        yield
 
 
 def check_built(vllm_config: Any, model: Any) -> None:

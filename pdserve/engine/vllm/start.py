@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -27,23 +27,13 @@ from pdserve.core.types import Role
 from pdserve.engine.load.checkpoint_files import checkpoint_hash
 from pdserve.engine.load.weights import dummy_hash
 from pdserve.engine.memory.host import free_bytes
-from pdserve.engine.memory.plan import (
-    DeviceUse,
-    MemoryPlan,
-    PoolUnit,
-    device_plan,
-    plain_plan,
-)
+from pdserve.engine.memory.plan import DeviceUse, MemoryPlan, PoolUnit, device_plan, plain_plan
 from pdserve.engine.sampling.grammars import open_grammars
 from pdserve.engine.vllm.adapters import AdapterSlots, wrap_linear_layers_only
 from pdserve.engine.vllm.checks import LOADING_S, check, installed_version
 from pdserve.engine.vllm.engine import Limits, VllmEngine, close_worker
 from pdserve.engine.vllm.groups import Place, groups_of
-from pdserve.engine.vllm.models import (
-    checked_before_weights,
-    model_errors,
-    widen,
-)
+from pdserve.engine.vllm.models import model_errors, widen
 from pdserve.engine.vllm.pool import VllmPool, kv_scales, make_pool, spec_of
 from pdserve.progress import PhaseReport
 
@@ -158,8 +148,10 @@ def open_worker(config: WorkerConfig, vllm_config: Any, folder: Path, installed:
                 raise ConfigError("device", found, f"a device that vLLM {installed} can use: {reason}") from error
             if vllm_config.lora_config is not None:
                 wrap_linear_layers_only(worker.model_runner)
-            counted = _counted(lambda done: report(min(done, total - 1), total))
-            with model_errors(folder, installed), checked_before_weights(vllm_config), counted:
+            from pdserve.engine.vllm.loader import CheckedLoader
+
+            CheckedLoader.on_read = staticmethod(lambda num_bytes: report(min(num_bytes, total - 1), total))
+            with model_errors(folder, installed):
                 worker.load_model()
             widen(worker.get_model(), vllm_config.model_config.dtype)
             current_platform.update_block_size_for_backend(vllm_config)
@@ -168,27 +160,6 @@ def open_worker(config: WorkerConfig, vllm_config: Any, folder: Path, installed:
             raise
     report(total, total)
     return worker
-
-
-@contextlib.contextmanager
-def _counted(count: Callable[[int], None]) -> Iterator[None]:
-    """Calls `count` with the bytes of the checkpoint's tensors that vLLM's loader has passed on."""
-    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-
-    read = DefaultModelLoader.get_all_weights
-
-    def get_all_weights(loader: Any, *args: Any) -> Iterator[Any]:
-        done = 0
-        for name, tensor in read(loader, *args):
-            yield name, tensor
-            done += tensor.nbytes
-            count(done)
-
-    DefaultModelLoader.get_all_weights = get_all_weights
-    try:
-        yield
-    finally:
-        DefaultModelLoader.get_all_weights = read
 
 
 @functools.cache
