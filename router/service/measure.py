@@ -26,7 +26,7 @@ from pdserve.telemetry.trace_context import is_notable, operation_of, request_at
 from pdserve.telemetry.tracing import OpenSpan, Service, Tracing
 from pdserve.v1 import worker_pb2
 from pdserve.wire import status
-from router.service.tenants import Quotas, TenantLabels
+from router.service.tenants import BoundedLabels, Quotas
 from router.service.workers import Workers
 from router.state.interface import EndCancelled, FailRequest, FinishRequest, Outcome, RequestArrived
 from router.state.state import RouterState
@@ -63,10 +63,10 @@ class Measure:
     ) -> None:
         """`link_of` returns the KV connection of two workers. At most `tenant_labels` tenants have their own labels."""
         self.metrics, self.tracing, self._link_of, self._role_of = metrics, tracing, link_of, role_of
-        self._labels = TenantLabels(tenant_labels)
+        self._labels = BoundedLabels(tenant_labels)
         self._server: Mapping[str, str | int] = {}
         self._running_labels: set[str] = set()
-        self._models = TenantLabels(MAX_MODELS)  # operators may load adapters under ever new names
+        self._models = BoundedLabels(MAX_MODELS)  # operators may load adapters under ever new names
 
     def listens_at(self, host: str, port: int) -> None:
         self._server = {names.SERVER_ADDRESS: host, names.SERVER_PORT: port}

@@ -277,20 +277,20 @@ OTHER_LABEL: Final = RESERVED_NAMES[1]
 
 
 @final
-class TenantLabels:
+class BoundedLabels:
     def __init__(self, most: int) -> None:
-        """`most` tenants get labels of their own, beside the default tenant."""
+        """The first `most` names, of tenants or models, get labels of their own, beside the default tenant."""
         self._most = most
         self._labelled: set[str] = set()
 
-    def of(self, tenant: str) -> str:
-        if not tenant:
+    def of(self, name: str) -> str:
+        if not name:
             return DEFAULT_LABEL
-        if tenant not in self._labelled:
+        if name not in self._labelled:
             if len(self._labelled) >= self._most:
                 return OTHER_LABEL
-            self._labelled.add(tenant)
-        return tenant
+            self._labelled.add(name)
+        return name
 
 
 # --- salts of the prefix cache --------------------------------------------------------------------------------

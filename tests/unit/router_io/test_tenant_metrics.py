@@ -15,7 +15,7 @@ from pdserve import AsyncClient, QuotaExceeded
 from pdserve.client.base import Retries
 from pdserve.core.access.key_file import key_hash, make_key
 from pdserve.telemetry.metrics import Metrics
-from router.service.tenants import TenantLabels
+from router.service.tenants import BoundedLabels
 from tests.unit.router_io.conftest import Connect, until
 from tests.unit.router_io.processes import Program, Start
 
@@ -34,11 +34,11 @@ def samples(metrics: Metrics, name: str) -> dict[tuple[str, ...], float]:
 
 
 def test_labels_are_limited_and_stay() -> None:
-    labels = TenantLabels(2)
+    labels = BoundedLabels(2)
     assert [labels.of(one) for one in ("a", "b", "c", "", "a", "d", "b")] == [
         "a", "b", "other", "default", "a", "other", "b",
     ]  # fmt: skip
-    assert TenantLabels(0).of("a") == "other"
+    assert BoundedLabels(0).of("a") == "other"
 
 
 async def test_metrics_show_each_tenant_up_to_a_limit(connect: Connect, decode: Program, tmp_path: Path) -> None:
