@@ -1,21 +1,22 @@
-"""The gateway in this process, with its own thread and event loop."""
+"""The gateway: its HTTP server on an event loop, and as a process of its own."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import secrets
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, final
 
 import uvicorn
 
 from pdserve.client.aio import AsyncClient
 from pdserve.client.base import Retries
-from pdserve.client.connect import ReloadingTransport
+from pdserve.client.connect import ClientTransport, ReloadingTransport
 from pdserve.config import GatewayConfig
 from pdserve.core.access.hosts import is_loopback_host
 from pdserve.core.durations import clamped_s
@@ -40,78 +41,42 @@ TICKS_S: Final = 0.5  # of uvicorn, which looks at its flags every tenth of a se
 
 
 @final
-class GatewayHost:
-    """start() once; then drain() or stop(); wait() returns when it has ended."""
+class GatewayServer:
+    """The gateway on one event loop: start() once; then drain() or stop(). `ended` is set when it has ended."""
 
-    memory = ""
-
-    def __init__(self, config: GatewayConfig) -> None:
-        """Raises ConfigError if a TLS file cannot be used."""
+    def __init__(
+        self,
+        config: GatewayConfig,
+        transport: ClientTransport | None = None,
+        *,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`transport` leads to a router in this process; None: to the one at config.router. `on_end` is called when the
+        HTTP server has ended. Raises ConfigError if a TLS file cannot be used."""
         # uvicorn logs each request that is not HTTP, so any client could fill the log.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-        self._config = config
+        self._config, self._transport, self._on_end = config, transport, on_end
         # The certificate may be from another CA than the router's.
         self._tls = certificates_of(config, is_mutual=False)
         self._router_tls: ReloadingCertificates | None = None
         if config.router_cert:
             files = TlsFiles(cert=config.router_cert, key=config.router_key, ca=config.tls_ca)
             self._router_tls = ReloadingCertificates(files, peer_name=config.tls_peer_name)
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_exception_handler(ignore_poller_races)
-        self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
         self._metrics = Metrics("gateway")
         self._connections = Connections(limits=_connection_limits(config))
         self._gateway: Gateway | None = None
         self._server: uvicorn.Server | None = None
+        self._serving: asyncio.Task[None] | None = None
         self._listener: socket.socket | None = None
         self._arrivals: Arrivals | None = None
         self._shutdown = Shutdown()
-        self._draining: asyncio.Task[None] | None = None  # a reference, because the loop does not keep tasks alive
-        self._has_ended = threading.Event()
         self.address = ""
 
-    def start(self) -> str:
+    async def start(self) -> str:
         """Returns HOST:PORT once it listens.
 
         Raises ConfigError if the port is in use, or if callers off this host would need no token.
         """
-        self._thread.start()
-        try:
-            return str(asyncio.run_coroutine_threadsafe(self._start(), self._loop).result())
-        except BaseException:
-            self._end()
-            raise
-
-    def drain(self) -> None:
-        """Finishes running requests, for at most drain_s, and ends. Returns immediately. Idempotent."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._begin_drain)
-
-    def stop(self) -> None:
-        """Ends every request now, with an error that says why. Idempotent."""
-        if self._server is not None and not self._has_ended.is_set():
-            asyncio.run_coroutine_threadsafe(self._finish(), self._loop)
-            if not self._has_ended.wait(INTERRUPT_S + FLUSH_S + TICKS_S):
-                self._loop.call_soon_threadsafe(self._abort)
-                self._has_ended.wait(STOP_S)
-        self._end()
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """True once the gateway has ended."""
-        return self._has_ended.wait(None if timeout_s is None else clamped_s(timeout_s))
-
-    def reload(self, changes: Mapping[str, Any]) -> None:
-        """Of open connections, the next waits have the new limits."""
-        self._config = config = dataclasses.replace(self._config, **changes)
-        self._connections.limits = _connection_limits(config)
-        if self._gateway is not None:
-            self._gateway.config = config
-        if self._listener is not None and self._listener.fileno() >= 0:
-            set_options(self._listener, config.stall_s)
-
-    # ------------------------------------------------------------------------------------------------------------
-
-    async def _start(self) -> str:
         config = self._config
         client = self._client()
         is_local = is_loopback_host(config.host)
@@ -124,8 +89,8 @@ class GatewayHost:
         host, port = listener.getsockname()[:2]
         self._gateway = gateway = Gateway(config, client, self._metrics, self._shutdown, needs_token=not is_local)
         self._server = server = uvicorn.Server(_uvicorn_config(gateway.app()))
-        serving = asyncio.create_task(self._serve(server, client))
-        serving.add_done_callback(lambda _: self._has_ended.set())
+        self._serving = serving = asyncio.create_task(self._serve(server, client))
+        serving.add_done_callback(lambda _: self._on_end())
         while not server.started:
             if serving.done():
                 serving.result()
@@ -133,11 +98,47 @@ class GatewayHost:
             await asyncio.sleep(0.001)
         self._arrivals = self._accept(server, listener)
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        log.info("gateway is up", extra={"address": self.address, "router": config.router})
+        log.info("gateway is up", extra={"address": self.address, "router": config.router or "in this process"})
         return self.address
+
+    async def drain(self) -> None:
+        """Finishes running requests, for at most drain_s, and ends. The port stays open until then, so that new
+        requests and health checks get an answer."""
+        await self._shutdown.drain(self._config.drain_s)
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Ends every request now, with an error that says why. Idempotent."""
+        try:
+            if self._serving is not None and not self._serving.done():
+                await self._shutdown.interrupt(INTERRUPT_S)
+                self._exit()
+                await asyncio.wait([self._serving], timeout=FLUSH_S + TICKS_S)
+            if self._serving is not None and not self._serving.done():
+                self._abort()
+                await asyncio.wait([self._serving], timeout=STOP_S)
+        finally:
+            await asyncio.to_thread(self.close)  # it waits for the thread of the metrics
+
+    def close(self) -> None:
+        """Ends what runs beside the event loop. Idempotent."""
+        self._metrics.close()
+
+    def reload(self, changes: Mapping[str, Any]) -> None:
+        """Of open connections, the next waits have the new limits."""
+        self._config = config = dataclasses.replace(self._config, **changes)
+        self._connections.limits = _connection_limits(config)
+        if self._gateway is not None:
+            self._gateway.config = config
+        if self._listener is not None and self._listener.fileno() >= 0:
+            set_options(self._listener, config.stall_s)
+
+    # ------------------------------------------------------------------------------------------------------------
 
     def _client(self) -> AsyncClient:
         config, tls = self._config, self._tls
+        if self._transport is not None:
+            return AsyncClient(insecure=True, retries=Retries(limit=0), transport=self._transport)
         transport = None
         if tls is not None and tls.files.ca and not config.router.startswith("unix:"):
             transport = ReloadingTransport(self._router_tls or tls)
@@ -182,19 +183,6 @@ class GatewayHost:
             dropped = self._connections.num_dropped
             await asyncio.sleep(MEASURE_EVERY_S)
 
-    def _begin_drain(self) -> None:
-        if self._draining is None:
-            self._draining = asyncio.create_task(self._drain())
-
-    async def _drain(self) -> None:
-        """The port stays open, so that new requests and health checks get an answer."""
-        await self._shutdown.drain(self._config.drain_s)
-        await self._finish()
-
-    async def _finish(self) -> None:
-        await self._shutdown.interrupt(INTERRUPT_S)
-        self._exit()
-
     def _abort(self) -> None:
         self._exit()
         if self._server is not None:
@@ -202,8 +190,71 @@ class GatewayHost:
             for one in list(self._server.server_state.connections):
                 one.transport.abort()  # type: ignore[union-attr]
 
+
+@final
+class GatewayHost:
+    """The gateway as a process of its own, with its own thread and event loop.
+
+    start() once; then drain() or stop(); wait() returns when it has ended.
+    """
+
+    memory = ""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        """Raises ConfigError, as GatewayServer does."""
+        self._has_ended = threading.Event()
+        self._server = GatewayServer(config, on_end=self._ended)
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(ignore_poller_races)
+        self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
+        self._draining: asyncio.Task[None] | None = None  # a reference, because the loop does not keep tasks alive
+
+    @property
+    def address(self) -> str:
+        return self._server.address
+
+    def start(self) -> str:
+        """Returns HOST:PORT once it listens. Raises ConfigError, as GatewayServer does."""
+        self._thread.start()
+        try:
+            return str(asyncio.run_coroutine_threadsafe(self._server.start(), self._loop).result())
+        except BaseException:
+            self._end()
+            raise
+
+    def drain(self) -> None:
+        """Finishes running requests, for at most drain_s, and ends. Returns immediately. Idempotent."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._begin_drain)
+
+    def stop(self) -> None:
+        """Ends every request now, with an error that says why. Idempotent."""
+        if self._thread.is_alive() and not self._has_ended.is_set():
+            stopping = asyncio.run_coroutine_threadsafe(self._server.stop(), self._loop)
+            with contextlib.suppress(TimeoutError):
+                stopping.result(INTERRUPT_S + FLUSH_S + TICKS_S + 2 * STOP_S)
+        self._end()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """True once the gateway has ended."""
+        return self._has_ended.wait(None if timeout_s is None else clamped_s(timeout_s))
+
+    def reload(self, changes: Mapping[str, Any]) -> None:
+        self._server.reload(changes)
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _begin_drain(self) -> None:
+        if self._draining is None:
+            self._draining = asyncio.create_task(self._server.drain())
+            self._draining.add_done_callback(lambda _: self._has_ended.set())
+
+    def _ended(self) -> None:
+        if self._draining is None:
+            self._has_ended.set()
+
     def _end(self) -> None:
-        self._metrics.close()
+        self._server.close()
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(STOP_S)

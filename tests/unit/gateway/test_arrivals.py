@@ -29,25 +29,25 @@ RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close() resets the connection
 
 
 def num_protocols(host: GatewayHost) -> int:
-    assert host._server is not None
-    return len(host._server.server_state.connections)
+    assert host._server._server is not None
+    return len(host._server._server.server_state.connections)
 
 
 def test_a_silent_connection_has_no_protocol(toy: Served, raw: Connect) -> None:
     with gateway(toy.router) as host:
         silent = raw(host.address)
-        until(lambda: host._connections.num_open == 1)
+        until(lambda: host._server._connections.num_open == 1)
         assert num_protocols(host) == 0
         silent.sendall(post(connection="keep-alive"))
         assert status_of(read_one(silent)) == 200
-        assert (num_protocols(host), host._connections.num_open) == (1, 1)
+        assert (num_protocols(host), host._server._connections.num_open) == (1, 1)
 
 
 def test_a_flood_of_silent_connections_gets_no_protocol(toy: Served, raw: Connect) -> None:
     with gateway(toy.router, max_connections=4) as host:
         flood = [raw(host.address) for _ in range(40)]
-        until(lambda: host._connections.num_dropped == 36)
-        assert (num_protocols(host), host._connections.num_open) == (0, 4)
+        until(lambda: host._server._connections.num_dropped == 36)
+        assert (num_protocols(host), host._server._connections.num_open) == (0, 4)
         assert status_of(exchange(raw(host.address), post())) == 200
         for one in flood[:36]:
             assert code_of(read_all(one)) == "too_many_connections"
@@ -60,9 +60,9 @@ def test_a_rejected_silent_connection_lingers_for_limited_time(
     monkeypatch.setattr(arrivals, "LINGER_S", 0.2)
     with gateway(toy.router, max_connections=1) as host:
         silent = [raw(host.address) for _ in range(3)]
-        until(lambda: host._connections.num_dropped == 2)
-        until(lambda: not host._connections.rejected)
-        assert (host._connections.num_open, len(host._connections.silent)) == (1, 1)
+        until(lambda: host._server._connections.num_dropped == 2)
+        until(lambda: not host._server._connections.rejected)
+        assert (host._server._connections.num_open, len(host._server._connections.silent)) == (1, 1)
         assert status_of(exchange(silent[-1], post())) == 200
 
 
@@ -70,21 +70,21 @@ def test_a_rejected_silent_connection_lingers_for_limited_time(
 def test_a_client_that_closes_a_silent_connection_frees_it(toy: Served, raw: Connect, is_reset: bool) -> None:
     with gateway(toy.router) as host:
         silent = raw(host.address)
-        until(lambda: host._connections.num_open == 1)
+        until(lambda: host._server._connections.num_open == 1)
         if is_reset:
             silent.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         silent.close()
-        until(lambda: host._connections.num_open == 0)
-        assert not host._connections.silent
+        until(lambda: host._server._connections.num_open == 0)
+        assert not host._server._connections.silent
 
 
 def test_silent_connections_end_with_the_gateway(toy: Served, raw: Connect) -> None:
     with gateway(toy.router, max_connections=1) as host:
         rejected, silent = raw(host.address), raw(host.address)
-        until(lambda: host._connections.num_dropped == 1)
+        until(lambda: host._server._connections.num_dropped == 1)
     assert read_all(silent) == b""
     assert code_of(read_all(rejected)) == "too_many_connections"
-    assert (host._connections.num_open, len(host._connections.rejected)) == (0, 0)
+    assert (host._server._connections.num_open, len(host._server._connections.rejected)) == (0, 0)
     with pytest.raises(OSError):  # nobody reads what it sends
         until(lambda: rejected.send(b"x") == 0)
 
@@ -108,7 +108,7 @@ def paused(host: GatewayHost) -> Iterator[None]:
 
 def make_busy(host: GatewayHost, count: int) -> None:
     """Counts connections whose requests never end: more than a single caller may have. Before any other connects."""
-    host._connections.num_open += count
+    host._server._connections.num_open += count
 
 
 @pytest.mark.parametrize("num_busy", [0, 5])
@@ -117,10 +117,10 @@ def test_a_silent_flood_ends_no_connection_that_has_sent_something(toy: Served, 
         make_busy(host, num_busy)
         client = raw(host.address)
         client.sendall(post()[:10])
-        until(lambda: len(host._connections.idle) == 1)
+        until(lambda: len(host._server._connections.idle) == 1)
         for _ in range(30):
             raw(host.address)
-        until(lambda: host._connections.num_dropped == 30 + 1 + num_busy - 8)
+        until(lambda: host._server._connections.num_dropped == 30 + 1 + num_busy - 8)
         assert status_of(exchange(client, post()[10:])) == 200
 
 
@@ -129,12 +129,12 @@ def test_connections_that_send_something_leave_silent_ones_a_quarter(toy: Served
         started = [raw(host.address) for _ in range(8)]
         for one in started:
             one.sendall(post()[:10])
-        until(lambda: len(host._connections.idle) == 8)
+        until(lambda: len(host._server._connections.idle) == 8)
         client = raw(host.address)
-        until(lambda: len(host._connections.silent) == 1)
+        until(lambda: len(host._server._connections.silent) == 1)
         for _ in range(20):
             raw(host.address).sendall(post()[:10])
-        until(lambda: host._connections.num_dropped == 21)
+        until(lambda: host._server._connections.num_dropped == 21)
         assert status_of(exchange(client, post())) == 200
 
 
@@ -145,10 +145,10 @@ def test_a_host_with_many_connections_makes_room(toy: Served, raw: Connect) -> N
         name, port = host.address.split(":")
         other.connect((name, int(port)))
         other.sendall(post()[:10])
-        until(lambda: len(host._connections.idle) == 1)
+        until(lambda: len(host._server._connections.idle) == 1)
         for _ in range(20):
             raw(host.address).sendall(post()[:10])
-        until(lambda: host._connections.num_dropped == 20 + 1 - 8)
+        until(lambda: host._server._connections.num_dropped == 20 + 1 - 8)
         assert status_of(exchange(other, post()[10:])) == 200
 
 
@@ -161,7 +161,7 @@ def test_a_request_that_has_come_is_served_before_others_are_accepted(
         silent = []
         for count in range(1, 9):  # in this order
             silent.append(raw(host.address))
-            until(lambda count=count: host._connections.num_open == count)
+            until(lambda count=count: host._server._connections.num_open == count)
         with paused(host):
             if is_first:
                 silent[0].sendall(post())
@@ -180,7 +180,7 @@ def test_none_makes_room_in_the_turn_in_which_it_is_accepted(
         make_busy(host, num_busy)
         for _ in range(num_started):
             raw(host.address).sendall(post()[:10])
-        until(lambda: len(host._connections.idle) == num_started)
+        until(lambda: len(host._server._connections.idle) == num_started)
         with paused(host):
             client = raw(host.address)
             client.sendall(HEALTH)
@@ -194,13 +194,13 @@ def test_a_rejected_client_reads_why_after_its_body(toy: Served, raw: Connect, m
     with gateway(toy.router, max_connections=1) as host:
         client = raw(host.address)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65_536)
-        until(lambda: host._connections.num_open == 1)
+        until(lambda: host._server._connections.num_open == 1)
         raw(host.address)
-        until(lambda: len(host._connections.rejected) == 1)
+        until(lambda: len(host._server._connections.rejected) == 1)
         client.sendall(post(b"x" * 8_000_000))  # more than the kernel holds
         assert code_of(read_all(client)) == "too_many_connections"
         client.close()
-        until(lambda: not host._connections.rejected)
+        until(lambda: not host._server._connections.rejected)
 
 
 def test_a_rejected_client_may_send_a_limited_size(toy: Served, raw: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,12 +208,12 @@ def test_a_rejected_client_may_send_a_limited_size(toy: Served, raw: Connect, mo
     monkeypatch.setattr(arrivals, "LINGER_BYTES", 2**20)
     with gateway(toy.router, max_connections=1) as host:
         client = raw(host.address)
-        until(lambda: host._connections.num_open == 1)
+        until(lambda: host._server._connections.num_open == 1)
         raw(host.address)
-        until(lambda: len(host._connections.rejected) == 1)
+        until(lambda: len(host._server._connections.rejected) == 1)
         with pytest.raises(OSError):
             send_forever(client)
-        until(lambda: not host._connections.rejected)
+        until(lambda: not host._server._connections.rejected)
 
 
 @pytest.mark.parametrize("num_early", [1, 3])
@@ -231,9 +231,9 @@ def test_rejected_silent_connections_end_no_early_answer(
             assert status_of(read_all(early[-1])) == 413
         for _ in range(8):
             raw(host.address)
-        until(lambda: host._connections.num_dropped == 7)
-        until(lambda: len(host._connections.rejected) == 3 - num_early)
-        assert len(host._connections.lingering) == num_early
+        until(lambda: host._server._connections.num_dropped == 7)
+        until(lambda: len(host._server._connections.rejected) == 3 - num_early)
+        assert len(host._server._connections.lingering) == num_early
         for one in early:  # still read
             one.sendall(bytes(500_000))
 
@@ -244,8 +244,8 @@ def test_accepted_connections_have_the_options_of_a_reload(toy: Served, raw: Con
         client = raw(host.address)
         client.sendall(post(connection="keep-alive"))
         assert status_of(read_one(client)) == 200
-        until(lambda: len(host._connections.idle) == 1)
-        [accepted] = host._connections.idle
+        until(lambda: len(host._server._connections.idle) == 1)
+        [accepted] = host._server._connections.idle
         assert isinstance(accepted, Connection)
         sock = accepted.transport.get_extra_info("socket")
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 3000
@@ -261,11 +261,11 @@ def test_a_connection_that_its_client_has_closed_makes_room(toy: Served, raw: Co
 
         async def close_and_make_room() -> None:
             client.close()  # the event loop does not know it yet; an answer is then answered by a reset
-            [accepted] = host._connections.idle
+            [accepted] = host._server._connections.idle
             accepted.end_idle()
 
         asyncio.run_coroutine_threadsafe(close_and_make_room(), host._loop).result(WAIT_S)
-        until(lambda: host._connections.num_open == 0 and not host._connections.lingering)
+        until(lambda: host._server._connections.num_open == 0 and not host._server._connections.lingering)
 
 
 @final

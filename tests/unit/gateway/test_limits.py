@@ -86,8 +86,8 @@ def test_a_chunk_does_not_wait_for_an_acknowledgement(toy: Served, raw: Connect)
         connection = raw(host.address)
         connection.sendall(post(connection="keep-alive"))
         assert status_of(read_one(connection)) == 200
-        until(lambda: len(host._connections.idle) == 1)
-        [accepted] = host._connections.idle
+        until(lambda: len(host._server._connections.idle) == 1)
+        [accepted] = host._server._connections.idle
         sock = accepted.transport.get_extra_info("socket")
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
 
@@ -200,7 +200,7 @@ def test_a_connection_that_makes_room_before_its_first_answer_gets_one(toy: Serv
     """Its request may be on its way: a client must not take a full gateway for a broken one."""
     with gateway(toy.router, max_connections=2) as host:
         new = [raw(host.address) for _ in range(2)]
-        until(lambda: host._connections.num_open == 2)
+        until(lambda: host._server._connections.num_open == 2)
         assert status_of(exchange(raw(host.address), post())) == 200
         answer = exchange(new[0], post())
         assert (status_of(answer), code_of(answer)) == (503, "too_many_connections")
@@ -218,12 +218,12 @@ def test_connections_whose_end_is_awaited_are_limited(
             unread.append(raw(host.address))
             unread[-1].sendall(post(b"", content_length="1000000"))
             assert status_of(read_all(unread[-1])) == 413
-            until(lambda count=count: len(host._connections.lingering) == min(count, 3))
-        assert host._connections.num_open == 0
+            until(lambda count=count: len(host._server._connections.lingering) == min(count, 3))
+        assert host._server._connections.num_open == 0
         assert status_of(exchange(raw(host.address), post(b"{}"))) == 400
         for one in unread:
             one.close()
-        until(lambda: not host._connections.lingering)
+        until(lambda: not host._server._connections.lingering)
 
 
 def send_forever(client: socket.socket) -> None:
@@ -243,7 +243,7 @@ def test_the_rest_of_a_body_is_read_for_a_limited_time_and_size(
         assert status_of(read_all(client)) == 413
         with pytest.raises(OSError):
             send_forever(client)
-        until(lambda: not host._connections.lingering)
+        until(lambda: not host._server._connections.lingering)
 
 
 def test_an_answer_arrives_before_the_end_of_its_body(toy: Served) -> None:
@@ -261,9 +261,9 @@ def test_idle_connections_block_no_caller(toy: Served, raw: Connect) -> None:
         for wanted in (4, 8, 12, 16, 20, 20, 20, 20):
             for _ in range(4):  # Fewer than the backlog, because the kernel would retry after 1 s.
                 raw(host.address)
-            until(lambda wanted=wanted: host._connections.num_open >= wanted)
+            until(lambda wanted=wanted: host._server._connections.num_open >= wanted)
         assert status_of(exchange(raw(host.address), post())) == 200
-        until(lambda: host._connections.num_open <= 20)
+        until(lambda: host._server._connections.num_open <= 20)
 
 
 def test_connections_over_the_limit_are_rejected_if_all_are_busy(raw: Connect) -> None:
@@ -478,8 +478,8 @@ def test_a_running_gateway_takes_new_limits(toy: Served) -> None:
             assert status_of(exchange(sock, post(b"x" * 1025))) == 413
         with socket.create_connection((where, int(port)), timeout=20.0) as sock:
             assert exchange(sock, b"GET / HT") == b""
-        limits = host._connections.limits
-        assert (limits.idle_s, limits.stall_s, host._config.drain_s) == (2.0, 3.0, 0.0)
+        limits = host._server._connections.limits
+        assert (limits.idle_s, limits.stall_s, host._server._config.drain_s) == (2.0, 3.0, 0.0)
 
 
 def test_callers_cannot_fill_the_log(raw: Connect, caplog: pytest.LogCaptureFixture) -> None:
