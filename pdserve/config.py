@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pkgutil import iter_modules
-from typing import Final
+from typing import Any, Final
 
 from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_text
 from pdserve.core.access.hosts import PORTS, check_endpoint, check_token, is_loopback_host
@@ -423,6 +423,62 @@ class GatewayConfig(CallerTlsSettings):
         if bool(self.router_cert) is not bool(self.router_key):
             absent = "router_key" if self.router_cert else "router_cert"
             raise ConfigError(absent, "no file", "both router_cert and router_key, or neither")
+
+
+# --- a router with an HTTP gateway in its process -------------------------------------------------------------
+# Settings of the gateway have the prefix of their table: its `max_body_bytes` is `gateway_max_body_bytes` here.
+
+OF_GATEWAY: Final = "gateway_"
+_OF_ITS_PROCESS: Final = frozenset({"router", "router_cert", "router_key", "gateway_id", "tls_peer_name"})
+
+
+def _check_gateway(config: RouterConfig) -> None:
+    RouterConfig.__post_init__(config)
+    gateway_of(config)
+
+
+def _prefixed(one: dataclasses.Field[Any]) -> tuple[str, Any, Any]:
+    text = f"of the gateway: {one.metadata['help']}"
+    return (
+        OF_GATEWAY + one.name,
+        one.type,
+        dataclasses.field(default=one.default, metadata={**one.metadata, "help": text}),
+    )
+
+
+#: What `python -m router` reads.
+HttpRouterConfig: Final = dataclasses.make_dataclass(
+    "HttpRouterConfig",
+    [
+        ("http", "bool", setting("also serve the HTTP API, by a gateway in this process", False)),
+        *(_prefixed(one) for one in dataclasses.fields(GatewayConfig) if one.name not in _OF_ITS_PROCESS),
+    ],
+    bases=(RouterConfig,),
+    namespace={"__post_init__": _check_gateway},
+    frozen=True,
+    kw_only=True,
+)
+
+
+def with_gateway(router: RouterConfig, gateway: GatewayConfig) -> RouterConfig:
+    """The settings of a router that also serves HTTP, with `gateway` in its process."""
+    given = {one.name: getattr(router, one.name) for one in dataclasses.fields(RouterConfig)}
+    for one in dataclasses.fields(gateway):
+        if one.name not in _OF_ITS_PROCESS:
+            given[OF_GATEWAY + one.name] = getattr(gateway, one.name)
+    found: RouterConfig = HttpRouterConfig(http=True, **given)
+    return found
+
+
+def gateway_of(config: RouterConfig) -> GatewayConfig | None:
+    """Of the gateway in the router's process; None if there is none. Raises ConfigError with the name of its field."""
+    if not getattr(config, "http", False):
+        return None
+    names = [one.name for one in dataclasses.fields(GatewayConfig) if one.name not in _OF_ITS_PROCESS]
+    try:
+        return GatewayConfig(router="", **{name: getattr(config, OF_GATEWAY + name) for name in names})
+    except ConfigError as error:
+        raise ConfigError(OF_GATEWAY + error.field, error.seen, error.expected) from None
 
 
 def _check_served_names(names: tuple[str, ...]) -> None:

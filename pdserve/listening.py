@@ -15,7 +15,7 @@ import os
 import socket
 from typing import Any, Final
 
-from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
+from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig, gateway_of
 from pdserve.core.errors import ConfigError
 
 HELD_ENV: Final = "PDSERVE_HELD_PORTS"  # set by the launcher for its processes: the ports that it keeps bound
@@ -81,8 +81,11 @@ MAX_ACCEPTED: Final = 128
 def needed_by(config: WorkerConfig | RouterConfig | GatewayConfig) -> int:
     if isinstance(config, WorkerConfig):
         return OF_A_PROCESS + WORKER_CONNECTIONS
-    others = len(config.workers) if isinstance(config, RouterConfig) else MAX_LINGERING + MAX_ACCEPTED
-    return OF_A_PROCESS + config.max_connections + others
+    if isinstance(config, GatewayConfig):
+        return OF_A_PROCESS + config.max_connections + MAX_LINGERING + MAX_ACCEPTED
+    gateway = gateway_of(config)
+    http = 0 if gateway is None else needed_by(gateway)
+    return OF_A_PROCESS + config.max_connections + len(config.workers) + http
 
 
 def allow_descriptors(needed: int, process: str) -> None:

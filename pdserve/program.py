@@ -14,7 +14,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, NoReturn, Protocol, final
 
-from pdserve.config import LOG_LEVEL_ENV, SECRETS, GatewayConfig, RouterConfig, WorkerConfig, forget_secrets, from_env
+from pdserve.config import (
+    LOG_LEVEL_ENV,
+    SECRETS,
+    GatewayConfig,
+    RouterConfig,
+    WorkerConfig,
+    forget_secrets,
+    from_env,
+    gateway_of,
+)
 from pdserve.config_flags import Config, log_flags, parse_flags, with_file
 from pdserve.core.access.hosts import MIN_TOKEN_CHARS, is_loopback_host, is_weak_token
 from pdserve.core.errors import ConfigError, PdserveError
@@ -70,8 +79,9 @@ def run(module: str, kind: type[Config], make_host: Callable[[Config], Host], ar
         config = reloading.given = parse_flags(kind, words, prog)
         forget_secrets()
         allow_descriptors(needed_by(config), name)
-        if config.insecure and not config.tls_cert and not is_loopback_host(config.host):
-            log.warning("plain text is served beyond loopback", extra={"host": config.host})
+        _warn_of_plain_text(config)
+        if isinstance(config, RouterConfig) and (gateway := gateway_of(config)) is not None:
+            _warn_of_plain_text(gateway)
         if isinstance(config, RouterConfig) and is_weak_token(config.token) and not is_loopback_host(config.host):
             log.warning(
                 "PDSERVE_TOKEN can be guessed: use at least %d characters, such as those of `openssl rand -hex 16`",
@@ -185,6 +195,11 @@ class Reloading:
                 "SIGHUP: the file of a secret cannot be read, and the secret stays", extra={"why": error.message}
             )
             return known
+
+
+def _warn_of_plain_text(config: WorkerConfig | RouterConfig | GatewayConfig) -> None:
+    if config.insecure and not config.tls_cert and not is_loopback_host(config.host):
+        log.warning("plain text is served beyond loopback", extra={"host": config.host})
 
 
 def _own_id(config: WorkerConfig | RouterConfig | GatewayConfig) -> str:

@@ -1,10 +1,10 @@
-"""`python -m router`: one router process; its flags are the fields of RouterConfig."""
+"""`python -m router`: one router process; its flags are the fields of RouterConfig, and those of a gateway in it."""
 
 from __future__ import annotations
 
 import sys
 
-from pdserve.config import RouterConfig
+from pdserve.config import HttpRouterConfig, RouterConfig
 from pdserve.program import Host, run
 
 
@@ -16,4 +16,4 @@ def make(config: RouterConfig) -> Host:
 
 
 if __name__ == "__main__":
-    sys.exit(run("router", RouterConfig, make, sys.argv[1:]))
+    sys.exit(run("router", HttpRouterConfig, make, sys.argv[1:]))

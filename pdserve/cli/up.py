@@ -112,6 +112,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="also serve OpenAI's HTTP API on this port; 0 picks a free port (no HTTP)",
     )
     add(
+        "--http-process",
+        action="store_true",
+        default=keep,
+        help="with --http: serve HTTP in a process of its own, and not in the router's",
+    )
+    add(
         "--metrics",
         type=int,
         default=keep,

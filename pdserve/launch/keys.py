@@ -40,6 +40,7 @@ TOP: Final[Mapping[str, type]] = {
     "host": str,
     "port": int,
     "http": int,
+    "http_process": bool,
     "metrics": int,
     "redis": str,
     "cluster": str,

@@ -32,6 +32,7 @@ from pdserve.launch.spec import (
     Process,
     fixed_ports,
     gateway,
+    gateway_config,
     metrics_host,
     ports,
     processes,
@@ -178,27 +179,26 @@ async def first_answer(
 # Also lists the metrics ports of all its processes, for Prometheus's HTTP service discovery.
 
 TARGETS: Final = "/targets"
-_COMPONENTS: Final = {"prefill_worker": "prefill", "decode_worker": "decode", "pdserve.gateway": "gateway"}
+GATEWAY: Final = "gateway"
+_COMPONENTS: Final = {"prefill_worker": "prefill", "decode_worker": "decode"}
 
 
 def targets(spec: ClusterSpec) -> list[dict[str, object]]:
-    """One group for each process with a metrics port, the launcher first. `instance` is the name of the process, so
-    that it stays the same after a restart of the cluster on other ports. Pure."""
+    """One group for each metrics port, the launcher's first. The gateway has its own also in the router's process.
+    `instance` is the name of the process, so that it stays the same after a restart of the cluster on other ports.
+    Pure."""
     if spec.metrics is None:
         return []
     found = [_group(spec, "launcher", "launcher", METRICS_HOST, spec.metrics, is_https=spec.tls is not None)]
-    for process in _served(spec):
-        config, component = process.config, _COMPONENTS.get(process.module, process.module)
+    *workers, router_process = processes(spec)
+    served = [(one.name, _COMPONENTS.get(one.module, one.module), one.config) for one in (router_process, *workers)]
+    if (http := gateway_config(spec)) is not None:
+        served.append((GATEWAY, GATEWAY, http))
+    for name, component, config in served:
         if config.metrics_port:
             host, is_https = local_host(metrics_host(config)), bool(config.tls_cert)
-            found.append(_group(spec, process.name, component, host, config.metrics_port, is_https=is_https))
+            found.append(_group(spec, name, component, host, config.metrics_port, is_https=is_https))
     return found
-
-
-def _served(spec: ClusterSpec) -> list[Process]:
-    *workers, router = processes(spec)
-    http = gateway(spec, "")
-    return [router, *workers, *([] if http is None else [http])]
 
 
 def _group(spec: ClusterSpec, name: str, component: str, host: str, port: int, *, is_https: bool) -> dict[str, object]:
@@ -248,7 +248,6 @@ class LauncherMetrics:
 
 # --- cluster of processes -------------------------------------------------------------------------------------
 
-GATEWAY: Final = "gateway"
 FIRST_TOKEN: Final = "first token"
 ROUTER_SOCKET: Final = "router.sock"
 
@@ -376,13 +375,13 @@ def with_ports(spec: ClusterSpec, held: HeldPorts, *, ray: str | None = None) ->
 
 
 def with_sockets(spec: ClusterSpec) -> tuple[ClusterSpec, OwnedFolder]:
-    """The spec with the sockets of its Redis, unless a URL was given, and of the router for the gateway, if there is
-    one; and their folder. No other user can take a path in it while the server of that path is being restarted."""
+    """The spec with the sockets of its Redis, unless a URL was given, and of the router for a gateway that is another
+    process; and their folder. No other user can take a path in it while the server of that path is being restarted."""
     folder = OwnedFolder.for_socket("sockets", max(REDIS_SOCKET, ROUTER_SOCKET, key=len))
     spec = dataclasses.replace(
         spec,
         redis=spec.redis or socket_url(redis_path(folder)),
-        unix_socket="" if spec.http is None else str(folder.path / ROUTER_SOCKET),
+        unix_socket=str(folder.path / ROUTER_SOCKET) if gateway(spec, "") is not None else "",
     )
     return spec, folder
 
@@ -439,7 +438,7 @@ async def open_requests(spec: ClusterSpec) -> int | None:
 
 
 async def start_gateway(supervisor: Supervisor, spec: ClusterSpec, address: str) -> None:
-    """Starts the HTTP gateway of the router at `address`, if the spec has one. Raises StartFailed."""
+    """Starts the HTTP gateway of the router at `address`, if it is a process of its own. Raises StartFailed."""
     process = gateway(spec, _own_address(spec, address))
     if process is not None:
         await supervisor.start(supervised(process))

@@ -26,7 +26,7 @@ from pdserve.engine.toy import CELL_BYTES
 from pdserve.launch.local import LaunchedCluster, LocalCluster, degradations
 from pdserve.launch.report import LauncherReport
 from pdserve.launch.settings import Asked, merge
-from pdserve.launch.spec import ClusterSpec, gateway, processes, router, served_names, worker_config
+from pdserve.launch.spec import ClusterSpec, gateway, gateway_config, processes, router, served_names, worker_config
 from pdserve.launch.with_ray import RayCluster
 from pdserve.listening import OF_A_CHILD, OF_A_PROCESS, allow_descriptors, needed_by
 from pdserve.model_source import TOY_MODELS
@@ -172,7 +172,7 @@ async def serve(asked: Asked, read_again: Callable[[], Asked]) -> int:
 
     Raises PdserveError if the cluster cannot start; all its processes have then ended.
     """
-    if gateway(asked.spec, "") is not None and importlib.util.find_spec("starlette") is None:
+    if asked.spec.http is not None and importlib.util.find_spec("starlette") is None:
         raise ConfigError("http", "no such package as starlette", f"the extra gateway: {advice('gateway')}")
     _allow_descriptors(asked)
     stop, force = asyncio.Event(), asyncio.Event()
@@ -270,8 +270,8 @@ def live_url(spec: ClusterSpec) -> str:
 
 
 def _is_https(spec: ClusterSpec) -> bool:
-    process = gateway(spec, "")
-    return process is not None and bool(process.config.tls_cert)
+    config = gateway_config(spec)
+    return config is not None and bool(config.tls_cert)
 
 
 def _say_security(spec: ClusterSpec, report: LauncherReport) -> None:

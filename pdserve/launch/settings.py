@@ -33,7 +33,7 @@ from pdserve.launch.confine import of_operator
 from pdserve.launch.engine_python import MAKE_VLLM, absolute, check_python, vllm_python
 from pdserve.launch.keys import KINDS, Kind, check_command_line, check_settings, check_top, fields_of
 from pdserve.launch.report import LogLimits
-from pdserve.launch.spec import ClusterSpec, ClusterTls, Process, gateway, processes, served_names
+from pdserve.launch.spec import ClusterSpec, ClusterTls, Process, gateway_config, processes, served_names
 from pdserve.model_source import BUNDLED, TOY_MODELS, find_model, is_on_hub
 
 _TLS_FILES: Final = {"tls_cert", "tls_key", "tls_ca", "tls_client_ca", "router_cert", "router_key"}
@@ -163,6 +163,7 @@ def read(
                 "host",
                 "port",
                 "http",
+                "http_process",
                 "metrics",
                 "redis",
                 "cluster",
@@ -179,7 +180,9 @@ def read(
         if taken := next((one for one in adapters if split_adapter(one)[0] in served_names(spec)), None):
             raise ConfigError(key, taken, "a name other than the model's, which requests choose by it")
     _check_reports(processes(spec))  # all processes' settings are checked before any process is started
-    gateway(spec, "")
+    gateway_config(spec)
+    if spec.http_process and spec.http is None:
+        raise ConfigError("http_process", True, "http beside it, the port of the HTTP API")
     log_level, log_dir = found.get("log_level", "info"), found.get("log_dir")
     if log_level not in LOG_LEVELS:
         raise ConfigError("log_level", log_level, f"one of {', '.join(LOG_LEVELS)}")

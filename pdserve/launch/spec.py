@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from pdserve.config import RAY_STRATEGIES, GatewayConfig, RouterConfig, WorkerConfig
+from pdserve.config import RAY_STRATEGIES, GatewayConfig, RouterConfig, WorkerConfig, with_gateway
 from pdserve.config_flags import to_env, to_flags
 from pdserve.core.access.hosts import PORTS, check_endpoint, endpoint_of, join
 from pdserve.core.durations import DAY_S
@@ -79,6 +79,7 @@ class ClusterSpec:
     host: str = "127.0.0.1"  # address of the router; workers always use the loopback
     port: int = 50051
     http: int | None = None  # port of the HTTP gateway; None: there is none
+    http_process: bool = False  # the gateway is a process of its own, and not in the router's
     metrics: int | None = None  # port of the launcher's metrics; the other processes have those after it
     tls: ClusterTls | None = None  # None: plain text
     insecure: bool = False  # plain text beyond loopback is allowed
@@ -111,7 +112,7 @@ class ClusterSpec:
 
     @property
     def num_processes(self) -> int:
-        """The workers, the router, and the gateway."""
+        """The workers, the router, and the gateway, which has a metrics port of its own in each form."""
         return self.prefill + self.decode + 2
 
     @property
@@ -162,13 +163,13 @@ def ports(spec: ClusterSpec, *, are_workers_here: bool) -> list[tuple[str, str, 
     """The setting, address and number of each port on this host that has a number. Without those of the launcher
     itself."""
     started = processes(spec) if are_workers_here else [router(spec, ())]
-    started += filter(None, [gateway(spec, "")])
-    return [one for process in started for one in _ports(process) if one[2]]
+    found = [one for process in started for one in _ports(process.config, process.module)]
+    if (http := gateway_config(spec)) is not None:
+        found += _ports(http, "gateway")
+    return [one for one in found if one[2]]
 
 
-def _ports(process: Process) -> list[tuple[str, str, int]]:
-    config = process.config
-    table = process.module.rpartition(".")[2]
+def _ports(config: WorkerConfig | RouterConfig | GatewayConfig, table: str) -> list[tuple[str, str, int]]:
     found = [
         ("http" if isinstance(config, GatewayConfig) else "port", config.host, config.port),
         (f"{table}.metrics_port", metrics_host(config), config.metrics_port),
@@ -203,18 +204,29 @@ def waiting_env(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def router(spec: ClusterSpec, workers: Sequence[str]) -> Process:
-    config = router_config(spec, workers)
-    if spec.http is not None:  # the gateway tells its own clients
+    """The router, with the gateway in its process if the gateway is none of its own."""
+    config, http = router_config(spec, workers), gateway_config(spec)
+    if http is not None and spec.http_process:  # the gateway tells its own clients
         config = replace(config, drain_s=min(config.drain_s + GATEWAY_FIRST_S, DAY_S))
+    elif http is not None:
+        config = with_gateway(config, http)
     env = (("OMP_NUM_THREADS", "1"), *to_env(config).items())
     return Process(name="router", module="router", config=config, env=env)
 
 
 def gateway(spec: ClusterSpec, router: str) -> Process | None:
-    """The HTTP gateway of the router at that address, or at its socket; None if none is asked for."""
+    """The process of the HTTP gateway of the router at that address, or at its socket; None if there is none."""
+    config = gateway_config(spec, router)
+    if config is None or not spec.http_process:
+        return None
+    return Process(name="gateway", module="pdserve.gateway", config=config, env=(("OMP_NUM_THREADS", "1"),))
+
+
+def gateway_config(spec: ClusterSpec, router: str = "") -> GatewayConfig | None:
+    """None if no HTTP is asked for."""
     if spec.http is None:
         return None
-    config = GatewayConfig(
+    return GatewayConfig(
         router=f"unix:{spec.unix_socket}" if spec.unix_socket else router,
         host=spec.host,
         port=spec.http,
@@ -224,7 +236,6 @@ def gateway(spec: ClusterSpec, router: str) -> Process | None:
             **spec.settings.get("gateway", {}),
         },  # type: ignore[arg-type]
     )
-    return Process(name="gateway", module="pdserve.gateway", config=config, env=(("OMP_NUM_THREADS", "1"),))
 
 
 def router_config(spec: ClusterSpec, workers: Sequence[str]) -> RouterConfig:

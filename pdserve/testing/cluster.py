@@ -10,7 +10,7 @@ from typing import Any, Final, Self, final
 
 import decode_worker.program
 import prefill_worker.program
-from pdserve.config import RouterConfig, WorkerConfig
+from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig, with_gateway
 from pdserve.core.errors import ConfigError, InternalError, NotFound
 from pdserve.core.types import Role
 from pdserve.engine import toy
@@ -39,7 +39,8 @@ class Cluster:
     `address` is the target for clients. `router` and `worker` set fields of RouterConfig, and of each worker's
     WorkerConfig: `worker={"toy_step_s": 0.05}` makes steps slow, `router={"max_queue": 0}` rejects requests that would
     have to wait. The answers of the toy model are those of `toy_answer`. Another model is set on both sides:
-    `router={"model": "FOLDER"}, worker={"model": "FOLDER"}`.
+    `router={"model": "FOLDER"}, worker={"model": "FOLDER"}`. `gateway` sets fields of GatewayConfig; with it, also if
+    it is empty, the router's process serves OpenAI's HTTP API at `http_address`.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Cluster:
         decode: int = 1,
         router: Mapping[str, Any] | None = None,
         worker: Mapping[str, Any] | None = None,
+        gateway: Mapping[str, Any] | None = None,
     ) -> None:
         """Raises ConfigError."""
         for name, count, least in (("prefill", prefill, 0), ("decode", decode, 1)):
@@ -58,6 +60,7 @@ class Cluster:
         self._router = dict(router or {})
         if self._router.get("key_file"):  # the operator's token, to see the workers
             self._router.setdefault("token", secrets.token_hex(32))
+        self._gateway = gateway
         self._workers = {
             f"{role.value}-{number}": (role, dict(worker or {}))
             for role, count in ((Role.PREFILL, prefill), (Role.DECODE, decode))
@@ -65,7 +68,7 @@ class Cluster:
         }
         self._hosts: dict[str, Host] = {}
         self._handler: Any = None  # of the caller's event loop
-        self.address = ""
+        self.address = self.http_address = ""
 
     @property
     def worker_ids(self) -> list[str]:
@@ -87,8 +90,10 @@ class Cluster:
             config = RouterConfig(
                 **{**_SETTINGS, "workers": tuple(addresses), "cluster_secret": self._secret, **self._router}
             )
+            if self._gateway is not None:
+                config = with_gateway(config, GatewayConfig(router="", **{"port": 0, **self._gateway}))
             self._hosts["router"] = host = RouterHost(config, on_fatal=_ignore)
-            self.address = host.start()
+            self.address, self.http_address = host.start(), host.http_address
             with ThreadPoolExecutor(1) as thread:  # this thread may run an event loop
                 thread.submit(asyncio.run, self._ready(config, len(addresses))).result()
         except BaseException:

@@ -9,17 +9,22 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
-from pdserve.config import RouterConfig
+from pdserve.config import OF_GATEWAY, RouterConfig, gateway_of
 from pdserve.core.durations import clamped_s
+from pdserve.core.errors import ConfigError, InternalError
 from pdserve.listening import ignore_poller_races
 from router.service.server import STOP_GRACE_S, RouterServer
+
+if TYPE_CHECKING:
+    from pdserve.gateway.server import GatewayServer
 
 log = logging.getLogger(__name__)
 
 FATAL_EXIT_CODE: Final = 71
 FAREWELL_S: Final = 0.5
+GATEWAY_STOP_S: Final = 3.0  # in which a gateway tells its clients that it ends
 
 
 def end_process() -> None:
@@ -32,8 +37,12 @@ class RouterHost:
     """start() once; then drain() or stop(); wait() returns when it has ended."""
 
     def __init__(self, config: RouterConfig, *, on_fatal: Callable[[], None] = end_process) -> None:
-        """Raises ConfigError, as RouterServer does. A fatal error calls `on_fatal`."""
+        """With the gateway of `gateway_of(config)`, if there is one. Raises ConfigError, as RouterServer and
+        GatewayServer do. A fatal error calls `on_fatal`."""
         self._server = RouterServer(config, on_crash=self._crashed)
+        self._gateway_config = gateway_of(config)
+        self._gateway: GatewayServer | None = None
+        self._is_ending = False
         self._drain_s = config.drain_s
         self._on_fatal = on_fatal
         self._loop = asyncio.new_event_loop()
@@ -47,6 +56,11 @@ class RouterHost:
         return self._server.address
 
     @property
+    def http_address(self) -> str:
+        """Empty without a gateway."""
+        return "" if self._gateway is None else self._gateway.address
+
+    @property
     def memory(self) -> str:
         return ""
 
@@ -54,7 +68,7 @@ class RouterHost:
         """Returns HOST:PORT once it listens. Raises ConfigError and ModelError, as RouterServer does."""
         self._thread.start()
         try:
-            return str(self._on_loop(self._server.start()))
+            return str(self._on_loop(self._start()))
         except BaseException:
             self.stop()
             raise
@@ -71,7 +85,7 @@ class RouterHost:
         with self._stop_lock:
             if self._has_ended.is_set():
                 return
-            self._finish(self._server.stop(), STOP_GRACE_S + 5.0)
+            self._finish(self._stop(), STOP_GRACE_S + GATEWAY_STOP_S + 5.0)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """True once the router has ended."""
@@ -80,14 +94,48 @@ class RouterHost:
     def reload(self, changes: Mapping[str, Any]) -> None:
         self._drain_s = changes.get("drain_s", self._drain_s)
         with contextlib.suppress(RuntimeError):  # the router has just ended
-            self._loop.call_soon_threadsafe(self._server.reload, changes)
+            self._loop.call_soon_threadsafe(self._reload, changes)
 
     # ------------------------------------------------------------------------------------------------------------
+
+    async def _start(self) -> str:
+        address = await self._server.start()
+        if self._gateway_config is not None:
+            # Imported here, because a router without it needs none of its packages.
+            from pdserve.gateway.server import GatewayServer
+
+            self._gateway = GatewayServer(self._gateway_config, self._server.transport, on_end=self._gateway_ended)
+            try:
+                await self._gateway.start()
+            except ConfigError as error:
+                raise ConfigError(OF_GATEWAY + error.field, error.seen, error.expected) from None
+        return address
+
+    async def _drain_both(self) -> None:
+        self._is_ending = True
+        await self._server.drain(self._gateway)
+
+    async def _stop(self) -> None:
+        self._is_ending = True
+        if self._gateway is not None:
+            await self._gateway.stop()
+        await self._server.stop()
+
+    def _reload(self, changes: Mapping[str, Any]) -> None:
+        of_gateway = {name.removeprefix(OF_GATEWAY): changes[name] for name in changes if name.startswith(OF_GATEWAY)}
+        self._server.reload({name: changes[name] for name in changes if not name.startswith(OF_GATEWAY)})
+        if self._gateway is not None:
+            self._gateway.reload(of_gateway)
+
+    def _gateway_ended(self) -> None:
+        if not self._is_ending and self.http_address:
+            log.critical("the HTTP server ended")
+            self._crashed(InternalError("the HTTP server ended"))
 
     def _drain(self) -> None:
         if self._thread.is_alive() and not self._has_ended.is_set():
             try:
-                self._on_loop(self._server.drain(), self._drain_s + STOP_GRACE_S + 5.0)
+                self._on_loop(self._drain_both(), self._drain_s + STOP_GRACE_S + GATEWAY_STOP_S + 5.0)
             except Exception:  # any error ends the router
                 log.exception("the router did not drain cleanly")
         self.stop()

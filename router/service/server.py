@@ -37,6 +37,7 @@ from pdserve.text.tokenizer import load_tokenizer
 from pdserve.tls.certificates import certificates_of
 from pdserve.v1 import cluster_pb2_grpc, inference_pb2_grpc, worker_pb2
 from pdserve.wire import status
+from pdserve.wire.local_channel import LocalServer, LocalTransport
 from pdserve.wire.peer_server import age_options, caller_port, make_health_servicer, port_options
 from pdserve.wire.requests import RequestCheck
 from router.recording.recording import RecordFile
@@ -53,6 +54,7 @@ from router.state.interface import DrainEnded, RouterClosing, RouterSettings
 from router.state.state import RouterState
 
 if TYPE_CHECKING:
+    from pdserve.gateway.server import GatewayServer
     from pdserve.prefix.redis_index import RedisIndex
     from pdserve.prefix.registry import Registration
 
@@ -132,6 +134,7 @@ class RouterServer:
         self._watching = Watching(self._runtime.state)
         self._health = make_health_servicer()
         self._server: Any = None
+        self._local: LocalServer | None = None  # for a gateway in this process
         self._redis_index: RedisIndex | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._readiness = asyncio.Event()
@@ -153,13 +156,12 @@ class RouterServer:
         """Returns HOST:PORT once it listens. Raises ConfigError if the port is in use, and ModelError if the model's
         tokenizer or a chat template cannot be read."""
         config = self._config
-        self._server = grpc.aio.server(
-            interceptors=(
-                RequestCheck(status.abort, self._measure.rejected),
-                AuthInterceptor(config.token, lambda: self._tenants.file, self._measure.rejected),
-            ),
-            options=_server_options(config),
+        interceptors = (
+            RequestCheck(status.abort, self._measure.rejected),
+            AuthInterceptor(config.token, lambda: self._tenants.file, self._measure.rejected),
         )
+        self._server = grpc.aio.server(interceptors=interceptors, options=_server_options(config))
+        self._local = LocalServer(interceptors, config.max_message_bytes)
         port = self._bind()
         admission = await self._load_texts()
         self._add_services(admission)
@@ -179,18 +181,30 @@ class RouterServer:
         log.info("router is up", extra={"router_id": config.router_id, "address": self.address})
         return self.address
 
-    async def drain(self) -> None:
-        """Reports itself as not serving, lets running requests finish for at most drain_s, then stops."""
+    @property
+    def transport(self) -> LocalTransport:
+        """Of a client on this event loop, after `start`."""
+        assert self._local is not None
+        return LocalTransport(self._local)
+
+    async def drain(self, gateway: GatewayServer | None = None) -> None:
+        """Reports itself as not serving, lets running requests finish for at most drain_s, then stops. So does
+        `gateway`, in this process; it stops first, because its requests call this server."""
         if self._is_closing:
             return
         self._is_closing = True
+        draining = None if gateway is None else asyncio.create_task(gateway.drain())
         await self._health.enter_graceful_shutdown()
         self._runtime.submit(RouterClosing())
         try:
             async with asyncio.timeout(self._config.drain_s):
                 await self._runtime.wait_until_idle()
+                if draining is not None:
+                    await draining
         except TimeoutError:
             log.warning("stopping with unfinished requests", extra={"requests": self._runtime.num_calls})
+        if gateway is not None:
+            await gateway.stop()
         if self._config.unix_socket:  # a gateway on this host may still ask for the texts of an answer's tokens
             await asyncio.sleep(LATE_CALLS_S)
         await self.stop()
@@ -209,10 +223,10 @@ class RouterServer:
         self._is_closing = True
         if not self._has_crashed:
             self._runtime.submit(DrainEnded())
-        if self._server is not None:
+        if self._server is not None and self._local is not None:
             await self._health.enter_graceful_shutdown()
             self._watching.close()
-            await self._server.stop(STOP_GRACE_S)
+            await asyncio.gather(self._server.stop(STOP_GRACE_S), self._local.stop(STOP_GRACE_S))
         self._runtime.close()
         for task in self._tasks:
             task.cancel()
@@ -285,19 +299,18 @@ class RouterServer:
             prefix_lookup_s=self._config.prefix_lookup_s,
             held=self._held,
         )
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, self._server)
-        cluster_pb2_grpc.add_ClusterServiceServicer_to_server(
-            ClusterServicer(
-                self._runtime,
-                self._watching,
-                self._workers.links,
-                self._workers.logs,
-                self._workers.adapters,
-                self._config.router_id,
-            ),
-            self._server,
+        cluster = ClusterServicer(
+            self._runtime,
+            self._watching,
+            self._workers.links,
+            self._workers.logs,
+            self._workers.adapters,
+            self._config.router_id,
         )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        for server in (self._server, self._local):
+            inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
+            cluster_pb2_grpc.add_ClusterServiceServicer_to_server(cluster, server)
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         services = (INFERENCE, CLUSTER, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(services, self._server)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from types import SimpleNamespace
@@ -52,12 +53,14 @@ def test_a_drain_has_a_limit() -> None:
 
 
 def test_the_steps_of_a_start_end_with_the_gateway() -> None:
-    spec = ClusterSpec(model="toy", prefill=1, decode=2, http=8000)
+    spec = ClusterSpec(model="toy", prefill=1, decode=2, http=8000, http_process=True)
     workers = ["p0", "d0", "d1"]
     assert start_steps(spec, has_own_redis=True) == ["redis", *workers, "router", "first token", "gateway"]
     steps = ray_start_steps(spec, has_own_redis=False)
     assert steps[:6] == ["ray_init", "placement", *workers, "ray"]
     assert steps[-3:] == ["router", "first token", "gateway"]
+    in_router = dataclasses.replace(spec, http_process=False)
+    assert start_steps(in_router, has_own_redis=True)[-2:] == ["router", "first token"]
 
 
 def test_the_table_has_the_phases_of_each_worker(capsys: pytest.CaptureFixture[str]) -> None:

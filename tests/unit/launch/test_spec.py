@@ -6,19 +6,21 @@ from typing import Any
 
 import pytest
 
-from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
-from pdserve.config_flags import parse_flags
+from pdserve.config import GatewayConfig, HttpRouterConfig, RouterConfig, WorkerConfig, gateway_of
+from pdserve.config_flags import live_flags, parse_flags
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role
 from pdserve.launch.spec import (
     ClusterSpec,
     fixed_ports,
     gateway,
+    gateway_config,
     metrics_host,
     ports,
     processes,
     ray_resources,
     remote_ranks,
+    router,
     router_config,
     waiting_env,
     why_not_placed,
@@ -83,13 +85,24 @@ def test_each_worker_of_a_host_serves_metrics_on_a_port_of_its_own() -> None:
     assert [worker_config(one, index)[1].metrics_port for index in (0, 1)] == [9100, 9101]
 
 
-def test_metrics_ports_follow_that_of_the_launcher() -> None:
-    one = spec(metrics=9500, http=8000, prefill=1, decode=2, host="0.0.0.0", insecure=True, settings=WITH_TOKEN)
-    http = gateway(one, "127.0.0.1:1")
+@pytest.mark.parametrize("http_process", [False, True])
+def test_metrics_ports_follow_that_of_the_launcher(*, http_process: bool) -> None:
+    one = spec(
+        metrics=9500,
+        http=8000,
+        http_process=http_process,
+        prefill=1,
+        decode=2,
+        host="0.0.0.0",
+        insecure=True,
+        settings=WITH_TOKEN,
+    )
+    *workers, own = (process.config for process in processes(one))
+    http = gateway_of(own) if isinstance(own, RouterConfig) and not http_process else gateway_config(one)
     assert http is not None
-    found = {process.name: process.config.metrics_port for process in [*processes(one), http]}
-    assert found == {"router": 9501, "p0": 9502, "d0": 9503, "d1": 9504, "gateway": 9505}
-    assert {metrics_host(process.config) for process in [*processes(one), http]} == {"127.0.0.1"}
+    found = [config.metrics_port for config in (own, *workers, http)]
+    assert found == [9501, 9502, 9503, 9504, 9505]
+    assert {metrics_host(config) for config in (own, *workers, http)} == {"127.0.0.1"}
 
 
 def test_explicit_metrics_ports_override_the_common_one() -> None:
@@ -315,8 +328,31 @@ def test_the_gateway_is_optional() -> None:
     assert gateway(spec(), "127.0.0.1:1") is None
 
 
+def test_the_gateway_is_in_the_routers_process() -> None:
+    settings = {"gateway": {"max_connections": 7, "drain_s": 40.0}}
+    one = spec(http=8000, settings=settings)
+    process = router(one, ())
+    assert process.argv[-3:] == ("--http", "--gateway-max-connections=7", "--gateway-drain-s=40.0")
+    found = parse_flags(HttpRouterConfig, process.argv[2:], "x")
+    assert found == process.config
+    assert gateway_of(found) == gateway_config(one)
+    assert "--gateway-drain-s=40.0" in live_flags(found)
+    assert gateway(one, "127.0.0.1:1") is None
+
+
+@pytest.mark.parametrize(
+    "flags", [("--gateway-port=-1",), ("--gateway-host=0.0.0.0",), ("--gateway-max-body-bytes=1",)]
+)
+def test_a_wrong_setting_of_a_gateway_in_the_router_is_named(flags: tuple[str, ...]) -> None:
+    name = flags[0].partition("=")[0][2:].replace("-", "_")
+    with pytest.raises(ConfigError, match=f"^{name}: "):
+        parse_flags(HttpRouterConfig, ("--model=toy", "--http", *flags), "x")
+
+
 def test_the_gateway_has_its_own_table() -> None:
-    process = gateway(spec(http=8000, settings={"gateway": {"max_connections": 7}}), "127.0.0.1:50051")
+    process = gateway(
+        spec(http=8000, http_process=True, settings={"gateway": {"max_connections": 7}}), "127.0.0.1:50051"
+    )
     assert process is not None
     assert process.argv == ("-m", "pdserve.gateway", "--router=127.0.0.1:50051", "--max-connections=7")
     assert parse_flags(GatewayConfig, process.argv[2:], "x") == process.config
@@ -330,13 +366,13 @@ def test_the_gateways_port_is_unique() -> None:
 
 
 def test_a_gateway_gets_no_secret() -> None:
-    process = gateway(spec(http=0, settings={"router": {"token": "t"}}), "127.0.0.1:1")
+    process = gateway(spec(http=0, http_process=True, settings={"router": {"token": "t"}}), "127.0.0.1:1")
     assert process is not None
     assert process.env == (("OMP_NUM_THREADS", "1"),)
 
 
 def test_the_gateway_calls_the_router_by_its_socket() -> None:
-    found = spec(http=8000, unix_socket="/run/0700/router.sock")
+    found = spec(http=8000, http_process=True, unix_socket="/run/0700/router.sock")
     process = gateway(found, "127.0.0.1:50051")
     assert process is not None
     assert isinstance(process.config, GatewayConfig)

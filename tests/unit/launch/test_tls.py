@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.config import GatewayConfig, RouterConfig
+from pdserve.config import RouterConfig
 from pdserve.core.access.hosts import local_host
 from pdserve.core.errors import ConfigError
 from pdserve.launch import settings
 from pdserve.launch.confine import certified_hosts, make_certificates, of_operator
 from pdserve.launch.local import tls_to
-from pdserve.launch.spec import ClusterSpec, ClusterTls, gateway, processes
+from pdserve.launch.spec import ClusterSpec, ClusterTls, gateway, gateway_config, processes
 from pdserve.launch.with_ray import spec_from_json, spec_to_json
 from pdserve.owned_folder import OwnedFolder
 from pdserve.tls.authority import hosts_of
@@ -36,7 +36,9 @@ def spec(**changes: object) -> ClusterSpec:
 
 
 def test_each_process_has_a_certificate_of_its_own(temporary: Path) -> None:
-    asked = spec(tls=ClusterTls.asked("auto", ""), host="192.0.2.9", settings={"router": {"token": "t"}})
+    asked = spec(
+        http_process=True, tls=ClusterTls.asked("auto", ""), host="192.0.2.9", settings={"router": {"token": "t"}}
+    )
     made, folder = make_certificates(asked)
     assert folder is not None
     http = gateway(made, "192.0.2.9:1")
@@ -71,11 +73,10 @@ def test_a_certificate_for_loopback_needs_no_other_name(tmp_path: Path) -> None:
 
 def test_a_table_gives_a_process_another_certificate() -> None:
     given = {"gateway": {"tls_cert": "public.crt", "tls_key": "public.key"}}
-    http = gateway(spec(tls=ClusterTls(folder="/certs"), settings=given), "127.0.0.1:1")
+    http = gateway_config(spec(tls=ClusterTls(folder="/certs"), settings=given))
     assert http is not None
-    assert isinstance(http.config, GatewayConfig)
-    assert (http.config.tls_cert, http.config.tls_ca) == ("public.crt", "/certs/ca.crt")
-    assert (http.config.router_cert, http.config.router_key) == ("/certs/tls.crt", "/certs/tls.key")
+    assert (http.tls_cert, http.tls_ca) == ("public.crt", "/certs/ca.crt")
+    assert (http.router_cert, http.router_key) == ("/certs/tls.crt", "/certs/tls.key")
 
 
 def test_rays_driver_gets_the_same_files() -> None:
