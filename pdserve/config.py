@@ -55,6 +55,7 @@ MAX_SERVED_NAMES: Final = 64
 _SERVED_NAME: Final = re.compile(r"[^\s,]{1,256}")
 MAX_ADAPTERS: Final = 4096
 LARGEST_LORA_RANK: Final = 512  # that vLLM computes
+MAX_ROUTERS: Final = 32  # of one launcher
 MAX_DRAFTS: Final = 15  # attention computes rows of this many drafts and their own token at once
 
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
@@ -282,6 +283,12 @@ class RouterConfig(CallerTlsSettings):
         "text; none when empty",
         "",
     )
+    group: str = setting(
+        "folder, which only this user can access, for the routers that share one port: it has the counts of their "
+        "tenants, and a unix socket of each; none when empty",
+        "",
+    )
+    member: int = setting("number of this router in its group", 0, within=(0, MAX_ROUTERS - 1))
     policy: str = setting("placement policy", "goodput", choices=POLICIES)
     slo_ttft_s: float = setting(
         "default TTFT target, for requests that set none", 2.0, within=(0.001, DAY_S), is_live=True

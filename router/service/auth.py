@@ -151,10 +151,10 @@ CHECK_EVERY_S: Final = 0.5
 
 @final
 class Tenants:
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, quotas: Quotas | None = None) -> None:
         """Without a path there is only the default tenant. Raises ConfigError if the file is invalid."""
         self._path = path
-        self.quotas = Quotas()
+        self.quotas = quotas or Quotas()
         self.file: KeyFile | None = None
         self._tried: FileVersion | None = None  # version of the last file that was read, valid or not
         self._error = ""  # error of the last read

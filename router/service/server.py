@@ -48,6 +48,8 @@ from router.service.cluster import ClusterServicer, Watching
 from router.service.inference import InferenceServicer
 from router.service.measure import Gauges, Measure
 from router.service.runtime import Runtime
+from router.service.shared_counts import SharedCountsFile
+from router.service.tenants import Quotas
 from router.service.tokenizing import launching_child
 from router.service.workers import Workers
 from router.state.interface import DrainEnded, RouterClosing, RouterSettings
@@ -99,7 +101,9 @@ class RouterServer:
         state = RouterState(self._settings)
         self._limits = _limits(config, _sampling_defaults(config))
         self._held = Shares(config.max_held_bytes, BYTES_WEIGHT)
-        self._tenants = Tenants(config.key_file)
+        self._shared_counts = SharedCountsFile(Path(config.group), config.member) if config.group else None
+        quotas = None if self._shared_counts is None else Quotas(counts_of=self._shared_counts.counts_of)
+        self._tenants = Tenants(config.key_file, quotas)
         self._grammars = GrammarCheck(_folder(config.model))
         self._admission: Admission | None = None
         self._tracing = make_tracing(Service("pdserve-router", config.router_id), config.otlp, share=config.trace_share)
@@ -241,6 +245,8 @@ class RouterServer:
         if self._record is not None:
             self._record.close()
         self._metrics.close()
+        if self._shared_counts is not None:
+            self._shared_counts.close()
         await asyncio.to_thread(self._tracing.close)
 
     # ------------------------------------------------------------------------------------------------------------

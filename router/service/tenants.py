@@ -1,6 +1,7 @@
 """What a tenant may use, and what separates tenants: quotas, labels of metrics, salts of the prefix cache. Pure.
 
-Quotas limit tokens per minute and answers in progress. Their state is per router.
+Quotas limit tokens per minute and answers in progress. Routers of one launcher share the counts
+(router/service/shared_counts.py); other routers count on their own.
 
 A tenant's token bucket has room for the tokens of BURST_S seconds, and fills evenly. A call needs its prompt tokens
 and, for each answer, RESERVED_TOKENS of output (or `max_tokens`, if that is less). It is admitted if the bucket has as
@@ -33,17 +34,32 @@ FIRST_RETRY_S: Final = 1.0  # retry time before the first answer has ended
 RETRY_S: Final = (0.05, 30.0)  # shortest and longest retry time for answers in progress
 
 
+class TenantCounts:
+    """The counts of one tenant. They are read and changed in a `with` block, because routers may share them."""
+
+    __slots__ = ("at_s", "level", "others", "running")
+
+    def __init__(self) -> None:
+        self.level: float | None = None  # tokens in the bucket at `at_s`; None: it is full
+        self.at_s = 0.0
+        self.running = 0  # answers in progress of this router
+        self.others = 0  # answers in progress of the routers that share the counts
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
 @final
 class QuotaAccount:
-    """The current usage of one tenant."""
+    """The current usage of one tenant. Methods whose docstring says so are called in a `with` block of `counts`."""
 
-    __slots__ = ("at_s", "burst_s", "level", "mean_s", "running", "tenant")
+    __slots__ = ("burst_s", "counts", "mean_s", "tenant")
 
-    def __init__(self, tenant: Tenant, burst_s: float, now_s: float) -> None:
-        self.tenant, self.burst_s = tenant, burst_s
-        self.running = 0  # answers in progress
-        self.level = self.most  # tokens in the bucket, at `at_s`
-        self.at_s = now_s
+    def __init__(self, tenant: Tenant, burst_s: float, counts: TenantCounts) -> None:
+        self.tenant, self.burst_s, self.counts = tenant, burst_s, counts
         self.mean_s: float | None = None  # duration of an answer
 
     @property
@@ -51,20 +67,23 @@ class QuotaAccount:
         """Tokens that the bucket can hold; 0 without a limit."""
         return (self.tenant.tokens_per_minute or 0) * self.burst_s / 60.0
 
-    def refill(self, now_s: float) -> None:
-        limit = self.tenant.tokens_per_minute
+    def refill(self, now_s: float) -> float:
+        """Returns the level of the bucket. In a block."""
+        counts, limit = self.counts, self.tenant.tokens_per_minute
         if limit is not None:
-            self.level = min(self.level + max(now_s - self.at_s, 0.0) * limit / 60.0, self.most)
-        self.at_s = max(self.at_s, now_s)
+            level = self.most if counts.level is None else counts.level
+            counts.level = min(level + max(now_s - counts.at_s, 0.0) * limit / 60.0, self.most)
+        counts.at_s = max(counts.at_s, now_s)
+        return counts.level or 0.0
 
     def change(self, tenant: Tenant, now_s: float) -> None:
-        """Applies the limits of a new key file."""
-        if tenant == self.tenant:
-            return
-        self.refill(now_s)
-        had_limit = self.tenant.tokens_per_minute is not None
-        self.tenant = tenant
-        self.level = min(self.level, self.most) if had_limit else self.most
+        """Applies the limits of a new key file. In a block."""
+        if tenant != self.tenant:
+            self.refill(now_s)
+            self.tenant = tenant
+            if tenant.tokens_per_minute is None:
+                self.counts.level = None
+            self.refill(now_s)
 
     def check_answers(self, count: int) -> None:
         """Raises InvalidRequest if the quota never allows a call with so many answers."""
@@ -73,24 +92,24 @@ class QuotaAccount:
             raise InvalidRequest("n", f"{count} answers", f"at most {most}, the quota max_concurrent of tenant {name}")
 
     def take_slots(self, count: int) -> None:
-        """Raises QuotaExceeded."""
-        name, most = self.tenant.name, self.tenant.max_concurrent
-        if most is not None and self.running + count > most:
+        """In a block. Raises QuotaExceeded."""
+        name, most, running = self.tenant.name, self.tenant.max_concurrent, self.counts.running + self.counts.others
+        if most is not None and running + count > most:
             retry_s = FIRST_RETRY_S if self.mean_s is None else clamped_s(self.mean_s / most, *RETRY_S)
-            message = f"max_concurrent of tenant {name}: {self.running} of {most} answers are in progress"
+            message = f"max_concurrent of tenant {name}: {running} of {most} answers are in progress"
             raise QuotaExceeded("max_concurrent", f"{message}; retry in {retry_s:.2f} s", retry_s)
-        self.running += count
+        self.counts.running += count
 
     def check_tokens(self, count: int, now_s: float) -> None:
-        """Raises QuotaExceeded if the bucket has fewer tokens."""
+        """In a block. Raises QuotaExceeded if the bucket has fewer tokens."""
         limit = self.tenant.tokens_per_minute
         if limit is None:
             return
-        self.refill(now_s)
-        missing = min(float(count), self.most) - self.level
+        level = self.refill(now_s)
+        missing = min(float(count), self.most) - level
         if missing > 0.0:
             retry_s = missing * 60.0 / limit
-            left = max(int(self.level), 0)
+            left = max(int(level), 0)
             message = (
                 f"tokens_per_minute of tenant {self.tenant.name}, which is {limit}: {left} tokens are left, and the "
                 f"request needs {count}; retry in {retry_s:.2f} s"
@@ -98,12 +117,21 @@ class QuotaAccount:
             raise QuotaExceeded("tokens_per_minute", message, retry_s)
 
     def add(self, tokens: int) -> None:
+        if tokens and self.tenant.tokens_per_minute is not None:
+            with self.counts:
+                self.put(tokens)
+
+    def put(self, tokens: int) -> None:
+        """In a block."""
         if self.tenant.tokens_per_minute is not None:
-            self.level = min(self.level + tokens, self.most)
+            level = self.most if self.counts.level is None else self.counts.level
+            self.counts.level = min(level + tokens, self.most)
 
     def freed(self, count: int, seconds: float | None) -> None:
-        self.running -= count
-        assert self.running >= 0, f"tenant {self.tenant.name} has a negative number of answers in progress"
+        if count:
+            with self.counts:
+                self.counts.running -= count
+        assert self.counts.running >= 0, f"tenant {self.tenant.name} has a negative number of answers in progress"
         if seconds is not None:
             self.mean_s = seconds if self.mean_s is None else self.mean_s + WEIGHT * (seconds - self.mean_s)
 
@@ -164,9 +192,10 @@ class CallClaim:
         reserved = [min(one, RESERVED_TOKENS) for one in max_tokens]
         cost = prompt_tokens + sum(reserved)
         account.check_answers(len(max_tokens))
-        account.check_tokens(cost, now_s)
-        account.take_slots(more)
-        account.add(-cost)
+        with account.counts:
+            account.check_tokens(cost, now_s)
+            account.take_slots(more)
+            account.put(-cost)
         self._slots = 0
         self._claims = [
             AnswerClaim(account, prompt_tokens if index == 0 else 0, one, now_s) for index, one in enumerate(reserved)
@@ -189,8 +218,11 @@ class CallClaim:
 
 @final
 class Quotas:
-    def __init__(self, burst_s: float = BURST_S) -> None:
+    def __init__(
+        self, burst_s: float = BURST_S, counts_of: Callable[[str], TenantCounts] = lambda tenant: TenantCounts()
+    ) -> None:
         self._burst_s = burst_s
+        self._counts_of = counts_of
         self._accounts: dict[str, QuotaAccount] = {}
 
     def open(self, tenant: Tenant, now_s: float, *, least_tokens: int = 1) -> CallClaim:
@@ -200,35 +232,37 @@ class Quotas:
         """
         account = self._accounts.get(tenant.name)
         if account is None:
-            account = self._accounts[tenant.name] = QuotaAccount(tenant, self._burst_s, now_s)
-        account.change(tenant, now_s)
-        if least_tokens:
-            account.check_tokens(least_tokens, now_s)  # before any work on the prompt
-        account.take_slots(1)
+            counts = TenantCounts() if tenant == DEFAULT_TENANT else self._counts_of(tenant.name)
+            account = self._accounts[tenant.name] = QuotaAccount(tenant, self._burst_s, counts)
+        with account.counts:
+            account.change(tenant, now_s)
+            if least_tokens:
+                account.check_tokens(least_tokens, now_s)  # before any work on the prompt
+            account.take_slots(1)
         return CallClaim(account)
 
     def running(self, tenant: str) -> int:
-        """The tenant's answers in progress."""
+        """The tenant's answers in progress that this router serves."""
         account = self._accounts.get(tenant)
-        return 0 if account is None else account.running
+        return 0 if account is None else account.counts.running
 
     def all_running(self) -> dict[str, int]:
         """The answers in progress of each tenant that has called."""
-        return {name: account.running for name, account in self._accounts.items()}
+        return {name: account.counts.running for name, account in self._accounts.items()}
 
     def level(self, tenant: str, now_s: float) -> float | None:
         """Tokens in the tenant's bucket; None without a limit, or before its first call."""
         account = self._accounts.get(tenant)
         if account is None or account.tenant.tokens_per_minute is None:
             return None
-        account.refill(now_s)
-        return account.level
+        with account.counts:
+            return account.refill(now_s)
 
     def forget_all_but(self, tenants: Collection[str]) -> None:
         """Drops tenants that were removed from the key file and have nothing in progress."""
         kept = self._accounts.items()
         self._accounts = {
-            name: one for name, one in kept if name in tenants or one.running or name == DEFAULT_TENANT.name
+            name: one for name, one in kept if name in tenants or one.counts.running or name == DEFAULT_TENANT.name
         }
 
 

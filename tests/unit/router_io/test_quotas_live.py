@@ -63,12 +63,12 @@ async def test_generated_tokens_are_charged_and_unused_ones_returned(
             await acme.generate("x" * 60, max_tokens=most, n=n, **options)
             await until(lambda: running(front) == 0)
             account = quotas._accounts["acme"]
-            assert account.most - account.level == 60 + n * most
+            assert account.most - account.counts.level == 60 + n * most
         quotas._accounts.clear()
         done = await acme.generate("x" * 60, max_tokens=4000, stop_token_ids=list(range(60, 120)), **options)
         assert done.finish_reason == "stop"
         account = quotas._accounts["acme"]
-        assert account.most - account.level == 60 + done.usage.completion_tokens
+        assert account.most - account.counts.level == 60 + done.usage.completion_tokens
 
 
 async def test_an_invalid_request_costs_nothing(connect: Connect, decode: Program, tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ async def test_an_invalid_request_costs_nothing(connect: Connect, decode: Progra
         for _ in range(3):
             with pytest.raises(Exception, match="temperature"):
                 await acme.generate("hello", temperature=1000.0)
-    assert (running(front), front.server._tenants.quotas._accounts["acme"].level) == (0, 100)
+    assert (running(front), front.server._tenants.quotas._accounts["acme"].counts.level) == (0, 100)
 
 
 async def test_answers_in_progress_are_limited(connect: Connect, slow_decode: Program, tmp_path: Path) -> None:
