@@ -8,8 +8,10 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GetTopologyRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("only_this_router",)
+    ONLY_THIS_ROUTER_FIELD_NUMBER: _ClassVar[int]
+    only_this_router: bool
+    def __init__(self, only_this_router: _Optional[bool] = ...) -> None: ...
 
 class GetTopologyResponse(_message.Message):
     __slots__ = ("router_id", "workers", "queued_requests", "running_requests", "uptime_s", "version")
@@ -54,10 +56,12 @@ class WorkerView(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., endpoint: _Optional[str] = ..., is_connected: _Optional[bool] = ..., is_draining: _Optional[bool] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., num_blocks: _Optional[int] = ..., is_drained: _Optional[bool] = ..., kv_links: _Optional[_Iterable[_Union[_worker_pb2.KvLink, _Mapping]]] = ..., version: _Optional[str] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
-    __slots__ = ("request_id",)
+    __slots__ = ("request_id", "only_this_router")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ONLY_THIS_ROUTER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
-    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+    only_this_router: bool
+    def __init__(self, request_id: _Optional[str] = ..., only_this_router: _Optional[bool] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
     __slots__ = ("request_id", "candidates", "decision", "reason", "actual_ttft_s", "actual_tpot_s", "waited_s", "slo_ttft_s", "slo_tpot_s", "tenant", "priority", "prompt_tokens", "attempt", "is_resumed", "stage", "outcome", "ended_because", "retry_after_s", "router_id", "adapter")
@@ -146,10 +150,12 @@ class UndrainResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("period_s",)
+    __slots__ = ("period_s", "only_this_router")
     PERIOD_S_FIELD_NUMBER: _ClassVar[int]
+    ONLY_THIS_ROUTER_FIELD_NUMBER: _ClassVar[int]
     period_s: float
-    def __init__(self, period_s: _Optional[float] = ...) -> None: ...
+    only_this_router: bool
+    def __init__(self, period_s: _Optional[float] = ..., only_this_router: _Optional[bool] = ...) -> None: ...
 
 class WatchResponse(_message.Message):
     __slots__ = ("frame",)

@@ -10,8 +10,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any, Final, final
 
 from pdserve.build import FULL_VERSION
+from pdserve.config import MAX_ROUTERS
 from pdserve.core.durations import check_duration
-from pdserve.core.errors import NotFound, Overloaded, PdserveError, ShuttingDown
+from pdserve.core.errors import NotFound, Overloaded, PdserveError, ShuttingDown, Unavailable
 from pdserve.core.live import PERIOD_S
 from pdserve.core.types import request_id_of
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
@@ -20,6 +21,7 @@ from pdserve.wire.codec import Codec, Special
 from pdserve.wire.protocol import FRAME, LOAD
 from router.policy.interface import Candidate, Decision
 from router.service.adapters import ClusterAdapters
+from router.service.router_group import RouterGroup
 from router.service.runtime import Runtime
 from router.service.workers import KvLinks, WorkerLogs
 from router.state.cluster_state import WorkerFacts
@@ -37,19 +39,23 @@ MAX_VIEWERS: Final = 8  # for each router, because a viewer costs it some millis
 
 @final
 class Watching:
-    def __init__(self, state: RouterState, clock: Callable[[], float] = time.monotonic) -> None:
-        self._state, self._clock = state, clock
-        self._num_viewers = 0
+    def __init__(self, state: RouterState, group: RouterGroup, clock: Callable[[], float] = time.monotonic) -> None:
+        self._state, self._group, self._clock = state, group, clock
+        self._num_viewers = {True: 0, False: 0}  # other routers, for their viewers; viewers
         self._closing = asyncio.Event()
 
-    async def frames(self, period_s: float) -> AsyncGenerator[cluster_pb2.WatchResponse, None]:
+    async def frames(
+        self, period_s: float, *, only_this_router: bool = False
+    ) -> AsyncGenerator[cluster_pb2.WatchResponse, None]:
         """The first one contains recently ended requests. Raises InvalidRequest, Overloaded, and ShuttingDown after
         `close`."""
         period_s = period_s or PERIOD_S
         check_duration("period_s", period_s, SHORTEST_S, LONGEST_S)
-        if self._num_viewers >= MAX_VIEWERS:
-            raise Overloaded(f"the router already has {MAX_VIEWERS} viewers", LONGEST_S)
-        self._num_viewers += 1
+        most = MAX_VIEWERS * (MAX_ROUTERS if only_this_router else 1)
+        if self._num_viewers[only_this_router] >= most:
+            raise Overloaded(f"the router already has {most} viewers", LONGEST_S)
+        self._num_viewers[only_this_router] += 1
+        others = None if only_this_router else self._group.watch(period_s)
         try:
             num_seen = 0
             while not self._closing.is_set():
@@ -57,12 +63,16 @@ class Watching:
                 num_seen = self._state.num_ended
                 response = cluster_pb2.WatchResponse(frame=FRAME.encode(frame))
                 response.frame.version = FULL_VERSION
+                if others is not None:
+                    others.merge_into(response.frame)
                 yield response
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._closing.wait(), period_s)
             raise ShuttingDown
         finally:
-            self._num_viewers -= 1
+            self._num_viewers[only_this_router] -= 1
+            if others is not None:
+                await others.close()
 
     def close(self) -> None:
         self._closing.set()
@@ -105,22 +115,24 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         links: KvLinks,
         logs: WorkerLogs,
         adapters: ClusterAdapters,
+        group: RouterGroup,
         router_id: str,
     ) -> None:
         self._runtime, self._watching, self._links, self._logs = runtime, watching, links, logs
-        self._adapters = adapters
+        self._adapters, self._group = adapters, group
         self._router_id = router_id
         self._started_s = time.monotonic()
 
     async def GetTopology(
         self, request: cluster_pb2.GetTopologyRequest, context: Any
     ) -> cluster_pb2.GetTopologyResponse:
+        queued, running = (0, 0) if request.only_this_router else await self._group.counts()
         topology = self._runtime.state.snapshot()
         return cluster_pb2.GetTopologyResponse(
             router_id=self._router_id,
             workers=[_worker(one, self._links.of(one.worker_id)) for one in topology.workers],
-            queued_requests=topology.queued,
-            running_requests=topology.running,
+            queued_requests=topology.queued + queued,
+            running_requests=topology.running + running,
             uptime_s=time.monotonic() - self._started_s,
             version=FULL_VERSION,
         )
@@ -128,9 +140,16 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
     async def Explain(self, request: cluster_pb2.ExplainRequest, context: Any) -> cluster_pb2.ExplainResponse:
         asked = request.request_id
         found = self._runtime.state.explain(asked) or self._runtime.state.explain(request_id_of(asked))
-        if found is None:
-            return await status.abort(context, NotFound("recent request", request.request_id))
-        return explain_response(found, self._router_id)
+        if found is not None:
+            return explain_response(found, self._router_id)
+        if not request.only_this_router:
+            response, have_all_answered = await self._group.explain(asked)
+            if response is not None:
+                return response
+            if not have_all_answered:
+                message = f"this router does not know request {asked}, and another router does not answer"
+                return await status.abort(context, Unavailable(message))
+        return await status.abort(context, NotFound("recent request", asked))
 
     async def Drain(self, request: cluster_pb2.DrainRequest, context: Any) -> cluster_pb2.DrainResponse:
         await self._require(request.worker_id, context)
@@ -144,7 +163,8 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
 
     async def Watch(self, request: cluster_pb2.WatchRequest, context: Any) -> AsyncIterator[cluster_pb2.WatchResponse]:
         try:
-            async with contextlib.aclosing(self._watching.frames(request.period_s)) as frames:
+            watching = self._watching.frames(request.period_s, only_this_router=request.only_this_router)
+            async with contextlib.aclosing(watching) as frames:
                 async for frame in frames:
                     yield frame
         except PdserveError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -47,6 +46,7 @@ from router.service.child_pool import GrammarCheck
 from router.service.cluster import ClusterServicer, Watching
 from router.service.inference import InferenceServicer
 from router.service.measure import Gauges, Measure
+from router.service.router_group import RouterGroup, check_private, socket_of
 from router.service.runtime import Runtime
 from router.service.shared_counts import SharedCountsFile
 from router.service.tenants import Quotas
@@ -101,6 +101,8 @@ class RouterServer:
         state = RouterState(self._settings)
         self._limits = _limits(config, _sampling_defaults(config))
         self._held = Shares(config.max_held_bytes, BYTES_WEIGHT)
+        if config.group:
+            check_private("group", Path(config.group))
         self._shared_counts = SharedCountsFile(Path(config.group), config.member) if config.group else None
         quotas = None if self._shared_counts is None else Quotas(counts_of=self._shared_counts.counts_of)
         self._tenants = Tenants(config.key_file, quotas)
@@ -135,7 +137,8 @@ class RouterServer:
             on_crash=self._crashed,
             tls=self._tls,
         )
-        self._watching = Watching(self._runtime.state)
+        self._group = RouterGroup(config.group, config.member, config.token)
+        self._watching = Watching(self._runtime.state, self._group)
         self._health = make_health_servicer()
         self._server: Any = None
         self._local: LocalServer | None = None  # for a gateway in this process
@@ -200,6 +203,8 @@ class RouterServer:
         draining = None if gateway is None else asyncio.create_task(gateway.drain())
         await self._health.enter_graceful_shutdown()
         self._runtime.submit(RouterClosing())
+        if self._config.group:  # clients begin new calls on new connections, which the other routers get
+            self._tasks.append(asyncio.create_task(self._server.stop(self._config.drain_s), name="leave"))
         try:
             async with asyncio.timeout(self._config.drain_s):
                 await self._runtime.wait_until_idle()
@@ -231,6 +236,7 @@ class RouterServer:
             await self._health.enter_graceful_shutdown()
             self._watching.close()
             await asyncio.gather(self._server.stop(STOP_GRACE_S), self._local.stop(STOP_GRACE_S))
+        await self._group.close()
         self._runtime.close()
         for task in self._tasks:
             task.cancel()
@@ -273,25 +279,23 @@ class RouterServer:
         if port == 0:
             host = self._config.host
             raise bind_error("port", host, self._config.port) or PortInUse("port", host, self._config.port)
-        if self._config.unix_socket:
-            self._bind_unix(Path(self._config.unix_socket))
+        config = self._config
+        if config.unix_socket:
+            self._bind_unix(Path(config.unix_socket), "unix_socket")
+        if config.group:
+            self._bind_unix(socket_of(Path(config.group), config.member), "group")
         return port
 
-    def _bind_unix(self, path: Path) -> None:
+    def _bind_unix(self, path: Path, name: str) -> None:
         """gRPC first removes the socket file of an ended router. Callers need the token here too, but no certificate,
         because only this user can reach the file."""
-        try:
-            facts = path.parent.stat()
-        except OSError as error:
-            raise ConfigError("unix_socket", path, f"a path in a folder that exists ({error.strerror})") from None
-        if facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
-            raise ConfigError("unix_socket", path, "a path in a folder of this user with mode 0700")
+        check_private(name, path.parent)
         try:
             bound = self._server.add_insecure_port(f"unix:{path}")
         except RuntimeError:
             bound = 0
         if not bound:
-            raise ConfigError("unix_socket", path, "a path of at most 107 bytes that is free or a socket")
+            raise ConfigError(name, path, "a path of at most 107 bytes that is free or a socket")
 
     def _add_services(self, admission: Admission) -> None:
         servicer = InferenceServicer(
@@ -311,6 +315,7 @@ class RouterServer:
             self._workers.links,
             self._workers.logs,
             self._workers.adapters,
+            self._group,
             self._config.router_id,
         )
         for server in (self._server, self._local):

@@ -1,0 +1,205 @@
+"""The routers that share one port: each asks the others, so that a caller gets the same answer from all of them.
+
+The kernel gives a connection to any of them. Each therefore also listens on a unix socket in a folder of the launcher,
+which only this user can enter, and finds the others there. A router that does not answer within ANSWER_S is left out
+of live views and counts; an explanation that nobody has then fails as Unavailable, because that router may have it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Final, TypeVar, final
+
+import grpc
+import grpc.aio
+
+from pdserve.core.errors import ConfigError
+from pdserve.v1 import cluster_pb2, cluster_pb2_grpc
+from pdserve.wire import status
+from router.state.cluster_state import MAX_IN_PROGRESS
+from router.state.history import MAX_ENDED
+
+log = logging.getLogger(__name__)
+
+ANSWER_S: Final = 1.0
+_SOCKET: Final = re.compile(r"router-(\d{1,2})\.sock")
+_TOTALS: Final = tuple(field.name for field in cluster_pb2.LiveTotals.DESCRIPTOR.fields)
+
+Answer = TypeVar("Answer")
+
+
+def check_private(name: str, folder: Path) -> None:
+    """Raises ConfigError about the setting `name` unless only this user can enter the folder."""
+    try:
+        facts = folder.stat()
+    except OSError as error:
+        raise ConfigError(name, folder, f"a folder that exists ({error.strerror})") from None
+    if facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
+        raise ConfigError(name, folder, "a folder of this user with mode 0700")
+
+
+def socket_of(folder: Path, member: int) -> Path:
+    return folder / f"router-{member}.sock"
+
+
+@final
+class RouterGroup:
+    """Belongs to one event loop. Without a folder, the router is alone."""
+
+    def __init__(self, folder: str, member: int, token: str) -> None:
+        self._folder = Path(folder) if folder else None
+        self._member = member
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._channels: dict[int, grpc.aio.Channel] = {}
+
+    def others(self) -> dict[int, Any]:
+        """A stub of each other router that has a socket, by its number."""
+        if self._folder is None:
+            return {}
+        found = [_SOCKET.fullmatch(path.name) for path in self._folder.glob("router-*.sock")]
+        members = {int(one[1]) for one in found if one is not None} - {self._member}
+        for member in members - self._channels.keys():
+            target = f"unix:{socket_of(self._folder, member)}"
+            self._channels[member] = grpc.aio.insecure_channel(target, _OPTIONS)
+        return {one: cluster_pb2_grpc.ClusterServiceStub(self._channels[one]) for one in sorted(members)}
+
+    async def counts(self) -> tuple[int, int]:
+        """The queued and running requests of the other routers."""
+        request = cluster_pb2.GetTopologyRequest(only_this_router=True)
+        answers, _ = await self._ask(lambda stub: stub.GetTopology(request, **self.call))
+        return sum(one.queued_requests for one in answers), sum(one.running_requests for one in answers)
+
+    async def explain(self, request_id: str) -> tuple[cluster_pb2.ExplainResponse | None, bool]:
+        """The explanation of a router that has one, and whether all have answered."""
+        request = cluster_pb2.ExplainRequest(request_id=request_id, only_this_router=True)
+        answers, failures = await self._ask(lambda stub: stub.Explain(request, **self.call))
+        return next(iter(answers), None), all(one is grpc.StatusCode.NOT_FOUND for one in failures)
+
+    @property
+    def call(self) -> dict[str, Any]:
+        return {"timeout": ANSWER_S, "metadata": self._metadata}
+
+    def watch(self, period_s: float) -> GroupWatch:
+        """The caller closes it."""
+        return GroupWatch(self.others, period_s, self._metadata)
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close()
+
+    async def _ask(self, call: Callable[[Any], Awaitable[Answer]]) -> tuple[list[Answer], list[grpc.StatusCode]]:
+        """The answers of the other routers, and the codes of those that have none."""
+        results = await asyncio.gather(*map(call, self.others().values()), return_exceptions=True)
+        answers, failures = [], []
+        for one in results:
+            if isinstance(one, grpc.aio.AioRpcError):
+                failures.append(one.code())
+            elif isinstance(one, BaseException):
+                raise one
+            else:
+                answers.append(one)
+        return answers, failures
+
+
+#: A shared subchannel would remember the failures of an ended router at that path. A new one is found soon.
+_OPTIONS: Final = (
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
+)
+
+
+# --- live view ------------------------------------------------------------------------------------------------
+
+
+@final
+class GroupWatch:
+    """What one viewer has yet to see of the other routers. Their frames come at about the viewer's period."""
+
+    def __init__(self, others: Callable[[], dict[int, Any]], period_s: float, metadata: Any) -> None:
+        self._others, self._metadata = others, metadata
+        self._request = cluster_pb2.WatchRequest(period_s=period_s, only_this_router=True)
+        self._seen: dict[int, FramesOfRouter] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def merge_into(self, frame: cluster_pb2.LiveFrame) -> None:
+        """Adds the requests and totals of the other routers to a frame of this one."""
+        for member, stub in self._others().items():
+            if member not in self._tasks or self._tasks[member].done():
+                seen = self._seen.setdefault(member, FramesOfRouter())
+                self._tasks[member] = asyncio.create_task(self._follow(stub, seen), name=f"watch-router-{member}")
+        for seen in self._seen.values():
+            seen.merge_into(frame)
+        if self._seen:
+            _limit(frame)
+
+    async def _follow(self, stub: Any, seen: FramesOfRouter) -> None:
+        try:
+            async for message in stub.Watch(self._request, metadata=self._metadata):
+                seen.take(message.frame)
+        except grpc.RpcError as error:
+            log.debug("another router cannot be watched", extra={"why": status.from_rpc_error(error).message})
+        finally:
+            seen.ended()
+
+    async def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+
+@final
+class FramesOfRouter:
+    """The last frame of another router, and the requests that have ended since the viewer's last frame. No I/O."""
+
+    def __init__(self) -> None:
+        self._frame: cluster_pb2.LiveFrame | None = None
+        self._ended: list[cluster_pb2.LiveRequest] = []
+        self._past = cluster_pb2.LiveTotals()  # of its earlier processes: a viewer's totals never decrease
+
+    def take(self, frame: cluster_pb2.LiveFrame) -> None:
+        self._frame = frame
+        self._ended += [one for one in frame.requests if one.outcome]
+        del self._ended[:-MAX_ENDED]
+
+    def ended(self) -> None:
+        """The router has ended, and its requests with it."""
+        if self._frame is not None:
+            _add(self._past, self._frame.totals)
+            self._frame = None
+
+    def merge_into(self, frame: cluster_pb2.LiveFrame) -> None:
+        _add(frame.totals, self._past)
+        frame.requests.extend(self._ended)
+        self._ended.clear()
+        found = self._frame
+        if found is None:
+            return
+        frame.queued += found.queued
+        frame.running += found.running
+        frame.omitted += found.omitted
+        _add(frame.totals, found.totals)
+        frame.requests.extend(one for one in found.requests if not one.outcome)
+        booked = {one.worker_id: one.booked for one in found.workers}
+        for worker in frame.workers:
+            worker.booked += booked.get(worker.worker_id, 0)
+
+
+def _limit(frame: cluster_pb2.LiveFrame) -> None:
+    """To as many requests as a frame of one router has: those in progress, then the latest that have ended."""
+    in_progress = [one for one in frame.requests if not one.outcome]
+    ended = sorted((one for one in frame.requests if one.outcome), key=lambda one: one.ended_s)
+    shown = [*in_progress[:MAX_IN_PROGRESS], *ended[-MAX_ENDED:]]
+    frame.omitted += max(len(in_progress) - MAX_IN_PROGRESS, 0)
+    del frame.requests[:]
+    frame.requests.extend(shown)
+
+
+def _add(totals: cluster_pb2.LiveTotals, more: cluster_pb2.LiveTotals) -> None:
+    for name in _TOTALS:
+        setattr(totals, name, getattr(totals, name) + getattr(more, name))
