@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,10 @@ def test_a_quota_holds_for_both_together(clients: dict[str, Client]) -> None:
         stream.close()
 
 
+def has_both_workers(client: Client) -> bool:
+    return sum(one.is_connected for one in client.topology().workers) == 2
+
+
 def test_the_other_serves_while_a_killed_one_is_started_again(cluster: Cluster, clients: dict[str, Client]) -> None:
     killed = cluster.running.pid("router-1")
     answers = [client.stream("busy", max_tokens=100) for client in clients.values()]
@@ -156,7 +161,7 @@ def test_the_other_serves_while_a_killed_one_is_started_again(cluster: Cluster, 
     cluster.running.wait_restarted("router-1", killed)
     with_both = connected(cluster)
     for client in with_both.values():
-        until(lambda client=client: sum(one.is_connected for one in client.topology().workers) == 2)
+        until(partial(has_both_workers, client))
         client.close()
 
 
