@@ -1,4 +1,4 @@
-"""An engine in integer arithmetic whose answers can be computed by hand. No torch, no numpy.
+"""An engine in integer arithmetic whose answers can be computed by hand. No torch.
 
 It is for tests and benchmarks of everything around the model. Its KV is real bytes: a block that is missing,
 stale, misplaced or overwritten changes the answer, as it would with a transformer.
@@ -10,7 +10,8 @@ A token at a position (both from 0) writes one cell, an unsigned 64-bit integer,
 
 The token sampled after n positions is a printable ASCII character, from the cells that lie in the blocks:
 
-    token = 32 + (1 * cells[0] + 2 * cells[1] + ... + n * cells[n-1] + noise + shift) mod 7919 mod 95
+    total = (1 * cells[0] + 2 * cells[1] + ... + n * cells[n-1]) mod 2^64
+    token = 32 + (total + noise + shift) mod 7919 mod 95
 
     noise = 0 when greedy, else splitmix64(seed + n) mod 7919
     shift = 1 + fingerprint mod 7918, of a LoRA adapter
@@ -34,7 +35,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from operator import mul
 from typing import Final, final
 
 from pdserve.core.adapters import Adapter
@@ -104,7 +104,11 @@ class ToyEngine:
             kv_head_dim=1,
         )
         self.pool = ToyPool(num_blocks, self.spec.block_bytes)
-        self._cells = self.pool.buffer.cast("Q")
+        # Imported here, because the launcher reads this file's constants and needs no numpy. Workers load it anyway.
+        import numpy as np
+
+        self._np = np
+        self._cells = np.frombuffer(self.pool.buffer, np.uint64).reshape(num_blocks, block_size)
         self._role_mark = role_mark
         self._step_s = step_s
         self._num_answers = num_answers
@@ -133,11 +137,18 @@ class ToyEngine:
         """Nothing to free: the pool ends with its last reader."""
 
     def _write(self, row: Row) -> None:
-        block_size = self.spec.block_size
+        np, block_size = self._np, self.spec.block_size
         mark = self._role_mark + shift_of(row.adapter)
-        for position, token in enumerate((*row.tokens, *row.drafts), row.start):
-            slot = row.blocks[position // block_size] * block_size + position % block_size
-            self._cells[slot] = cell(token, position, mark)
+        tokens = (*row.tokens, *row.drafts) if row.drafts else row.tokens
+        if len(tokens) == 1:  # without the price of arrays
+            block, offset = divmod(row.start, block_size)
+            self._cells[row.blocks[block], offset] = cell(tokens[0], row.start, mark)
+            return
+        positions = np.arange(row.start, row.start + len(tokens), dtype=np.uint64)
+        indices, offsets = np.divmod(positions, np.uint64(block_size))
+        blocks = np.array(row.blocks, np.int64)[indices]
+        cells = (np.array(tokens, np.uint64) + np.uint64(1)) * (positions + np.uint64(1)) + np.uint64(mark)
+        self._cells[blocks, offsets] = cells
 
     def _out(self, row: Row) -> RowOut:
         if row.sample is not None and row.sample.grammar is not None:
@@ -155,12 +166,11 @@ class ToyEngine:
         accepted."""
         if row.sample is None:
             return []
-        history = [*row.history, *row.drafts]
-        ends = range(len(row.history), len(history) + 1)
-        return [self._draw(row, row.sample, history[:end]) for end in ends]
+        known = len(row.history)
+        return [self._draw(row, row.sample, end) for end in range(known, known + len(row.drafts) + 1)]
 
-    def _draw(self, row: Row, sampling: Sampling, history: Sequence[int]) -> TokenOut:
-        end = len(history)
+    def _draw(self, row: Row, sampling: Sampling, end: int) -> TokenOut:
+        """The token after `end` positions."""
         total = self._sum(row.blocks, end) + shift_of(row.adapter)
         if not sampling.is_greedy:
             total += noise(sampling.seed, end)
@@ -172,21 +182,18 @@ class ToyEngine:
                 if token not in banned:
                     break
                 token = _FIRST + (token + 1 - _FIRST) % self._num_answers
-        elif _ends_here(history, row.prompt_len, num_output):
+        elif _ends_here(row.history, row.prompt_len, num_output):
             token = EOS
         if sampling.logprobs is None:
             return TokenOut(token_id=token)
         return TokenOut(token_id=token, logprob=0.0, top=((token, 0.0),) if sampling.logprobs else ())
 
     def _sum(self, blocks: Sequence[int], num_tokens: int) -> int:
-        block_size = self.spec.block_size
-        total = 0
-        for index in range(-(-num_tokens // block_size)):
-            first = blocks[index] * block_size
-            position = index * block_size
-            size = min(block_size, num_tokens - position)
-            total += sum(map(mul, self._cells[first : first + size], range(position + 1, position + size + 1)))
-        return total
+        """Reads every cell anew."""
+        np = self._np
+        used = np.array(blocks[: -(-num_tokens // self.spec.block_size)], np.int64)
+        cells = self._cells[used].reshape(-1)[:num_tokens]
+        return int(cells @ np.arange(1, num_tokens + 1, dtype=np.uint64))
 
 
 def cell(token: int, position: int, mark: int = 0) -> int:
@@ -221,12 +228,12 @@ def answer(
     `adapter`: the fingerprint of the request's LoRA adapter.
     """
     tokens, shift = list(prompt), shift_of(adapter)
-    total = shift + sum(
+    total = sum(
         (position + 1) * cell(token, position, shift + int(position < prefilled))
         for position, token in enumerate(tokens)
     )
     while len(tokens) < len(prompt) + num_tokens:
-        sampled = total if seed is None else total + noise(seed, len(tokens))
+        sampled = shift + (total & _MASK) + (0 if seed is None else noise(seed, len(tokens)))
         token = _FIRST + sampled % _SUM_MODULUS % num_answers
         if _ends_here(tokens, len(prompt), len(tokens) - len(prompt)):
             token = EOS

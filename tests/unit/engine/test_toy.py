@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -170,15 +171,42 @@ def test_two_rows_may_read_but_not_write_the_same_block() -> None:
         engine.step([Row(tokens=[5], start=4, blocks=[0, 1]), Row(tokens=[6], start=4, blocks=[0, 1])])
 
 
-def test_the_toy_imports_neither_torch_nor_numpy() -> None:
+def test_the_toy_loads_no_torch_and_its_constants_no_numpy() -> None:
     code = (
         "import sys; from pdserve.config import WorkerConfig; from pdserve.core.types import Role; "
         "from pdserve.engine.load_engine import load_engine; "
+        "import pdserve.engine.model.config, pdserve.engine.load.checkpoint_files; "
+        "assert not {'torch', 'numpy'} & set(sys.modules); "  # of the launcher
         "load_engine(WorkerConfig(model='toy', worker_id='w'), Role.DECODE); "
-        "import pdserve.engine.model.config, pdserve.engine.load.checkpoint_files, pdserve.engine.model.config; "
-        "assert not {'torch', 'numpy'} & set(sys.modules)"
+        "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_every_cell_counts_in_the_sum_modulo_2_to_the_64() -> None:
+    draw, num_tokens = random.Random(5), 23
+    engine = ToyEngine(block_size=4, num_blocks=9)
+    engine.pool.buffer[:] = draw.randbytes(len(engine.pool.buffer))
+    blocks, history = draw.sample(range(9), 6), [draw.randrange(256) for _ in range(num_tokens)]
+    cells = engine.pool.buffer.cast("Q")
+
+    def sampled() -> int:
+        row = Row(tokens=history[-1:], start=22, blocks=blocks, sample=GREEDY, history=history, prompt_len=23)
+        return engine.step([row])[0].sampled[0].token_id
+
+    def expected() -> int:
+        held = [cells[4 * blocks[at // 4] + at % 4] for at in range(num_tokens)]
+        return 32 + sum((at + 1) * one for at, one in enumerate(held)) % 2**64 % 7919 % 95
+
+    before = sampled()
+    assert before == expected()
+    for at in range(num_tokens - 1):  # the step writes the last cell
+        place = 4 * blocks[at // 4] + at % 4
+        kept = cells[place]
+        cells[place] = kept ^ draw.randrange(1, 2**64)
+        assert sampled() == expected()
+        cells[place] = kept
+    assert sampled() == before
 
 
 # --- adapters -------------------------------------------------------------------------------------------------
