@@ -30,7 +30,7 @@ from pdserve.prefix.index import MemoryLookup, PrefixIndex, PrefixLookup
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics, make_metrics
 from pdserve.telemetry.tracing import Service, make_tracing
-from pdserve.text.chat import TemplateSources, read_templates
+from pdserve.text.chat import TOY_TEMPLATES, TemplateSources, read_templates
 from pdserve.text.sampling_defaults import read_sampling_defaults
 from pdserve.text.tokenizer import load_tokenizer
 from pdserve.tls.certificates import certificates_of
@@ -415,7 +415,7 @@ def _folder(model: str) -> Path | None:
 
 
 def _templates(model: str) -> TemplateSources | None:
-    return None if model in TOY_MODELS else read_templates(Path(model))
+    return TOY_TEMPLATES if model in TOY_MODELS else read_templates(Path(model))
 
 
 def _sampling_defaults(config: RouterConfig) -> SamplingDefaults:

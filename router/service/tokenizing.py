@@ -20,7 +20,7 @@ from pdserve.core.access.shares import BYTES_WEIGHT, COUNT_WEIGHT, Shares
 from pdserve.core.errors import InternalError, InvalidRequest, ModelError, Overloaded
 from pdserve.isolated.child import CRASHED, TOO_LONG
 from pdserve.isolated.process import ChildProcess
-from pdserve.text.chat import TemplateSources
+from pdserve.text.chat import TOY_TEMPLATES, TemplateSources
 from pdserve.text.chat_encoder import ChatTokens, EncodedChat, RenderedChat
 from pdserve.text.child import ids_of, load_message, to_bytes, to_text
 from pdserve.text.stops import ReasoningState
@@ -162,7 +162,7 @@ def launching_child(templates: TemplateSources | None) -> Iterator[ChildProcess 
     """Starts the quick child beside other work, if one will be needed. It ends if that work fails.
 
     It ends with the thread that starts it."""
-    if templates is None:
+    if templates is None or templates is TOY_TEMPLATES:
         yield None
         return
     child = ChildProcess(MODULE)
@@ -187,7 +187,8 @@ class TextChildren:
         """`folder` is the tokenizer's, if it may not encode in this process."""
         self.facts = TemplateFacts()
         """Known after load(), and after the first chat."""
-        self._is_needed = templates is not None or not tokenizer.is_linear
+        # The toy's template is known to compile, so that its child starts with the first chat.
+        self._is_needed = not (templates is None or templates is TOY_TEMPLATES) or not tokenizer.is_linear
         sources = [] if templates is None else [one for one in (templates.default, templates.tool_use) if one]
         self.tokens = ChatTokens(tokenizer, sources)
         self._load: Mapping[str, Any] = load_message(

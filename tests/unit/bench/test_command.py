@@ -104,7 +104,7 @@ def test_wrong_flags_are_one_line(flags: tuple[str, ...], message: str, capsys: 
 
 
 def test_nothing_completed_is_a_failure(toy: Served, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = bench(capsys, "--url", toy.url, "--endpoint", "chat", *SMALL)
+    status, out, _ = bench(capsys, "--url", toy.url, "--requests", "6", "--input-tokens", "9000:9000", "--warmup", "0")
     assert status == 1
     assert "6 failed with HTTP 400" in out
 

@@ -86,10 +86,10 @@ async def test_rejections_are_counted_over_both() -> None:
 
 
 async def test_an_error_is_named_by_its_status(toy: Served) -> None:
-    found = await load(http(toy.url, endpoint="chat"))  # the toy model has no chat template
+    found = await load(http(toy.url, sampling=RequestOptions(temperature=-1.0)))
     summary = found.levels[0].summary
     assert summary.errors == {"HTTP 400": 8}
-    assert "no chat template" in summary.details["HTTP 400"]
+    assert "temperature" in summary.details["HTTP 400"]
     source = SyntheticLoad(input_tokens=(100_000, 100_000), output_tokens=(1, 1))
     plan = BenchPlan(
         load=LoadPlan(source=source, num_requests=1, duration_s=None),

@@ -168,8 +168,17 @@ async def test_the_model_and_tokenisation_are_served(connect: Connect, decode: P
     front = await connect(decode)
     model = await front.client.model()
     assert (model.name, model.vocab_size, model.eos_token_ids) == ("toy", 257, (256,))
-    assert (model.max_new_tokens, model.has_chat_template) == (4096, False)
+    assert (model.max_new_tokens, model.has_chat_template) == (4096, True)
     assert await front.client.tokenize("hé") == list("hé".encode())
+
+
+async def test_a_chat_with_the_toy_gets_its_template(connect: Connect, decode: Program) -> None:
+    front = await connect(decode)
+    prompt = "system: be short\nuser: hé\nassistant: "
+    messages = [{"role": "system", "content": "be short"}, {"role": "user", "content": "hé"}]
+    assert await front.client.tokenize(messages) == list(prompt.encode())
+    done = await front.client.generate(messages, max_tokens=6, temperature=0)
+    assert done.text == text_of(prompt, 6)
 
 
 @pytest.mark.parametrize("length", [300, 5000])

@@ -16,7 +16,7 @@ import pytest
 from pdserve.core.errors import InvalidRequest, Overloaded
 from pdserve.core.types import Slo
 from pdserve.text.chat import TemplateSources
-from pdserve.text.tokenizer import HuggingFaceTokenizer, Tokenizer
+from pdserve.text.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from pdserve.v1 import inference_pb2
 from pdserve.wire import status
 from router.service import tokenizing
@@ -278,3 +278,14 @@ async def test_tokenize_without_a_worker_is_limited(connect: Connect) -> None:
     assert await front.client.tokenize("ab") == [97, 98]
     with pytest.raises(InvalidRequest, match=f"at most {MAX_CHARS_WITHOUT_MODEL} characters"):
         await front.client.tokenize("x" * (MAX_CHARS_WITHOUT_MODEL + 1))
+
+
+async def test_a_chat_without_a_template_says_what_to_do() -> None:
+    one = Admission(load_tokenizer("toy"), None, LIMITS)
+    chat = inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage(role="user", content="hi")])
+    with pytest.raises(InvalidRequest) as caught:
+        await one.prepare(inference_pb2.GenerateRequest(chat=chat), MODEL, None)
+    assert caught.value.field == "chat"
+    for part in ("no chat template", "/v1/completions", "chat_template.jinja"):
+        assert part in caught.value.expected
+    await one.close()
