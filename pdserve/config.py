@@ -89,8 +89,8 @@ class WorkerConfig(TlsSettings):
         "transport for KV blocks; auto chooses one for each pair of workers", "auto", choices=TRANSPORTS
     )
     engine: str = setting(
-        "engine: own (torch, or toy for a toy model), vllm, or the name of an installed one; auto is own, and vllm for "
-        "a model that only vLLM serves",
+        "engine: own (torch, or toy for a toy model), vllm, toy (stands in for any model, without its weights), or the "
+        "name of an installed one; auto is own, and vllm for a model that only vLLM serves",
         AUTO,
         is_name=True,
     )
@@ -237,7 +237,10 @@ class WorkerConfig(TlsSettings):
         "maximum size of the weights of all loaded LoRA adapters together", 4 * 2**30, within=(1024, 2**46)
     )
     cluster_secret: str = setting(SECRET_HELP, "", env=SECRET_ENV)
-    toy_step_s: float = setting("duration of one step of the toy model", 0.0, within=(0.0, 3600.0))
+    toy_step_s: float = setting("duration of one step of the engine toy", 0.0, within=(0.0, 3600.0))
+    toy_token_s: float = setting(
+        "additional duration of a step of the engine toy for each token that it computes", 0.0, within=(0.0, 3600.0)
+    )
     inject_faults: str = setting("for tests: faults to inject into KV transfers, such as seed=7,share=0.1", "")
 
     def __post_init__(self) -> None:

@@ -9,18 +9,21 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from pdserve.core.errors import ModelError, shortened
 
 TOY_MODELS: Final = ("toy", "toy-marked")
+TOY: Final = "toy"  # the engine of toy models, which stands in for any other model without its weights
 BUNDLED: Final = "stdlib-5m"  # in the folder `models` of this package
 EXPECTED: Final = (
     f"a folder of a Hugging Face checkpoint, a name on its Hub as org/name, {BUNDLED} (the bundled model), or toy"
 )
 #: Weights in other formats, and copies in the format of the authors' own code, are not downloaded.
 FILES: Final = ("*.json", "*.safetensors", "*.jinja", "tokenizer*")
+_WITHOUT_WEIGHTS: Final = tuple(name for name in FILES if "safetensors" not in name)
 COPIES: Final = ("original/*", "consolidated*", "*.onnx*", "onnx/*", "openvino/*")
 TO_CONVERT: Final = (
     "safetensors; transformers converts a GGUF file: AutoModelForCausalLM.from_pretrained(FOLDER, "
@@ -31,8 +34,9 @@ _REPOSITORY: Final = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?", re.ASC
 _SNAPSHOT: Final = re.compile(r"models--(?P<org>[\w.-]+?)--(?P<name>[\w.-]+)", re.ASCII)
 
 
-def find_model(model: str) -> str:
-    """The absolute folder of `model`, downloaded first if it is a name on the Hub; a toy's name is returned unchanged.
+def find_model(model: str, *, has_weights: bool = True) -> str:
+    """The absolute folder of `model`, downloaded first if it is a name on the Hub, with its weights if `has_weights`; a
+    toy's name is returned unchanged.
 
     A folder comes before a repository of the same name. Raises ModelError.
     """
@@ -57,7 +61,7 @@ def find_model(model: str) -> str:
     if not is_on_hub(model):
         raise ModelError("model", shortened(model), EXPECTED)
     name, _, revision = model.partition("@")
-    return _download(name, revision or None)
+    return _download(name, revision or None, FILES if has_weights else _WITHOUT_WEIGHTS)
 
 
 def check_no_gguf(folder: Path) -> None:
@@ -83,14 +87,14 @@ def model_name(model: str) -> str:
     return folder.name if snapshot is None else f"{snapshot['org']}/{snapshot['name']}"
 
 
-def _download(repository: str, revision: str | None) -> str:
+def _download(repository: str, revision: str | None, files: Sequence[str]) -> str:
     import huggingface_hub
     from huggingface_hub import errors
 
     name = f"{repository}@{revision}" if revision else repository
     try:
         folder = huggingface_hub.snapshot_download(
-            repository, revision=revision, allow_patterns=list(FILES), ignore_patterns=list(COPIES)
+            repository, revision=revision, allow_patterns=list(files), ignore_patterns=list(COPIES)
         )
     except errors.GatedRepoError:
         expected = "a repository that you may read: accept its terms on huggingface.co, and set HF_TOKEN"

@@ -30,7 +30,7 @@ from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.core.installation import missing
 from pdserve.core.setting import live_names
 from pdserve.listening import allow_descriptors, needed_by
-from pdserve.model_source import find_model
+from pdserve.model_source import TOY, find_model
 from pdserve.progress import is_on_terminal
 from pdserve.telemetry.logs import log_level, log_to_stderr
 
@@ -89,7 +89,8 @@ def run(module: str, kind: type[Config], make_host: Callable[[Config], Host], ar
                 extra={"host": config.host, "characters": len(config.token)},
             )
         if not isinstance(config, GatewayConfig):
-            config = replace(config, model=find_model(config.model))
+            has_weights = isinstance(config, WorkerConfig) and config.engine != TOY
+            config = replace(config, model=find_model(config.model, has_weights=has_weights))
         host = make_host(config)
         address = host.start()
     except PdserveError as error:

@@ -159,3 +159,20 @@ def added_tokens(tokenizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def vocabulary(tokenizer: Mapping[str, Any]) -> frozenset[str]:
     vocab = tokenizer["model"].get("vocab", {})
     return frozenset(vocab if isinstance(vocab, Mapping) else (one[0] for one in vocab))
+
+
+def text_vocabulary(raw: Mapping[str, Any]) -> dict[str, int]:
+    """The ids of tokens by their text, as tokenizer.json writes it (a space is often "Ġ" or "▁"), without added tokens,
+    such as special ones. Empty if the form is unknown."""
+    model, added = raw.get("model"), raw.get("added_tokens")
+    held = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(held, list):  # Unigram: pairs of a piece and its score
+        held = {pair[0]: at for at, pair in enumerate(held) if isinstance(pair, list) and pair}
+    if not isinstance(held, dict):
+        return {}
+    names = {one.get("content") for one in added if isinstance(one, dict)} if isinstance(added, list) else set()
+    return {
+        token: at
+        for token, at in held.items()
+        if isinstance(token, str) and type(at) is int and at >= 0 and token not in names
+    }

@@ -27,10 +27,10 @@ from pdserve.core.installation import (
     missing,
 )
 from pdserve.core.setting import AUTO
-from pdserve.engine.load_engine import BUILT_IN, OURS, VLLM, engine_name, registered
+from pdserve.engine.load_engine import BUILT_IN, OURS, VLLM, engine_name, read_mock, registered
 from pdserve.engine.memory.host import free_bytes, usable_cores
 from pdserve.image_check import compiler_is_there, cuda_of_torch, cuda_versions_agree, cupy_is_there
-from pdserve.model_source import TOY_MODELS, find_model, model_name
+from pdserve.model_source import TOY, TOY_MODELS, find_model, model_name
 
 if TYPE_CHECKING:
     from pdserve.text.tokenizer import Tokenizer
@@ -219,7 +219,7 @@ def _chosen(asked: str, model: str | None) -> tuple[str, Path | None, ModelError
     folder, unknown = None, None
     if model not in TOY_MODELS:
         with contextlib.suppress(PdserveError):
-            folder = Path(find_model(model)) if model else bundled_model()
+            folder = Path(find_model(model, has_weights=asked != TOY)) if model else bundled_model()
             unknown = served_by_vllm_only(folder) if asked == AUTO else None
     return VLLM if unknown else engine_name(asked, model or ""), folder, unknown
 
@@ -310,13 +310,18 @@ def _model(engine: str, asked: str | None) -> Iterator[CheckResult]:
     from pdserve.engine.model.config import read_config
     from pdserve.launch.report import size_text
     from pdserve.launch.settings import bundled_model
-    from pdserve.text.tokenizer import load_tokenizer
 
     if asked in TOY_MODELS:
         yield CheckResult("ok", "model", f"{asked}: made up, without weights or tokenizer")
         return
+    is_mock = engine == TOY
     try:
-        folder = Path(find_model(asked)) if asked else bundled_model()
+        folder = Path(find_model(asked, has_weights=not is_mock)) if asked else bundled_model()
+        if is_mock:
+            mock, context_tokens = read_mock(str(folder))
+            yield CheckResult("ok", "model", f"{mock.name}: a mock without weights, {context_tokens} tokens of context")
+            yield from _tokenizer(folder)
+            return
         config = read_config(folder) if _chosen(engine, asked)[0] in OURS else None  # others read it themselves
         checkpoint = open_checkpoint(folder, ALL_BITS if config is None else OWN_BITS)
         if config is not None:
@@ -325,12 +330,19 @@ def _model(engine: str, asked: str | None) -> Iterator[CheckResult]:
         yield CheckResult(
             "ok", "model", f"{model_name(str(folder))}: {len(checkpoint.tensors)} tensors, {size_text(size)}"
         )
-        tokenizer = load_tokenizer(str(folder))
-        text = "def f(x):\n    return x"
-        ids = _encoded(text, tokenizer, folder)
-        if tokenizer.decode(ids) == text:
-            yield CheckResult("ok", "tokenizer", f"{tokenizer.vocab_size} tokens; text comes back as it went in")
-        else:
-            yield CheckResult("warn", "tokenizer", "text does not come back as it went in", "look at its normalizer")
+        yield from _tokenizer(folder)
     except PdserveError as error:
         yield CheckResult("fail", "model", str(error), "repair the folder, or give another one with --model")
+
+
+def _tokenizer(folder: Path) -> Iterator[CheckResult]:
+    """Raises ModelError."""
+    from pdserve.text.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(str(folder))
+    text = "def f(x):\n    return x"
+    ids = _encoded(text, tokenizer, folder)
+    if tokenizer.decode(ids) == text:
+        yield CheckResult("ok", "tokenizer", f"{tokenizer.vocab_size} tokens; text comes back as it went in")
+    else:
+        yield CheckResult("warn", "tokenizer", "text does not come back as it went in", "look at its normalizer")

@@ -171,9 +171,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--engine",
         default=keep,
-        metavar="auto|own|vllm",
-        help="engine of the workers: own, vllm (with `make vllm-env`), or the name of an installed one; "
-        "auto takes own where it serves the model (auto)",
+        metavar="auto|own|vllm|toy",
+        help="engine of the workers: own, vllm (with `make vllm-env`), toy (a mock of the model, without weights), or "
+        "the name of an installed one; auto takes own where it serves the model (auto)",
     )
     add("--device", choices=DEVICES, default=keep, help="device of the model (auto)")
     add(

@@ -7,27 +7,39 @@ distribution registers its factory as an entry point of the group `pdserve.engin
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Final
 
+from pdserve.bounded_file import MAX_TOKENIZER_BYTES, read_json_object
 from pdserve.config import WorkerConfig
-from pdserve.core.errors import ConfigError
+from pdserve.core.errors import ConfigError, ModelError
 from pdserve.core.kv.kv_shape import SCALED
 from pdserve.core.setting import AUTO
 from pdserve.core.types import Role
 from pdserve.engine.interface import AdapterEngine, Engine, EngineSpec
-from pdserve.engine.toy import CELL_BYTES, MARKS, ToyEngine
-from pdserve.model_source import TOY_MODELS, model_name
+from pdserve.engine.model.config import CONFIG, MAX_VOCAB, ModelConfig, read_config, read_eos_token_ids
+from pdserve.engine.model.config_schema import Fields
+from pdserve.engine.toy import CELL_BYTES, MARKS, NUM_ANSWERS, Mock, ToyEngine
+from pdserve.model_source import TOY, TOY_MODELS, model_name
+from pdserve.tokenizer_json import text_vocabulary
 
 OWN: Final = "own"  # torch, or toy for a toy model
+MOCK: Final = "MOCK ENGINE: no model is computed, and texts mean nothing"
 VLLM: Final = "vllm"
 GROUP: Final = "pdserve.engines"
 TOY_CONTEXT_TOKENS: Final = 8192
 TOY_MAX_BLOCKS: Final = 8192  # size of its pool, independent of the available memory
+_CONTEXT_FIELDS: Final = ("max_position_embeddings", "max_seq_len", "n_positions", "seq_length")  # of config.json
+_ANSWERS: Final = (re.compile("[Ġ▁][a-z]{2,}"), re.compile("[!-~]+"))  # words after a space, if the vocabulary has any
 _MEMBERS: Final = ("spec", "pool", "step", "close")  # of an engine
 _OF_POOL: Final = ("num_blocks", "block_bytes", "runs_per_block", "is_on_host", "descriptor")
+
+log = logging.getLogger(__name__)
 
 EngineFactory = Callable[[WorkerConfig, Role], Engine]
 
@@ -56,7 +68,7 @@ def engine_name(asked: str, model: str) -> str:
     model that only vLLM serves (pdserve/launch/settings.py)."""
     if asked not in (AUTO, OWN):
         return asked
-    return "toy" if model in TOY_MODELS else "torch"
+    return TOY if model in TOY_MODELS else "torch"
 
 
 def find_engine(name: str) -> EngineFactory:
@@ -142,22 +154,58 @@ def _check_no_adapters(config: WorkerConfig) -> None:
 
 def _toy(config: WorkerConfig, role: Role) -> ToyEngine:
     """`toy` gives the same tokens on every worker. With `toy-marked`, prefill workers mark the cells that they
-    write."""
-    if config.model not in TOY_MODELS:
-        raise ConfigError("engine", "toy", f"auto, or one of the models {', '.join(TOY_MODELS)}")
+    write. For any other model, the toy stands in: it needs the folder's tokenizer and config.json, and no weights."""
     if config.tensor_parallel > 1:
         raise ConfigError("tensor_parallel", config.tensor_parallel, "1: a toy has nothing to divide")
     is_marked = config.model == "toy-marked"
+    mock, context_tokens = (None, TOY_CONTEXT_TOKENS) if config.model in TOY_MODELS else read_mock(config.model)
+    if mock is not None:
+        log.warning(MOCK, extra={"model": mock.name})
     return ToyEngine(
         num_blocks=toy_blocks(config),
         block_size=config.block_size,
-        max_context_tokens=config.max_context_tokens or TOY_CONTEXT_TOKENS,
+        max_context_tokens=config.max_context_tokens or context_tokens,
         role_mark=MARKS[role] if is_marked else 0,
         is_marked=is_marked,
         step_s=config.toy_step_s,
+        token_s=config.toy_token_s,
+        mock=mock,
         max_adapter_bytes=config.max_lora_bytes,
         max_adapters=config.max_lora_adapters,
     )
+
+
+def read_mock(model: str) -> tuple[Mock, int]:
+    """What the toy needs to know of the model in a folder, and the model's context length.
+
+    The architecture may be one that no engine knows. Raises ModelError.
+    """
+    folder = Path(model)
+    values = read_json_object(folder / CONFIG)
+    if values is None:
+        raise ModelError(CONFIG, f"nothing in {folder}", "the model's configuration")
+    vocabulary = text_vocabulary(read_json_object(folder / "tokenizer.json", MAX_TOKENIZER_BYTES) or {})
+    try:
+        known: ModelConfig | None = read_config(folder)
+    except ModelError:
+        known = None
+    if known is not None:
+        vocab_size, context_tokens, eos_token_ids = known.vocab_size, known.max_context_tokens, known.eos_token_ids
+    else:
+        inner = values.get("text_config")  # of models that also read images
+        fields = Fields(inner if isinstance(inner, dict) else values)
+        names = [name for name in _CONTEXT_FIELDS if fields.get(name) is not None]
+        context_tokens = fields.integer(names[0]) if names else TOY_CONTEXT_TOKENS
+        vocab_size = fields.integer("vocab_size", max(vocabulary.values(), default=-1) + 1 or None, high=MAX_VOCAB)
+        generation = read_json_object(folder / "generation_config.json") or {}
+        eos_token_ids = read_eos_token_ids(fields, Fields(generation, path="generation_config.json: "), vocab_size)
+    for pattern in _ANSWERS:
+        found = sorted(at for token, at in vocabulary.items() if at < vocab_size and pattern.fullmatch(token))
+        if found:
+            answers = tuple(found[:NUM_ANSWERS])
+            mock = Mock(name=model_name(model), vocab_size=vocab_size, eos_token_ids=eos_token_ids, answers=answers)
+            return mock, context_tokens
+    raise ModelError("tokenizer.json", "no token of printable ASCII characters", "one, which the toy could answer with")
 
 
 def toy_blocks(config: WorkerConfig) -> int:
@@ -180,5 +228,5 @@ def _vllm(config: WorkerConfig, role: Role) -> Engine:
     return open_vllm(config, role)
 
 
-BUILT_IN: Final[Mapping[str, EngineFactory]] = {"torch": _torch, "toy": _toy, VLLM: _vllm}
+BUILT_IN: Final[Mapping[str, EngineFactory]] = {"torch": _torch, TOY: _toy, VLLM: _vllm}
 OURS: Final = frozenset({AUTO, OWN, *BUILT_IN} - {VLLM})  # values of the setting `engine`

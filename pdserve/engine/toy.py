@@ -26,18 +26,24 @@ The end of sequence (256) is sampled by one rule only. A prompt that ends with t
 before the EOT is the number of output tokens that come first, 0 if there is none. The text b"hi\\x05\\x04" yields five
 characters and then the end of sequence.
 
-With min_tokens a banned token (end of sequence, stop token ids) is replaced by the next character; " " follows "~". Of
+A `Mock` stands in for another model: it has that model's vocabulary, and draws from its `answers` instead of the
+printable characters. It never samples the end of sequence, so that an answer has as many tokens as its request allows.
+
+With min_tokens a banned token (end of sequence, stop token ids) is replaced by the next one; " " follows "~". Of
 the other sampling settings temperature only switches the noise on; the rest has no effect. Logprobs are those of a
 distribution with one outcome: 0.0.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final, final
 
 from pdserve.core.adapters import Adapter
+from pdserve.core.kv.kv_shape import TOY_LAYOUT
 from pdserve.core.types import Role, Sampling, TokenOut
 from pdserve.engine.adapters import LoadedAdapters
 from pdserve.engine.interface import EngineSpec, OnLayer, Row, RowOut, kept
@@ -50,6 +56,7 @@ VOCAB_SIZE: Final = 257
 NUM_ANSWERS: Final = 95  # up to "~"; few characters, so that text repeats itself
 CELL_BYTES: Final = 8
 MARKS: Final = {Role.PREFILL: 1, Role.DECODE: 0}
+
 
 _SUM_MODULUS: Final = 7919
 _FIRST: Final = 32  # space
@@ -71,8 +78,20 @@ class ToyPool:
 
 
 @final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mock:
+    """Facts of the model that the toy stands in for."""
+
+    name: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    answers: tuple[int, ...]  # token ids
+
+
+@final
 class ToyEngine:
-    """Answers as the module's docstring describes. Each step takes at least `step_s`."""
+    """Answers as the module's docstring describes. Each step takes at least `step_s`, and `token_s` more for each token
+    that it computes."""
 
     def __init__(
         self,
@@ -83,18 +102,21 @@ class ToyEngine:
         role_mark: int = 0,
         is_marked: bool = False,
         step_s: float = 0.0,
+        token_s: float = 0.0,
         num_answers: int = NUM_ANSWERS,
+        mock: Mock | None = None,
         max_adapter_bytes: int = 2**30,
         max_adapters: int = 64,
     ) -> None:
+        name = "toy-marked" if is_marked else "toy"
         self.spec = EngineSpec(
-            model="toy-marked" if is_marked else "toy",
-            weights_hash="toy-marked.v1" if is_marked else "toy.v1",
+            model=name if mock is None else mock.name,
+            weights_hash=f"{name}.v1" if mock is None else f"{name}.v1 {hash_of(mock)}",
             dtype="uint64",
-            layout="toy.v1",
-            vocab_size=VOCAB_SIZE,
+            layout=TOY_LAYOUT,
+            vocab_size=VOCAB_SIZE if mock is None else mock.vocab_size,
             max_context_tokens=max_context_tokens,
-            eos_token_ids=(EOS,),
+            eos_token_ids=(EOS,) if mock is None else mock.eos_token_ids,
             block_size=block_size,
             num_blocks=num_blocks,
             block_bytes=CELL_BYTES * block_size,
@@ -110,14 +132,16 @@ class ToyEngine:
         self._np = np
         self._cells = np.frombuffer(self.pool.buffer, np.uint64).reshape(num_blocks, block_size)
         self._role_mark = role_mark
-        self._step_s = step_s
-        self._num_answers = num_answers
+        self._step_s, self._token_s = step_s, token_s
+        self._answers: Sequence[int] = range(_FIRST, _FIRST + num_answers) if mock is None else mock.answers
+        self._has_ends = mock is None
         self._adapters = LoadedAdapters(max_adapter_bytes, max_adapters)
 
     def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> list[RowOut]:
         check_rows(self.spec, rows, adapters=self._adapters)
-        if self._step_s > 0.0:
-            time.sleep(self._step_s)
+        step_s = self._step_s + self._token_s * sum(row.num_queries for row in rows)
+        if step_s > 0.0:
+            time.sleep(step_s)
         for row in rows:
             self._write(row)
         if on_layer is not None:
@@ -174,15 +198,14 @@ class ToyEngine:
         total = self._sum(row.blocks, end) + shift_of(row.adapter)
         if not sampling.is_greedy:
             total += noise(sampling.seed, end)
-        token = _FIRST + total % _SUM_MODULUS % self._num_answers
+        index, answers = total % _SUM_MODULUS, self._answers
+        token = answers[index % len(answers)]
         num_output = end - row.prompt_len
         if num_output < sampling.min_tokens:
             banned = sampling.stop_token_ids
-            for _ in range(self._num_answers):
-                if token not in banned:
-                    break
-                token = _FIRST + (token + 1 - _FIRST) % self._num_answers
-        elif _ends_here(row.history, row.prompt_len, num_output):
+            allowed = (answers[(index + more) % len(answers)] for more in range(len(answers)))
+            token = next((one for one in allowed if one not in banned), token)
+        elif self._has_ends and _ends_here(row.history, row.prompt_len, num_output):
             token = EOS
         if sampling.logprobs is None:
             return TokenOut(token_id=token)
@@ -194,6 +217,10 @@ class ToyEngine:
         used = np.array(blocks[: -(-num_tokens // self.spec.block_size)], np.int64)
         cells = self._cells[used].reshape(-1)[:num_tokens]
         return int(cells @ np.arange(1, num_tokens + 1, dtype=np.uint64))
+
+
+def hash_of(mock: Mock) -> str:
+    return hashlib.sha256(repr(mock).encode()).hexdigest()
 
 
 def cell(token: int, position: int, mark: int = 0) -> int:

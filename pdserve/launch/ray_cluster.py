@@ -57,7 +57,7 @@ from pdserve.launch.with_ray import (
     last_line,
     spec_from_json,
 )
-from pdserve.model_source import find_model
+from pdserve.model_source import TOY, find_model
 from pdserve.owned_folder import OwnedFolder
 from pdserve.progress import PhaseReport
 from pdserve.telemetry.logs import log_to_stderr
@@ -126,7 +126,7 @@ class WorkerActor:
             if config.rendezvous:  # the node was not known before
                 rendezvous = f"{here}:{config.rendezvous.rpartition(':')[2]}"
                 config = dataclasses.replace(config, host=here, rendezvous=rendezvous)
-            config = dataclasses.replace(config, model=find_model(config.model))
+            config = dataclasses.replace(config, model=find_model(config.model, has_weights=config.engine != TOY))
             self._host = _make_host(module, config)
             self._address = self._host.start()
         except PdserveError as error:  # reported by health(), because Ray would wrap it in its own traceback

@@ -18,7 +18,7 @@ from pdserve.core.installation import advice
 from pdserve.core.urls import place
 from pdserve.engine.cpu.kernels.rounding import INT4_BYTES
 from pdserve.engine.load.checkpoint_files import Checkpoint, check_sizes, open_checkpoint
-from pdserve.engine.load_engine import OURS, toy_blocks
+from pdserve.engine.load_engine import MOCK, OURS, toy_blocks
 from pdserve.engine.memory.host import free_bytes, usable_cores
 from pdserve.engine.memory.plan import PoolUnit, host_blocks
 from pdserve.engine.model.config import ModelConfig, read_config
@@ -29,7 +29,7 @@ from pdserve.launch.settings import Asked, merge
 from pdserve.launch.spec import ClusterSpec, gateway, gateway_config, processes, router, served_names, worker_config
 from pdserve.launch.with_ray import RayCluster
 from pdserve.listening import OF_A_CHILD, OF_A_PROCESS, allow_descriptors, needed_by
-from pdserve.model_source import TOY_MODELS
+from pdserve.model_source import TOY, TOY_MODELS
 from pdserve.owned_folder import sweep
 from pdserve.progress import is_on_terminal
 from pdserve.telemetry.logs import JSON, log_format
@@ -63,13 +63,18 @@ def capacity_warnings(spec: ClusterSpec) -> list[str]:
     configs = [worker_config(spec, index)[1] for index in range(spec.prefill + spec.decode)]
     if not {one.engine for one in configs} <= OURS:  # how much memory another engine takes is unknown
         return []
-    model = None if spec.model in TOY_MODELS else read_config(Path(spec.model))
+    model = None if spec.model in TOY_MODELS or is_mock(spec) else read_config(Path(spec.model))
     stored = None if model is None or configs[0].load != "auto" else open_checkpoint(Path(spec.model))
     if model is not None and stored is not None:
         check_sizes(model, stored.tensors)
     has_gpus, free = bool(spec.gpus), free_bytes()
     footprints = [footprint(one, model, stored, free, is_on_cpu=one.device == "cpu" or not has_gpus) for one in configs]
     return warnings(footprints, cores=usable_cores(), free=free)
+
+
+def is_mock(spec: ClusterSpec) -> bool:
+    """Whether the engine toy stands in for a model."""
+    return spec.model not in TOY_MODELS and worker_config(spec, 0)[1].engine == TOY
 
 
 def warnings(footprints: Sequence[Footprint], *, cores: int, free: int | None) -> list[str]:
@@ -251,10 +256,11 @@ def ready_line(spec: ClusterSpec, address: str, missing: Sequence[str]) -> str:
     """Names the Redis, without its password, and the missing services. Pure."""
     degraded = f"; DEGRADED: {'; '.join(missing)}" if missing else ""
     http = "" if spec.http is None else f"http {http_url(address, spec.http, is_tls=_is_https(spec))} "
+    mock = f", {MOCK}" if is_mock(spec) else ""
     ca = "" if spec.tls is None else f", ca {spec.tls.ca}"
     return (
         f"pdserve ready: grpc {address} {http}({spec.prefill} prefill, {spec.decode} decode, "
-        f"redis {place(spec.redis) or 'none'}, model {' or '.join(served_names(spec))}{ca}){degraded}"
+        f"redis {place(spec.redis) or 'none'}, model {' or '.join(served_names(spec))}{mock}{ca}){degraded}"
     )
 
 

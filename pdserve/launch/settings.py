@@ -34,7 +34,7 @@ from pdserve.launch.engine_python import MAKE_VLLM, absolute, check_python, vllm
 from pdserve.launch.keys import KINDS, Kind, check_command_line, check_settings, check_top, fields_of
 from pdserve.launch.report import LogLimits
 from pdserve.launch.spec import ClusterSpec, ClusterTls, Process, gateway_config, processes, served_names
-from pdserve.model_source import BUNDLED, TOY_MODELS, find_model, is_on_hub
+from pdserve.model_source import BUNDLED, TOY, TOY_MODELS, find_model, is_on_hub
 
 _TLS_FILES: Final = {"tls_cert", "tls_key", "tls_ca", "tls_client_ca", "router_cert", "router_key"}
 _NOT_ASKED: Final = {"settings", "cores", "gpus"}  # of a ClusterSpec, that `merge` does not compare
@@ -137,7 +137,7 @@ def read(
     if found.get("ray") is None:  # each host of a Ray cluster has its own engines
         for engine in engines.keys() - OURS - BUILT_IN.keys():
             registered(engine)
-    model = _model(found.get("model"), is_here=not found.get("ray"))
+    model = _model(found.get("model"), is_here=not found.get("ray"), has_weights=set(engines) != {TOY})
     degrees = _of_workers("tensor_parallel", 1, found, tables)
     _check_engines(model, engines, degrees)
     if not found.get("ray"):
@@ -327,7 +327,7 @@ def _check_writable(name: str, file: Path) -> None:
         raise ConfigError(name, file, "a file, not a link to one")
 
 
-def _model(asked: str | None, *, is_here: bool) -> str:
+def _model(asked: str | None, *, is_here: bool, has_weights: bool) -> str:
     """Absolute, because actors have another working directory. Raises ModelError if the model is not found."""
     if asked is None:
         return str(bundled_model())
@@ -335,7 +335,7 @@ def _model(asked: str | None, *, is_here: bool) -> str:
         return find_model(asked)
     if not is_here:  # each host of the Ray cluster finds it
         return asked if asked in TOY_MODELS or is_on_hub(asked) else str(Path(asked).expanduser().absolute())
-    return find_model(asked)
+    return find_model(asked, has_weights=has_weights)
 
 
 def _of_workers(
@@ -362,10 +362,9 @@ def _check_engines(model: str, engines: Mapping[str, str], degrees: Mapping[int,
     for name in ("torch", VLLM):
         if is_toy and name in engines:
             raise ConfigError(engines[name], name, f"auto or toy: the model {model} has no weights")
-    if not is_toy and "toy" in engines:
-        expected = f"auto, torch or an installed engine; or --model {' or '.join(TOY_MODELS)}"
-        raise ConfigError(engines["toy"], "toy", expected)
-    if is_toy and engines.keys() <= OURS and (degree := max(degrees, default=1)) > 1:
+    if not is_toy and TOY in engines and len(engines) > 1:
+        raise ConfigError(engines[TOY], TOY, "the same engine for all workers: a toy's KV is not the model's")
+    if (is_toy or TOY in engines) and engines.keys() <= OURS and (degree := max(degrees, default=1)) > 1:
         raise ConfigError(degrees[degree], degree, "1: a toy has nothing to divide")
 
 
@@ -423,7 +422,7 @@ def _choose_engines(
 
     Raises ModelError if no engine of this host serves the model, and ConfigError if none has vLLM.
     """
-    if set(engines) <= OURS and model not in TOY_MODELS:
+    if set(engines) <= OURS - {TOY} and model not in TOY_MODELS:
         wrong: ConfigError | None = served_by_vllm_only(Path(model))
         if adapters:
             wrong = ConfigError(adapters, "LoRA adapters", "engine vllm: our own engine computes none")

@@ -351,7 +351,7 @@ class GetModelRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelResponse(_message.Message):
-    __slots__ = ("model", "max_context_tokens", "vocab_size", "eos_token_ids", "has_chat_template", "max_new_tokens", "tool_format", "reasoning_format", "sampling_defaults", "version", "tenant", "aliases", "adapters")
+    __slots__ = ("model", "max_context_tokens", "vocab_size", "eos_token_ids", "has_chat_template", "max_new_tokens", "tool_format", "reasoning_format", "sampling_defaults", "version", "tenant", "aliases", "adapters", "is_mock")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -365,6 +365,7 @@ class GetModelResponse(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     ALIASES_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    IS_MOCK_FIELD_NUMBER: _ClassVar[int]
     model: str
     max_context_tokens: int
     vocab_size: int
@@ -378,7 +379,8 @@ class GetModelResponse(_message.Message):
     tenant: str
     aliases: _containers.RepeatedScalarFieldContainer[str]
     adapters: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, model: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., max_new_tokens: _Optional[int] = ..., tool_format: _Optional[str] = ..., reasoning_format: _Optional[str] = ..., sampling_defaults: _Optional[_Union[SamplingDefaults, _Mapping]] = ..., version: _Optional[str] = ..., tenant: _Optional[str] = ..., aliases: _Optional[_Iterable[str]] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...
+    is_mock: bool
+    def __init__(self, model: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., max_new_tokens: _Optional[int] = ..., tool_format: _Optional[str] = ..., reasoning_format: _Optional[str] = ..., sampling_defaults: _Optional[_Union[SamplingDefaults, _Mapping]] = ..., version: _Optional[str] = ..., tenant: _Optional[str] = ..., aliases: _Optional[_Iterable[str]] = ..., adapters: _Optional[_Iterable[str]] = ..., is_mock: _Optional[bool] = ...) -> None: ...
 
 class SamplingDefaults(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")

@@ -16,7 +16,11 @@ from pdserve.launch.settings import bundled_model
 from pdserve.model_source import find_model, is_on_hub, model_name
 from tests.support.hub import COMMIT, serve_hub
 
-FIND = "import sys; from pdserve.model_source import *; print(find_model(sys.argv[1])); print(model_name(sys.argv[1]))"
+FIND = (
+    "import os, sys; from pdserve.model_source import *; "
+    "print(find_model(sys.argv[1], has_weights=bool(os.environ.get('HAS_WEIGHTS', 'yes')))); "
+    "print(model_name(sys.argv[1]))"
+)
 
 
 def find(model: str, url: str, home: Path, **env: str) -> tuple[str, str]:
@@ -57,6 +61,16 @@ def test_a_repository_is_downloaded_once_and_found_offline(tmp_path: Path) -> No
     for env in ({}, {"HF_HUB_OFFLINE": "1"}):
         out, error = find("acme/tiny", url, tmp_path, **env)
         assert out.splitlines()[:1] == [str(folder)], error
+
+
+def test_weights_are_downloaded_only_when_they_are_needed(tmp_path: Path) -> None:
+    with serve_hub({"acme/tiny": files()}, []) as url:
+        out, error = find("acme/tiny", url, tmp_path, HAS_WEIGHTS="")
+        folder = Path(out.splitlines()[0])
+        assert (folder / "tokenizer.json").exists(), error
+        assert not (folder / "model.safetensors").exists()
+        assert find("acme/tiny", url, tmp_path)[0].splitlines()[0] == str(folder)
+        assert (folder / "model.safetensors").read_bytes() == b"weights"
 
 
 @pytest.mark.parametrize(

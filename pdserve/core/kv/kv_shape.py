@@ -46,6 +46,7 @@ class Layout:
     heads_first: bool = False
 
 
+TOY_LAYOUT: Final = "toy.v1"  # of the engine toy, which computes no model
 LAYOUTS: Final = {
     "block-major.v1": Layout("attention", ("float32", "bfloat16"), planes=2),
     "block-major-int8.v1": Layout("attention", ("int8",), planes=2),
@@ -53,7 +54,7 @@ LAYOUTS: Final = {
     "block-major-heads.v1": Layout("attention-heads", ("float32", "bfloat16"), planes=2, heads_first=True),
     "block-major-heads-int8.v1": Layout("attention-heads", ("int8",), planes=2, heads_first=True),
     "block-major-heads-fp8.v1": Layout("attention-heads", ("float8_e4m3fn",), planes=2, heads_first=True),
-    "toy.v1": Layout("toy", ("uint64",), planes=1),
+    TOY_LAYOUT: Layout("toy", ("uint64",), planes=1),
 }
 _OPAQUE: Final = re.compile(r"opaque\.[A-Za-z0-9._-]{1,64}")
 _OPAQUE_DTYPES: Final = tuple(dtype for dtype in ITEM_BYTES if dtype not in SCALED)

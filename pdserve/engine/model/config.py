@@ -380,7 +380,7 @@ def parse_config(values: Mapping[str, Any], generation: Mapping[str, Any]) -> Mo
         has_mlp_bias=family.has_mlp_bias_field and fields.flag("mlp_bias", False),
         has_qk_norm=family.has_qk_norm,
         max_context_tokens=max_context_tokens,
-        eos_token_ids=_eos_token_ids(fields, Fields(generation, path="generation_config.json: "), vocab_size),
+        eos_token_ids=read_eos_token_ids(fields, Fields(generation, path="generation_config.json: "), vocab_size),
         dtype=_dtype(fields),
         quantisation=read_quantisation(fields.get("quantization_config")),
     )
@@ -439,7 +439,7 @@ def _softcap(fields: Fields, name: str, default: float | None) -> float | None:
     return fields.optional_number(name) if name in fields else default
 
 
-def _eos_token_ids(fields: Fields, generation: Fields, vocab_size: int) -> tuple[int, ...]:
+def read_eos_token_ids(fields: Fields, generation: Fields, vocab_size: int) -> tuple[int, ...]:
     """End-of-sequence tokens of config.json and generation_config.json: chat models often list the end of a turn only
     in the latter."""
     ids: set[int] = set()

@@ -147,3 +147,14 @@ def test_the_build_for_cpus_on_a_host_with_gpus_is_named(
 def test_an_engine_that_cannot_serve_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "an installed engine: torch, toy, vllm" in found(capsys, "--engine", "no-such")[1]["engine"]
     assert "the model toy has no weights" in found(capsys, "--engine", "vllm", "--model", "toy")[1]["engine"]
+
+
+def test_a_mock_of_a_model_needs_no_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for file in ("config.json", "tokenizer.json"):
+        (folder / file).symlink_to(settings.bundled_model() / file)
+    code, lines = found(capsys, "--model", str(folder), "--engine", "toy")
+    assert code == 0
+    assert lines["model"] == "ok    model             mine: a mock without weights, 2048 tokens of context"
+    assert found(capsys, "--model", str(folder), "--engine", "own")[0] == 1

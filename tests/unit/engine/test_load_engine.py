@@ -1,7 +1,9 @@
 """Engines are chosen by name: ours, and those that other distributions register (tests/support/installed_engine)."""
 
 import json
+import re
 import sys
+import time
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -14,7 +16,7 @@ from pdserve.client.sync import Client
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError, ModelError
 from pdserve.core.kv.kv_shape import KvShape, check_convertible, is_same_bytes, wire_dtype
-from pdserve.core.types import Role, Sampling
+from pdserve.core.types import FinishReason, Role, Sampling
 from pdserve.engine.interface import Row
 from pdserve.engine.load_engine import engine_names, load_engine
 from pdserve.engine.toy import ToyEngine
@@ -24,6 +26,7 @@ from pdserve.launch import settings
 from pdserve.launch.spec import processes
 from pdserve.launch.supervisor import supervised
 from pdserve.testing import Cluster
+from pdserve.text.tokenizer import load_tokenizer
 
 INSTALLED = Path(__file__).parents[2] / "support" / "installed_engine"
 PROMPT = [104, 105]
@@ -44,10 +47,100 @@ def test_auto_takes_toy_for_a_toy_model() -> None:
     assert isinstance(open_engine("toy"), ToyEngine)
 
 
-@pytest.mark.parametrize(("engine", "model"), [("torch", "toy"), ("toy", "stdlib-5m")])
-def test_an_engine_rejects_models_of_the_other(engine: str, model: str) -> None:
-    with pytest.raises(ConfigError, match=f"engine: got '?{engine}"):
-        open_engine(engine, model)
+def test_torch_rejects_a_toy_model() -> None:
+    with pytest.raises(ConfigError, match=r"engine: got '?torch"):
+        open_engine("torch")
+
+
+# --- the toy in place of a model ------------------------------------------------------------------------------
+
+
+def changed_model(folder: Path, **config: object) -> str:
+    """The bundled model without weights, and with other fields in config.json; None removes one."""
+    source = settings.bundled_model()
+    folder.mkdir(exist_ok=True)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).symlink_to(source / file)
+    fields = json.loads((source / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps({name: one for name, one in fields.items() if one is not None}))
+    return str(folder)
+
+
+def test_the_toy_stands_in_for_a_model_without_weights(tmp_path: Path) -> None:
+    spec = open_engine("toy", changed_model(tmp_path / "my-model")).spec
+    assert (spec.model, spec.vocab_size, spec.max_context_tokens) == ("my-model", 4096, 2048)
+    assert (spec.eos_token_ids, spec.layout) == ((0,), "toy.v1")
+    assert open_engine("toy", str(tmp_path / "my-model"), max_context_tokens=131072).spec.max_context_tokens == 131072
+
+
+@pytest.mark.parametrize(
+    ("config", "facts"),
+    [
+        ({"architectures": ["New"], "model_type": "new"}, (4096, 2048)),
+        ({"text_config": {"vocab_size": 5000, "max_position_embeddings": 77}}, (5000, 77)),
+        ({"vocab_size": None, "max_position_embeddings": None, "n_positions": 1024}, (4096, 1024)),
+        ({"max_position_embeddings": None}, (4096, 8192)),
+    ],
+)
+def test_the_toy_stands_in_for_a_model_that_no_engine_knows(
+    tmp_path: Path, config: dict[str, object], facts: tuple[int, int]
+) -> None:
+    spec = open_engine("toy", changed_model(tmp_path / "new", **{"architectures": ["New"], **config})).spec
+    assert (spec.vocab_size, spec.max_context_tokens) == facts
+
+
+def test_the_toy_answers_with_words_of_the_vocabulary(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(settings.bundled_model()))
+    prompt = tokenizer.encode("def f(x):", has_special_tokens=False)
+    with (
+        Cluster(
+            worker={"model": str(settings.bundled_model()), "engine": "toy", "kv_blocks": 64},
+            router={"model": str(settings.bundled_model()), "local_max_uncached_tokens": 0},
+        ) as cluster,
+        Client(cluster.address) as client,
+    ):
+        assert client.model().is_mock
+        done = client.generate(prompt, max_tokens=40, temperature=0)
+        assert done.finish_reason is FinishReason.LENGTH
+        assert re.fullmatch("( [a-z]{2,}){40}", done.text)
+        assert client.generate(prompt, max_tokens=40, temperature=0).text == done.text
+        assert client.generate(prompt[:-1], max_tokens=40, temperature=0).text != done.text
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "field"),
+    [
+        ("config.json", "", "config.json"),
+        ("config.json", '{"vocab_size": 0}', "vocab_size"),
+        ("config.json", '{"max_position_embeddings": "many"}', "max_position_embeddings"),
+        ("tokenizer.json", "", "tokenizer.json"),
+        (
+            "tokenizer.json",
+            '{"model": {"vocab": {"é": 0, "<s>": 1}}, "added_tokens": [{"content": "<s>"}]}',
+            "tokenizer.json",
+        ),
+        ("tokenizer.json", '{"model": {"vocab": [[1, 0.0], ["\\u00e9"], 3]}}', "tokenizer.json"),
+        ("tokenizer.json", '{"model": {"vocab": {"hello": 5000}}}', "tokenizer.json"),
+    ],
+)
+def test_a_folder_that_the_toy_cannot_stand_in_for_is_rejected(
+    tmp_path: Path, file: str, text: str, field: str
+) -> None:
+    model = changed_model(tmp_path / "new", architectures=["New"])
+    (tmp_path / "new" / file).unlink()
+    if text:
+        (tmp_path / "new" / file).write_text(text)
+    with pytest.raises(ModelError) as caught:
+        open_engine("toy", model)
+    assert caught.value.field == field
+
+
+def test_a_token_adds_to_the_toys_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    engine = open_engine("toy", toy_step_s=0.5, toy_token_s=0.25)
+    engine.step([Row(tokens=[1, 2, 3], start=0, blocks=[0]), Row(tokens=[4], start=0, blocks=[1])])
+    assert slept == [1.5]
 
 
 def test_an_unknown_engine_is_rejected_with_the_installed_ones(installed: None) -> None:

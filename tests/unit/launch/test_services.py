@@ -14,7 +14,8 @@ from pdserve.launch import settings
 from pdserve.launch.local import check_alone, degradations, endpoint_answers
 from pdserve.launch.ports import is_free
 from pdserve.launch.running import Running
-from pdserve.launch.serve import live_url, ready_line
+from pdserve.launch.serve import capacity_warnings, live_url, ready_line
+from pdserve.launch.settings import bundled_model
 from pdserve.launch.spec import ClusterSpec
 from pdserve.prefix.embedded import EmbeddedRedis
 from pdserve.prefix.registry import Registry
@@ -33,6 +34,16 @@ async def test_the_ready_line_names_what_is_missing() -> None:
         "redis does not answer, so prompts are placed without the prefix index; "
         "no collector answers at 127.0.0.1:1, so traces are lost"
     )
+
+
+def test_the_ready_line_and_the_capacity_of_a_mock(tmp_path: Path) -> None:
+    """No weights are needed, nor memory for them."""
+    for file in ("config.json", "tokenizer.json"):
+        (tmp_path / file).symlink_to(bundled_model() / file)
+    asked = settings.read({"model": str(tmp_path), "engine": "toy"}, None, ["worker.threads=1", "prefill=0"])
+    assert capacity_warnings(asked.spec) == []
+    model = f"model {tmp_path.name}, MOCK ENGINE: no model is computed, and texts mean nothing)"
+    assert ready_line(asked.spec, "a:1", []) == f"pdserve ready: grpc a:1 (0 prefill, 1 decode, redis none, {model}"
 
 
 @pytest.mark.parametrize(

@@ -610,7 +610,8 @@ def test_wrong_served_names_are_rejected(value: str, table: str, tmp_path: Path)
     [
         ("toy", "worker.engine=torch", "worker.engine: got torch, expected auto or toy: the model toy has no weights"),
         ("toy-marked", "decode_worker.engine=torch", "decode_worker.engine: got torch, expected auto or toy"),
-        ("stdlib-5m", "prefill_worker.engine=toy", "prefill_worker.engine: got toy, expected auto, torch or"),
+        ("stdlib-5m", "prefill_worker.engine=toy", "prefill_worker.engine: got toy, expected the same engine for all"),
+        ("stdlib-5m", "decode_worker.engine=toy", "decode_worker.engine: got toy, expected the same engine for all"),
         ("toy", "worker.tensor_parallel=2", "worker.tensor_parallel: got 2, expected 1: a toy has nothing to divide"),
     ],
 )

@@ -168,7 +168,7 @@ async def test_the_model_and_tokenisation_are_served(connect: Connect, decode: P
     front = await connect(decode)
     model = await front.client.model()
     assert (model.name, model.vocab_size, model.eos_token_ids) == ("toy", 257, (256,))
-    assert (model.max_new_tokens, model.has_chat_template) == (4096, True)
+    assert (model.max_new_tokens, model.has_chat_template, model.is_mock) == (4096, True, True)
     assert await front.client.tokenize("hé") == list("hé".encode())
 
 
