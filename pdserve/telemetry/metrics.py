@@ -7,7 +7,6 @@ pdserve/telemetry/metric_names.py.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import select
 import socket
@@ -23,6 +22,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.listening import bind_error, is_held
 from pdserve.telemetry.metric_names import METRICS, MetricSpec
 from pdserve.telemetry.names import Process
+from pdserve.telemetry.series import Collector, Counter, Family, Histogram, family_of
 from pdserve.tls.certificates import ReloadingCertificates
 
 # --- server of /metrics ---------------------------------------------------------------------------------------
@@ -182,21 +182,24 @@ log = logging.getLogger(__name__)
 
 @final
 class Metrics:
-    """Safe to call from any thread. A metric that was not declared for this process raises KeyError."""
+    """Safe to call from any thread. A metric that was not declared for this process raises KeyError.
+
+    `add`, `set` and `observe` find the series by its labels. A caller that records often keeps a series instead, by
+    `counter` or `histogram`.
+    """
 
     def __init__(self, by: Process | None) -> None:
-        """The metrics that names.py declares for processes of kind `by`; none where that is None."""
+        """The metrics that metric_names.py declares for processes of kind `by`; none where that is None."""
         self._registry: Any = None
         self._server: Any = None
-        self._by_name: dict[str, Any] | None = None
+        self._by_name: dict[str, Family[Any]] | None = None
         if by is None:
             return
         import prometheus_client as prometheus
 
         self._registry = prometheus.CollectorRegistry()
-        self._by_name = {
-            spec.name: _declared(prometheus, spec, self._registry) for spec in METRICS.values() if spec.by == by
-        }
+        self._by_name = {spec.name: family_of(spec) for spec in METRICS.values() if spec.by == by}
+        self._registry.register(Collector(list(self._by_name.values())))
         prometheus.ProcessCollector(registry=self._registry)  # CPU, memory, file descriptors, start time
 
     @classmethod
@@ -209,17 +212,23 @@ class Metrics:
 
     def add(self, spec: MetricSpec, amount: float = 1.0, **labels: str) -> None:
         if self._by_name is not None:
-            self._child(spec, labels).inc(amount)
+            self._by_name[spec.name].of(labels).add(amount)
 
     def set(self, spec: MetricSpec, value: float, **labels: str) -> None:
         if self._by_name is not None:
-            self._child(spec, labels).set(value)
+            self._by_name[spec.name].of(labels).set(value)
 
     def observe(self, spec: MetricSpec, value: float, *, trace_id: str = "", **labels: str) -> None:
-        """`trace_id` (32 hex digits) becomes the bucket's exemplar, which links a slow bucket to a trace."""
         if self._by_name is not None:
-            exemplar = {"trace_id": trace_id} if trace_id else None
-            self._child(spec, labels).observe(value, exemplar)
+            self._by_name[spec.name].of(labels).observe(value, trace_id)
+
+    def counter(self, spec: MetricSpec, **labels: str) -> Counter:
+        """One that nobody reads, if metrics are off."""
+        return Counter(spec) if self._by_name is None else self._by_name[spec.name].of(labels)
+
+    def histogram(self, spec: MetricSpec, **labels: str) -> Histogram:
+        """One that nobody reads, if metrics are off."""
+        return Histogram(spec) if self._by_name is None else self._by_name[spec.name].of(labels)
 
     def serve(
         self,
@@ -260,11 +269,6 @@ class Metrics:
         if server is not None:
             server.close()
 
-    def _child(self, spec: MetricSpec, labels: dict[str, str]) -> Any:
-        assert self._by_name is not None
-        metric = self._by_name[spec.name]
-        return metric.labels(**labels) if spec.labels else metric
-
 
 def make_metrics(by: Process, port: int, host: str = "127.0.0.1", tls: ReloadingCertificates | None = None) -> Metrics:
     """Metrics served on `port`; 0 turns them off, as in a worker's --metrics-port."""
@@ -284,22 +288,3 @@ def _with_pages(app: Callable[..., Any], pages: Mapping[str, bytes]) -> Callable
         return [page]
 
     return answer
-
-
-def _declared(prometheus: Any, spec: MetricSpec, registry: Any) -> Any:
-    """The metric, with a series for each value of its labels if all are known.
-
-    A rate needs a series before its first event: a counter that appears with the value 1 shows no increase.
-    """
-    if spec.kind == "histogram":
-        metric = prometheus.Histogram(
-            spec.name, spec.help, labelnames=tuple(spec.labels), registry=registry, buckets=spec.buckets
-        )
-    else:
-        kind = prometheus.Counter if spec.kind == "counter" else prometheus.Gauge
-        metric = kind(spec.name, spec.help, labelnames=tuple(spec.labels), registry=registry)
-    values = [one for one in spec.labels.values() if not isinstance(one, str)]
-    if values and len(values) == len(spec.labels) and spec.kind != "gauge":
-        for labels in itertools.product(*values):
-            metric.labels(*labels)
-    return metric
