@@ -1,8 +1,12 @@
 """The spans of a router's calls, sent over OTLP. Without an endpoint it does nothing and imports nothing.
 
 A call's spans are collected until the call ends. Only then is it known whether the trace is worth keeping (tail
-sampling), so they are sent together or dropped together. All times come from the monotonic clock of this process, and
-the wall clock is read once, at the beginning of the call.
+sampling), so they are sent together or dropped together. Until a trace is known to be kept, its spans are not built:
+what they will have is noted only. All times come from the monotonic clock of this process, and the wall clock is read
+once, at the beginning of the call.
+
+Spans are passed to OpenTelemetry's processor when they have ended, with the ids that this file has drawn. A tracer
+would build a span with locks and limits at the beginning of each call, before it is known whether anybody reads it.
 """
 
 from __future__ import annotations
@@ -11,10 +15,12 @@ import asyncio
 import functools
 import importlib
 import logging
+import random
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import TracebackType
 from typing import Any, Final, NamedTuple, Self, final
 
 from pdserve.core.access.hosts import NO_HTTP_PROXY, is_loopback_host
@@ -50,20 +56,41 @@ class Part(NamedTuple):
 
 
 class OpenSpan:
-    """The span of a running call, and the finished ones below it.
+    """The span of a running call, and the finished ones below it. It is the context manager of its call: an exception
+    marks the span as failed.
 
     `traceparent` is the parent for other processes. `is_kept` becomes True if the trace turns out to be worth keeping.
     """
 
-    __slots__ = ("attributes", "ended_s", "is_kept", "is_recording", "parts", "started_s", "traceparent")
+    __slots__ = (
+        "_on_end", "_waiting", "attributes", "ended_s", "is_kept", "is_recording", "parts", "started_s", "traceparent",
+    )  # fmt: skip
 
-    def __init__(self, traceparent: str = "", *, is_recording: bool = False, is_kept: bool = False) -> None:
+    def __init__(
+        self, traceparent: str = "", *, on_end: Callable[[OpenSpan], None] | None = None, is_kept: bool = False
+    ) -> None:
+        """Without `on_end`, nothing is recorded."""
         self.traceparent = traceparent
-        self.is_recording, self.is_kept = is_recording, is_kept
+        self.is_recording, self.is_kept = on_end is not None, is_kept
         self.started_s = time.monotonic()
         self.ended_s: float | None = None  # None: when its block ends
         self.attributes: dict[str, Any] = {}
         self.parts: list[Part] = []
+        self._on_end = on_end
+        self._waiting: list[Callable[[], None]] = []  # until the trace is kept
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._on_end is None:
+            return
+        # A reader that has stopped is not a failure.
+        if error is not None and not isinstance(error, GeneratorExit | asyncio.CancelledError):
+            self.fail(str(getattr(error, "reason", type(error).__name__)))
+        self._on_end(self)
 
     @property
     def trace_id(self) -> str:
@@ -77,10 +104,21 @@ class OpenSpan:
 
     def set(self, attributes: Mapping[str, AttributeValue | list[str]]) -> None:
         if self.is_recording:
-            self.attributes.update(attributes)
+            self.when_kept(partial(self.attributes.update, attributes))
+
+    def when_kept(self, record: Callable[[], None]) -> None:
+        """Calls `record` now or when the trace is kept, in the order of the calls; never if it is dropped."""
+        if self.is_kept:
+            record()
+        elif self.is_recording:
+            self._waiting.append(record)
 
     def keep(self) -> None:
-        self.is_kept = self.is_recording
+        if self.is_recording and not self.is_kept:
+            self.is_kept = True
+            for record in self._waiting:
+                record()
+            self._waiting.clear()
 
     def fail(self, error_type: str) -> None:
         """Marks the span as failed; `error_type` is a PdserveError's reason or an exception's name."""
@@ -106,7 +144,7 @@ class Tracing:
 
     def __init__(self, service: Service, exporter: Any = None, processor: Any = None, share: float = 1.0) -> None:
         self._service, self._exporter, self._processor, self.share = service, exporter, processor, share
-        self._tracer_of = functools.lru_cache(MAX_SERVICES)(self._make_tracer)
+        self._resource_of = functools.lru_cache(MAX_SERVICES)(_resource_of)
 
     @classmethod
     def off(cls) -> Self:
@@ -116,36 +154,24 @@ class Tracing:
     def is_on(self) -> bool:
         return self._processor is not None
 
-    @contextmanager
-    def span(self, key: str, name: str, traceparent: str = "") -> Iterator[OpenSpan]:
-        """A span over the block, under `traceparent` or a new root; an exception marks it as failed.
+    def span(self, key: str, name: str, traceparent: str = "") -> OpenSpan:
+        """A span over a block, under `traceparent` or a new root.
 
         `key` is that of names.SPANS. If tracing is off, or the caller has not sampled its trace, the caller's
         traceparent is passed through.
         """
+        if not self.is_on:
+            return OpenSpan(traceparent)
         parent = parse(traceparent)
-        if not self.is_on or (parent is not None and not parent.is_sampled):
-            yield OpenSpan(traceparent)
-            return
-        began_ns = time.time_ns()
-        span = self._tracer_of(self._service).start_span(
-            name, context=_context(parent), kind=_kind(key), start_time=began_ns
+        if parent is not None and not parent.is_sampled:
+            return OpenSpan(traceparent)
+        trace_id = _random_id(128) if parent is None else parent.trace_id
+        own = TraceContext(trace_id, _random_id(64), is_sampled=True)
+        return OpenSpan(
+            render(own),
+            on_end=partial(self._end, key, name, own, parent, time.time_ns()),
+            is_kept=parent is not None or is_in_share(trace_id, self.share),
         )
-        context = span.get_span_context()
-        opened = OpenSpan(
-            render(TraceContext(context.trace_id, context.span_id, is_sampled=True)),
-            is_recording=True,
-            is_kept=parent is not None or is_in_share(context.trace_id, self.share),
-        )
-        try:
-            yield opened
-        except (GeneratorExit, asyncio.CancelledError):  # the reader has stopped, which is not a failure
-            raise
-        except BaseException as error:
-            opened.fail(str(getattr(error, "reason", type(error).__name__)))
-            raise
-        finally:
-            self._end(span, opened, began_ns)
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Sends queued spans, for at most `timeout_s`. Idempotent."""
@@ -161,40 +187,47 @@ class Tracing:
             log.warning("spans were lost: the collector did not take them in time", extra={"timeout_s": timeout_s})
             exporter.shutdown()
 
-    def _end(self, span: Any, opened: OpenSpan, began_ns: int) -> None:
-        if not opened.is_kept or not self.is_on:
-            return  # a span of the SDK that never ends is never exported
+    def _end(
+        self, key: str, name: str, own: TraceContext, parent: TraceContext | None, began_ns: int, opened: OpenSpan
+    ) -> None:
+        processor = self._processor
+        if not opened.is_kept or processor is None:
+            return
         ended_s = time.monotonic() if opened.ended_s is None else opened.ended_s
 
         def at_ns(at_s: float) -> int:
             return began_ns + round((at_s - opened.started_s) * 1e9)
 
-        below = _api().set_span_in_context(span, _empty_context())
+        below = _context(own)
         for part in opened.parts:
-            self._tracer_of(part.service or self._service).start_span(
-                part.name,
-                context=below,
+            self._send(
+                processor,
+                part.service or self._service,
+                name=part.name,
+                context=_context(TraceContext(own.trace_id, _random_id(64), is_sampled=True)),
+                parent=below,
                 kind=_kind(part.name),
                 attributes=part.attributes,
                 start_time=at_ns(part.begin_s),
-            ).end(at_ns(part.end_s))
-        span.set_attributes(opened.attributes)
-        if names.ERROR_TYPE in opened.attributes:
-            span.set_status(_api().StatusCode.ERROR)
-        span.end(at_ns(ended_s))
-
-    def _make_tracer(self, service: Service) -> Any:
-        sdk = _otel("sdk.trace")
-        sampling = _otel("sdk.trace.sampling")
-        resources = _otel("sdk.resources")
-        attributes = {"service.name": service.name, "service.instance.id": service.instance}
-        provider = sdk.TracerProvider(
-            resource=resources.Resource.create(attributes, names.SCHEMA_URL),
-            sampler=sampling.ALWAYS_ON,  # is_kept decides
-            shutdown_on_exit=False,
+                end_time=at_ns(part.end_s),
+            )
+        has_failed = names.ERROR_TYPE in opened.attributes
+        self._send(
+            processor,
+            self._service,
+            name=name,
+            context=below,
+            parent=None if parent is None else _context(parent, is_remote=True),
+            kind=_kind(key),
+            attributes=opened.attributes,
+            start_time=began_ns,
+            end_time=at_ns(ended_s),
+            **({"status": _failed()} if has_failed else {}),
         )
-        provider.add_span_processor(self._processor)
-        return provider.get_tracer(names.SCOPE, schema_url=names.SCHEMA_URL)
+
+    def _send(self, processor: Any, service: Service, **facts: Any) -> None:
+        resource = self._resource_of(service)
+        processor.on_end(_span_class()(resource=resource, instrumentation_scope=_scope(), **facts))
 
 
 def make_tracing(service: Service, otlp_endpoint: str, *, share: float = 1.0) -> Tracing:
@@ -233,28 +266,41 @@ def _otel(name: str) -> Any:
     return importlib.import_module(f"opentelemetry.{name}")
 
 
-@functools.cache
-def _api() -> Any:
-    return _otel("trace")
+def _resource_of(service: Service) -> Any:
+    attributes = {"service.name": service.name, "service.instance.id": service.instance}
+    return _otel("sdk.resources").Resource.create(attributes, names.SCHEMA_URL)
 
 
 @functools.cache
-def _empty_context() -> Any:
-    return _otel("context").Context()
+def _scope() -> Any:
+    return _otel("sdk.util.instrumentation").InstrumentationScope(names.SCOPE, schema_url=names.SCHEMA_URL)
 
 
 @functools.cache
 def _kind(key: str) -> Any:
-    return _api().SpanKind[names.SPANS[key].kind.upper()]
+    return _otel("trace").SpanKind[names.SPANS[key].kind.upper()]
 
 
-def _context(parent: TraceContext | None) -> Any:
-    # An empty context instead of the current one: the given parent is a span's only parent.
-    empty = _empty_context()
-    if parent is None:
-        return empty
-    otel = _api()
-    remote = otel.SpanContext(
-        parent.trace_id, parent.span_id, is_remote=True, trace_flags=otel.TraceFlags(otel.TraceFlags.SAMPLED)
-    )
-    return otel.set_span_in_context(otel.NonRecordingSpan(remote), empty)
+@functools.cache
+def _failed() -> Any:
+    return _otel("trace.status").Status(_otel("trace").StatusCode.ERROR)
+
+
+@functools.cache
+def _span_class() -> Any:
+    return _otel("sdk.trace").ReadableSpan
+
+
+@functools.cache
+def _new_context() -> Any:
+    trace = _otel("trace")
+    return partial(trace.SpanContext, trace_flags=trace.TraceFlags(trace.TraceFlags.SAMPLED))
+
+
+def _context(context: TraceContext, *, is_remote: bool = False) -> Any:
+    return _new_context()(context.trace_id, context.span_id, is_remote=is_remote)
+
+
+def _random_id(num_bits: int) -> int:
+    """Not 0, which is no id."""
+    return random.getrandbits(num_bits) or 1

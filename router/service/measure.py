@@ -12,9 +12,9 @@ import socket
 import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final, final
 
 from pdserve.core.errors import Cancelled, PdserveError
@@ -52,6 +52,48 @@ MAX_MODELS: Final = 256  # names with labels of their own
 
 
 @final
+class _Series:
+    """The series of a request and of a token. Those with labels are found once; the labels have few values."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        counter, histogram = metrics.counter, metrics.histogram
+        self.decision = histogram(metric_names.DECISION_TIME)
+        self.queue = histogram(metric_names.QUEUE_TIME)
+        self.output = counter(metric_names.GENERATED_TOKENS)
+        self.prompt = counter(metric_names.PROMPT_TOKENS)
+        self.cached_prompt = counter(metric_names.CACHED_PROMPT_TOKENS)
+        self.lookup_time = histogram(metric_names.PREFIX_LOOKUP_TIME)
+        self.lookups = cache(lambda outcome: counter(metric_names.PREFIX_LOOKUPS, outcome=outcome))
+        self.placements = cache(lambda path: counter(metric_names.PLACEMENTS, path=path))
+        self.kept = cache(lambda kept: counter(metric_names.SLO_KEPT, kept=kept))
+        self.ttft = cache(lambda path: histogram(metric_names.TTFT, path=path))
+        self.tpot = cache(lambda path: histogram(metric_names.TPOT, path=path))
+        self.requests = cache(lambda outcome: counter(metric_names.REQUESTS, outcome=outcome))
+        self.tenant_output = cache(lambda tenant: counter(metric_names.TENANT_TOKENS, tenant=tenant, kind="output"))
+        self.tenant_prompt = cache(lambda tenant: counter(metric_names.TENANT_TOKENS, tenant=tenant, kind="prompt"))
+        self.tenant_ttft = cache(lambda tenant: histogram(metric_names.TENANT_TTFT, tenant=tenant))
+        self.tenant_requests = cache(
+            lambda tenant, outcome: counter(metric_names.TENANT_REQUESTS, tenant=tenant, outcome=outcome)
+        )
+        # By operation and model; the duration also by the error.
+        self.gen_ai_ttft = cache(lambda *of: histogram(metric_names.GEN_AI_TTFT, **_gen_ai(*of)))
+        self.gen_ai_tpot = cache(lambda *of: histogram(metric_names.GEN_AI_TPOT, **_gen_ai(*of)))
+        self.gen_ai_duration = cache(
+            lambda error, *of: histogram(metric_names.GEN_AI_DURATION, **_gen_ai(*of), error_type=error)
+        )
+
+
+def _gen_ai(operation: str, model: str) -> dict[str, str]:
+    """metric_names.GEN_AI_LABELS."""
+    return {
+        "gen_ai_operation_name": operation,
+        "gen_ai_provider_name": names.PROVIDER_NAME,
+        "gen_ai_request_model": model,
+        "gen_ai_response_model": model,
+    }
+
+
+@final
 class Measure:
     def __init__(
         self,
@@ -63,6 +105,8 @@ class Measure:
     ) -> None:
         """`link_of` returns the KV connection of two workers. At most `tenant_labels` tenants have their own labels."""
         self.metrics, self.tracing, self._link_of, self._role_of = metrics, tracing, link_of, role_of
+        self._is_on = metrics.is_on
+        self._series = _Series(metrics)
         self._labels = BoundedLabels(tenant_labels)
         self._server: Mapping[str, str | int] = {}
         self._running_labels: set[str] = set()
@@ -71,32 +115,34 @@ class Measure:
     def listens_at(self, host: str, port: int) -> None:
         self._server = {names.SERVER_ADDRESS: host, names.SERVER_PORT: port}
 
-    @contextmanager
-    def call_span(self, request: Any, model: str, traceparent: str) -> Iterator[OpenSpan]:
+    def call_span(self, request: Any, model: str, traceparent: str) -> OpenSpan:
         """The span of a Generate call; `model` is empty while there is none."""
-        name = names.call_name(operation_of(request), model)
-        with self.tracing.span(names.SPAN_REQUEST, name, traceparent) as span:
-            if span.is_recording:
-                span.set({**request_attributes(request), **self._server})
-            yield span
+        if not self.tracing.is_on:
+            return OpenSpan(traceparent)
+        span = self.tracing.span(names.SPAN_REQUEST, names.call_name(operation_of(request), model), traceparent)
+        span.when_kept(lambda: span.set({**request_attributes(request), **self._server}))
+        return span
 
     def arrived(self, facts: RequestFacts, arrival: RequestArrived) -> None:
         """The request has been validated and is about to enter the state."""
-        if facts.is_sibling:
+        if facts.is_sibling or not facts.span.is_recording:
             return
-        facts.span.set(
-            {
-                names.REQUEST_ID: arrival.request_id,
-                names.RESPONSE_ID: arrival.request_id,
-                names.REQUEST_MODEL: facts.model,
-                names.RESPONSE_MODEL: facts.model,
-                names.INPUT_TOKENS: arrival.num_prompt_tokens,
-                names.REQUEST_MAX_TOKENS: arrival.sampling.max_tokens,
-                names.SLO_TTFT_S: facts.slo.ttft_s,
-                names.SLO_TPOT_S: facts.slo.tpot_s,
-                **{names.REQUEST_ATTRIBUTES[name]: value for name, value in arrival.attributes().items() if value},
-                **({names.TENANT: facts.tenant} if facts.tenant else {}),
-            }
+        given = arrival.attributes().items()
+        facts.span.when_kept(
+            lambda: facts.span.set(
+                {
+                    names.REQUEST_ID: arrival.request_id,
+                    names.RESPONSE_ID: arrival.request_id,
+                    names.REQUEST_MODEL: facts.model,
+                    names.RESPONSE_MODEL: facts.model,
+                    names.INPUT_TOKENS: arrival.num_prompt_tokens,
+                    names.REQUEST_MAX_TOKENS: arrival.sampling.max_tokens,
+                    names.SLO_TTFT_S: facts.slo.ttft_s,
+                    names.SLO_TPOT_S: facts.slo.tpot_s,
+                    **{names.REQUEST_ATTRIBUTES[name]: value for name, value in given if value},
+                    **({names.TENANT: facts.tenant} if facts.tenant else {}),
+                }
+            )
         )
 
     def answered(self, span: OpenSpan) -> None:
@@ -123,50 +169,49 @@ class Measure:
         """`most_blocks` is the length of the longest cached prefix; None if the index did not answer."""
         if most_blocks is not None:
             span.set({names.PREFIX_BLOCKS: most_blocks})
-        outcome = "unavailable" if most_blocks is None else "hit" if most_blocks else "miss"
-        self.metrics.add(metric_names.PREFIX_LOOKUPS, outcome=outcome)
-        self.metrics.observe(metric_names.PREFIX_LOOKUP_TIME, seconds)
+        if self._is_on:
+            outcome = "unavailable" if most_blocks is None else "hit" if most_blocks else "miss"
+            self._series.lookups(outcome).add()
+            self._series.lookup_time.observe(seconds)
+
+    def decided(self, seconds: float) -> None:
+        """The state has processed an event."""
+        self._series.decision.observe(seconds)
 
     def placed(self, path: str, attempt: int) -> None:
-        self.metrics.add(metric_names.PLACEMENTS, path=path)
-        if attempt > 1:
-            self.metrics.add(metric_names.REPLACEMENTS)
+        if self._is_on:
+            self._series.placements(path).add()
+            if attempt > 1:
+                self.metrics.add(metric_names.REPLACEMENTS)
 
     def emitted(self, facts: RequestFacts, num_tokens: int) -> None:
-        self.metrics.add(metric_names.GENERATED_TOKENS, num_tokens)
-        self.metrics.add(metric_names.TENANT_TOKENS, num_tokens, tenant=self._labels.of(facts.tenant), kind="output")
+        if self._is_on:
+            self._series.output.add(num_tokens)
+            self._series.tenant_output(self._labels.of(facts.tenant)).add(num_tokens)
 
     def finished(self, facts: RequestFacts, end: FinishRequest) -> None:
-        timings, metrics, span = end.timings, self.metrics, facts.span
+        timings, span = end.timings, facts.span
         self._ended(facts, end.outcome, timings, end.slices)
         if span.is_recording:
-            reasons, tokens = span.attributes.get(names.RESPONSE_FINISH_REASONS, []), end.usage.completion_tokens
-            span.set(
-                {
-                    names.RESPONSE_FINISH_REASONS: [*reasons, end.reason.value],
-                    names.OUTPUT_TOKENS: span.attributes.get(names.OUTPUT_TOKENS, 0) + tokens,
-                }
-            )
-            if not facts.is_sibling:
-                span.set({names.CACHED_TOKENS: end.usage.cached_prompt_tokens})
-        if not metrics.is_on:
+            span.when_kept(lambda: _finish(facts, end))
+        if not self._is_on:
             return
+        series, model = self._series, (facts.operation, self._models.of(facts.model))
         path, trace_id = timings.path.value if timings.path is not None else "", span.exemplar
-        metrics.observe(metric_names.TTFT, timings.ttft_s, trace_id=trace_id, path=path)
         tenant = self._labels.of(facts.tenant)
-        metrics.observe(metric_names.TENANT_TTFT, timings.ttft_s, trace_id=trace_id, tenant=tenant)
-        labels = self._labels_of(facts)
-        metrics.observe(metric_names.GEN_AI_TTFT, timings.ttft_s, trace_id=trace_id, **labels)
-        metrics.observe(metric_names.GEN_AI_DURATION, timings.total_s, trace_id=trace_id, error_type="", **labels)
+        series.ttft(path).observe(timings.ttft_s, trace_id)
+        series.tenant_ttft(tenant).observe(timings.ttft_s, trace_id)
+        series.gen_ai_ttft(*model).observe(timings.ttft_s, trace_id)
+        series.gen_ai_duration("", *model).observe(timings.total_s, trace_id)
         if end.usage.completion_tokens > 1:
-            metrics.observe(metric_names.TPOT, timings.tpot_s, trace_id=trace_id, path=path)
-            metrics.observe(metric_names.GEN_AI_TPOT, timings.tpot_s, trace_id=trace_id, **labels)
-        metrics.add(metric_names.SLO_KEPT, kept=_kept(timings, facts.slo))
+            series.tpot(path).observe(timings.tpot_s, trace_id)
+            series.gen_ai_tpot(*model).observe(timings.tpot_s, trace_id)
+        series.kept(_kept(timings, facts.slo)).add()
         if facts.is_sibling:
             return
-        metrics.add(metric_names.PROMPT_TOKENS, end.usage.prompt_tokens)
-        metrics.add(metric_names.TENANT_TOKENS, end.usage.prompt_tokens, tenant=tenant, kind="prompt")
-        metrics.add(metric_names.CACHED_PROMPT_TOKENS, end.usage.cached_prompt_tokens)
+        series.prompt.add(end.usage.prompt_tokens)
+        series.tenant_prompt(tenant).add(end.usage.prompt_tokens)
+        series.cached_prompt.add(end.usage.cached_prompt_tokens)
 
     def failed(self, facts: RequestFacts, end: FailRequest) -> None:
         facts.span.fail(end.to_error().reason)
@@ -203,32 +248,26 @@ class Measure:
         self._running_labels |= totals.keys()
 
     def _ended(self, facts: RequestFacts, outcome: Outcome, timings: Timings | None, slices: Sequence[Slice]) -> None:
-        self.metrics.add(metric_names.REQUESTS, outcome=outcome.value)
-        self.metrics.add(metric_names.TENANT_REQUESTS, tenant=self._labels.of(facts.tenant), outcome=outcome.value)
+        if self._is_on:
+            self._series.requests(outcome.value).add()
+            self._series.tenant_requests(self._labels.of(facts.tenant), outcome.value).add()
         if timings is None:
             return
         if facts.span.is_recording:
-            self._trace(facts, timings, slices)
-        if timings.attempts:
-            trace_id = facts.span.exemplar
-            self.metrics.observe(metric_names.QUEUE_TIME, timings.phases.queue_s, trace_id=trace_id)
+            if is_notable(timings, facts.slo):
+                facts.span.keep()
+            facts.span.when_kept(lambda: self._trace(facts, timings, slices))
+        if timings.attempts and self._is_on:
+            self._series.queue.observe(timings.phases.queue_s, facts.span.exemplar)
 
     def _failed_after(self, facts: RequestFacts, timings: Timings | None, reason: str) -> None:
-        if timings is not None and self.metrics.is_on:
-            trace_id = facts.span.exemplar
-            self.metrics.observe(
-                metric_names.GEN_AI_DURATION,
-                timings.total_s,
-                trace_id=trace_id,
-                error_type=reason,
-                **self._labels_of(facts),
-            )
+        if timings is not None and self._is_on:
+            model = facts.operation, self._models.of(facts.model)
+            self._series.gen_ai_duration(reason, *model).observe(timings.total_s, facts.span.exemplar)
 
     def _trace(self, facts: RequestFacts, timings: Timings, slices: Sequence[Slice]) -> None:
         """The request's own attributes, and a span for each slice of its time."""
         span, transport = facts.span, self._transport(timings)
-        if is_notable(timings, facts.slo):
-            span.keep()
         if not facts.is_sibling:
             span.set(
                 {
@@ -260,22 +299,26 @@ class Measure:
         link = self._link_of(timings.prefill_worker, timings.decode_worker) if timings.transfer_bytes else None
         return {} if link is None else {names.TRANSFER_KIND: link.transport, names.TRANSFER_REASON: link.reason}
 
-    def _labels_of(self, facts: RequestFacts) -> dict[str, str]:
-        """metric_names.GEN_AI_LABELS."""
-        model = self._models.of(facts.model)
-        return {
-            "gen_ai_operation_name": facts.operation,
-            "gen_ai_provider_name": names.PROVIDER_NAME,
-            "gen_ai_request_model": model,
-            "gen_ai_response_model": model,
-        }
-
     def _service(self, worker_id: str) -> Service | None:
         """The worker, as backends show it; None for the router."""
         if not worker_id:
             return None
         role = self._role_of(worker_id)
         return Service("pdserve-worker" if role is None else f"pdserve-{role.value}", worker_id)
+
+
+def _finish(facts: RequestFacts, end: FinishRequest) -> None:
+    """The answers of a call share its span."""
+    span = facts.span
+    reasons, tokens = span.attributes.get(names.RESPONSE_FINISH_REASONS, []), end.usage.completion_tokens
+    span.set(
+        {
+            names.RESPONSE_FINISH_REASONS: [*reasons, end.reason.value],
+            names.OUTPUT_TOKENS: span.attributes.get(names.OUTPUT_TOKENS, 0) + tokens,
+        }
+    )
+    if not facts.is_sibling:
+        span.set({names.CACHED_TOKENS: end.usage.cached_prompt_tokens})
 
 
 def _kept(timings: Timings, slo: Slo) -> str:

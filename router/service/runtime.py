@@ -19,7 +19,6 @@ from pdserve.core.protocol import Admit, Cancel, DrainWorker, Prefill, Reserve, 
 from pdserve.core.results import Timings
 from pdserve.core.types import Path
 from pdserve.outage_log import PeerLog
-from pdserve.telemetry import metric_names
 from pdserve.v1 import worker_pb2
 from pdserve.wire.protocol import encode_request
 from router.service.answer import Answer
@@ -153,9 +152,8 @@ class Runtime:
     def _handle(self, event: Event, now_s: float | None) -> None:
         now_s = self._now_s = self._clock() if now_s is None else now_s
         commands = self.state.handle(event, now_s)
-        metrics = self._measure.metrics
-        if metrics.is_on:
-            metrics.observe(metric_names.DECISION_TIME, self._clock() - now_s)
+        if self._measure.metrics.is_on:
+            self._measure.decided(self._clock() - now_s)
         if self._on_step is not None:
             self._on_step(now_s, event, commands)
         for command in commands:
@@ -235,6 +233,8 @@ class Runtime:
 
     def _log_end(self, command: FinishRequest | FailRequest | EndCancelled, call: OpenCall) -> None:
         """One line for each request. Callers can cause failures, so those that are warnings too are limited."""
+        if not isinstance(command, FailRequest) and not log.isEnabledFor(logging.INFO):
+            return
         extra: dict[str, object] = {"request_id": command.request_id}
         if call.facts.span.trace_id:
             extra["trace_id"] = call.facts.span.trace_id

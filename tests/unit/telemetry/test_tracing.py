@@ -134,6 +134,27 @@ def test_only_a_kept_trace_becomes_an_exemplar(sink: OtlpSink) -> None:
     tracing.close()
 
 
+def test_attributes_wait_until_their_trace_is_kept(sink: OtlpSink) -> None:
+    tracing, order = make_tracing(ROUTER, sink.endpoint, share=0.0), list[str]()
+    with tracing.span(names.SPAN_REQUEST, "dropped") as dropped:
+        dropped.set({names.REQUEST_ID: "r0"})
+        dropped.when_kept(lambda: order.append("dropped"))
+    with tracing.span(names.SPAN_REQUEST, "kept") as kept:
+        kept.set({names.REQUEST_ID: "r1"})
+        kept.when_kept(lambda: kept.set({names.REQUEST_ID: "r2"}))
+        assert (kept.attributes, order) == ({}, [])
+        kept.keep()
+        assert kept.attributes == {names.REQUEST_ID: "r2"}
+        kept.when_kept(lambda: order.append("kept"))
+        assert order == ["kept"]
+    tracing.close()
+    assert [one.attributes for one in sink.spans] == [{names.REQUEST_ID: "r2"}]
+    with Tracing.off().span(names.SPAN_REQUEST, "off") as off:
+        off.when_kept(lambda: order.append("off"))
+        off.keep()
+    assert order == ["kept"]
+
+
 def test_disabled_tracing_passes_the_context_through() -> None:
     code = f"""
 import sys
