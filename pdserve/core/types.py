@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -161,9 +160,10 @@ class SamplingDefaults:
     max_tokens: int | None = None
 
     def given(self) -> dict[str, Any]:
-        return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) is not None}
+        return {name: value for name in _DEFAULTS if (value := getattr(self, name)) is not None}
 
 
+_DEFAULTS: Final = tuple(one.name for one in fields(SamplingDefaults))
 NO_DEFAULTS: Final = SamplingDefaults()
 
 
@@ -197,12 +197,15 @@ class RequestAttributes:
 
     def __post_init__(self) -> None:
         is_short = len(self.session_id) <= MAX_SESSION_ID_CHARS
-        given = "characters that cannot be printed" if is_short else f"{len(self.session_id)} characters"
-        allowed = f"at most {MAX_SESSION_ID_CHARS} printable characters"
-        _require("session_id", given, is_short and self.session_id.isprintable(), allowed)
+        if not is_short or not self.session_id.isprintable():
+            given = "characters that cannot be printed" if is_short else f"{len(self.session_id)} characters"
+            raise InvalidRequest("session_id", given, f"at most {MAX_SESSION_ID_CHARS} printable characters")
 
     def attributes(self) -> dict[str, Any]:
-        return {one.name: getattr(self, one.name) for one in fields(RequestAttributes)}
+        return {name: getattr(self, name) for name in _ATTRIBUTES}
+
+
+_ATTRIBUTES: Final = tuple(one.name for one in fields(RequestAttributes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,7 +265,8 @@ def _require(field: str, seen: object, holds: bool, expected: str) -> None:
 
 
 def require_at_most(field: str, noun: str, count: int, most: int) -> None:
-    _require(field, f"{count} {noun}", count <= most, f"at most {most}")
+    if count > most:
+        raise InvalidRequest(field, f"{count} {noun}", f"at most {most}")
 
 
 def _require_between(field: str, value: int | None, most: int) -> None:
@@ -272,9 +276,11 @@ def _require_between(field: str, value: int | None, most: int) -> None:
 
 def _require_number(field: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
     """Values come from the wire as float32, which may lie outside a bound that float32 cannot represent."""
+    if (low < value if low_open else low <= value) and value <= high:  # false for NaN
+        return
     least, most = min(low, _float32(low)), max(high, _float32(high))
-    inside = math.isfinite(value) and (least < value if low_open else least <= value) and value <= most
-    _require(field, value, inside, f"a number in {'(' if low_open else '['}{low:g}, {high:g}]")
+    if not ((least < value if low_open else least <= value) and value <= most):
+        raise InvalidRequest(field, value, f"a number in {'(' if low_open else '['}{low:g}, {high:g}]")
 
 
 def _float32(value: float) -> float:

@@ -60,25 +60,27 @@ def sampling_from_proto(
     `bad_words` are those of the message, tokenised. A worker passes no arguments, because the router has filled every
     field.
     """
-    check_counts(message)
-    for word in message.bad_token_ids:
-        require_at_most("bad_words", "tokens in a word", len(word.ids), MAX_BAD_SEQUENCE_TOKENS)
-    values: dict[str, Any] = {field.name: value for field, value in message.ListFields() if field.name in _SCALARS}
+    given: dict[str, Any] = {field.name: value for field, value in message.ListFields()}  # absent ones need no work
+    values = {name: value for name, value in given.items() if name in _SCALARS}
+    if len(values) < len(given):
+        check_counts(message)
+        for word in message.bad_token_ids:
+            require_at_most("bad_words", "tokens in a word", len(word.ids), MAX_BAD_SEQUENCE_TOKENS)
     if "seed" not in values and draw_seed is not None:
         values["seed"] = draw_seed()
     if defaults is not None:
         values = {**defaults.given(), **values}
-        if not message.HasField("max_tokens"):
+        if "max_tokens" not in given:
             values.pop("max_tokens", None)
     if "max_tokens" not in values and default_max_tokens is not None:
         values["max_tokens"] = max(default_max_tokens, values.get("min_tokens", 0))
     return Sampling(
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        logit_bias=tuple(sorted(message.logit_bias.items())),
-        allowed_token_ids=tuple(message.allowed_token_ids),
-        bad_token_ids=(*(tuple(one.ids) for one in message.bad_token_ids), *bad_words),
-        grammar=grammar_from_proto(message.structured_output) if message.HasField("structured_output") else None,
+        stop=tuple(given.get("stop", ())),
+        stop_token_ids=tuple(given.get("stop_token_ids", ())),
+        logit_bias=tuple(sorted(given["logit_bias"].items())) if "logit_bias" in given else (),
+        allowed_token_ids=tuple(given.get("allowed_token_ids", ())),
+        bad_token_ids=(*(tuple(one.ids) for one in given.get("bad_token_ids", ())), *bad_words),
+        grammar=grammar_from_proto(message.structured_output) if "structured_output" in given else None,
         **values,
     )
 
