@@ -10,7 +10,8 @@
     ├── ConfigError           a setting is wrong
     │   └── ModelError        the model folder cannot be served
     ├── Overloaded            no placement meets the targets now; retry after retry_after_s
-    │   └── QuotaExceeded     the tenant has used up one of its quotas
+    │   ├── QuotaExceeded     the tenant has used up one of its quotas
+    │   └── LoadShed          rejected before any work for it, because the server is overloaded
     ├── Unavailable           no process can do the work now
     │   ├── NoWorkers         no worker of a needed role
     │   └── ShuttingDown      the server drains or ends
@@ -176,6 +177,23 @@ class QuotaExceeded(Overloaded):
     def __init__(self, quota: str, message: str, retry_after_s: float) -> None:
         super().__init__(message, retry_after_s)
         self.quota = quota
+
+
+class LoadShed(Overloaded):
+    """Rejected before any work for it: the cluster has rejected most requests like it ("cluster"), or the process that
+    received it is short of CPU time ("front")."""
+
+    reason = "LOAD_SHED"
+
+    def __init__(self, cause: str, retry_after_s: float) -> None:
+        super().__init__(_LOAD_SHED.get(cause, "the server is overloaded; retry later"), retry_after_s)
+        self.cause = cause
+
+
+_LOAD_SHED: Final = {
+    "cluster": "the cluster is overloaded, and has rejected most of the latest requests; retry later",
+    "front": "the router is short of CPU time; retry later",
+}
 
 
 class Unavailable(PdserveError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final, TypeVar, final
@@ -31,15 +31,18 @@ from pdserve.core.errors import (
     InternalError,
     InvalidRequest,
     NotFound,
+    Overloaded,
     PdserveError,
     PermissionDenied,
+    QuotaExceeded,
     ShuttingDown,
+    Unauthenticated,
     UnknownModel,
     shortened,
 )
 from pdserve.gateway import endpoints
 from pdserve.gateway.api import errors, http_input, openapi, replies, sse
-from pdserve.gateway.api.errors import BodyTooLarge
+from pdserve.gateway.api.errors import BodyTooLarge, ErrorReply
 from pdserve.gateway.api.field_support import Endpoint
 from pdserve.gateway.api.openapi import OPERATIONS, docs_page
 from pdserve.gateway.api.responses import responses_call
@@ -47,6 +50,7 @@ from pdserve.gateway.api.sdk_call import SdkCall, chat_call, check_model, text_c
 from pdserve.gateway.door import Caller, Door, Shutdown
 from pdserve.gateway.respond import Responder, Sender, encoded, send_json, send_whole
 from pdserve.gateway.ui.page import page
+from pdserve.load_gate import LoadGate
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics
 from pdserve.telemetry.trace_context import HEADER, trace_id_of
@@ -138,6 +142,7 @@ GENERATION_PATHS: Final[Mapping[str, Endpoint]] = {
     "/v1/completions": "text",
     "/v1/responses": "responses",
 }
+_SHED_URLS: Final = {path.encode(): path for path in GENERATION_PATHS}
 QUICK_BYTES: Final = 65_536  # a smaller body is validated on the event loop: a thread would take longer
 LEAST_ANSWER_BYTES: Final = 2**20  # allowed whatever the limit
 AnyRequest = TypeVar("AnyRequest")
@@ -152,9 +157,18 @@ class Gateway:
     stream."""
 
     def __init__(
-        self, config: GatewayConfig, client: AsyncClient, metrics: Metrics, shutdown: Shutdown, *, needs_token: bool
+        self,
+        config: GatewayConfig,
+        client: AsyncClient,
+        metrics: Metrics,
+        shutdown: Shutdown,
+        *,
+        needs_token: bool,
+        gate: LoadGate | None = None,
     ) -> None:
+        """`gate`: the router's, in a process with it; by default one of its own."""
         self.config = config
+        self.gate = LoadGate() if gate is None else gate
         self._shutdown = shutdown
         self._door = Door(client, needs_token=needs_token)
         self._health = Health(client)
@@ -222,6 +236,7 @@ class Gateway:
         make_call = _CALLS[endpoint]
 
         async def handle(scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
+            self._check_gate(caller, None)
             self._check_declared(given)
             with self._held.body(caller.share) as held:
                 options = http_input.options(given)
@@ -229,10 +244,19 @@ class Gateway:
                     receive, held, caller, lambda fields, model: make_call(fields, model, options)
                 )
                 self._hold_answer(held, call.answer_bytes(caller.model))
-                try:
-                    return await self._responder.respond(endpoint, call, caller.client, caller.model, receive, send)
-                except InvalidRequest as error:
-                    raise call.renamed(error) from None
+                priority = call.options.get("priority") or 0
+                self._check_gate(caller, priority)
+                with self.gate.enter(caller.share, priority) as entered:
+                    send.on_begin = entered.accepted
+                    try:
+                        return await self._responder.respond(endpoint, call, caller.client, caller.model, receive, send)
+                    except InvalidRequest as error:
+                        raise call.renamed(error) from None
+                    except QuotaExceeded:
+                        raise
+                    except Overloaded as error:
+                        entered.rejected(error.retry_after_s)
+                        raise
 
         return handle
 
@@ -341,6 +365,31 @@ class Gateway:
         return handle
 
     # --- what they share
+
+    def _check_gate(self, caller: Caller, priority: int | None) -> None:
+        """Raises LoadShed. `priority` None: before the body was read."""
+        if (error := self.gate.check(caller.share, priority)) is not None:
+            self._metrics.add(metric_names.HTTP_SHED, cause=error.cause)
+            raise error
+
+    def shed(self, url: bytes, headers: Iterable[tuple[bytes, bytes]]) -> ErrorReply | None:
+        """The answer to a request that the gate rejects, from its head alone; None: it is served as usual. Only callers
+        that were admitted lately are rejected here, because an unknown token must be checked first."""
+        path = _SHED_URLS.get(url)
+        if path is None or self._shutdown.is_draining:
+            return None
+        given = next((value for name, value in headers if name == b"authorization"), None)
+        try:
+            caller = self._door.known(http_input.bearer_token(None if given is None else given.decode("latin-1")))
+        except Unauthenticated:
+            return None
+        error = None if caller is None else self.gate.check(caller.share)
+        if error is None:
+            return None
+        found = errors.reply(error)
+        self._metrics.add(metric_names.HTTP_SHED, cause=error.cause)
+        self._metrics.add(metric_names.HTTP_REQUESTS, path=path, status=str(found.status))
+        return found
 
     async def _admitted(self, scope: Any, given: Headers) -> Caller:
         caller = await self._door.admit(http_input.bearer_token(given.get("authorization")))

@@ -16,7 +16,7 @@ import re
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -26,6 +26,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from pdserve.core.access.hosts import network_of
 from pdserve.core.access.shares import closes_silent, first_to_close
 from pdserve.gateway.api import errors, sse
+from pdserve.gateway.api.errors import ErrorReply
 from pdserve.listening import MAX_LINGERING
 from pdserve.outage_log import LogLimit
 
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 KEEPALIVE_IDLE_S: Final = 20
 KEEPALIVE_EVERY_S: Final = 10
 KEEPALIVE_PROBES: Final = 2
+# A request with a body up to this size is rejected without being served, and its connection stays open.
+SHED_BYTES: Final = 65_536
 # After an answer before the end of its request's body, at most this much of the body is read and dropped.
 LINGER_S: Final = 5.0
 LINGER_BYTES: Final = 64 * 2**20
@@ -73,6 +76,8 @@ class Connections:
     rejected: OrderedDict[Arrival, None] = field(default_factory=OrderedDict)  # were silent, and linger; oldest first
     num_open: int = 0  # without the lingering ones
     num_dropped: int = 0
+    # The answer to a request with this URL and these headers that is rejected without being served; None: it is served.
+    shed: Callable[[bytes, Iterable[tuple[bytes, bytes]]], ErrorReply | None] = lambda url, headers: None
     failures: LogLimit = field(default_factory=LogLimit)  # of TLS handshakes
 
     def handshake_failed(self, why: str) -> None:
@@ -123,6 +128,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
         self._is_open = False
         self._num_answers = 0
         self._left_bytes = LINGER_BYTES  # that are still read and dropped
+        self._shed = b""  # the answer to the request whose body is being read and dropped
         self._is_chunked = False  # the body that is being read
         self._body_bytes = self._framing_bytes = self._trailer_bytes = 0  # of that body
 
@@ -163,7 +169,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
             if self._left_bytes < 0:
                 self.drop()
             return
-        if self._is_in_head or not self.cycle.more_body:  # blank lines may follow a body
+        if self._is_in_head or not (self._shed or self.cycle.more_body):  # blank lines may follow a body
             # All earlier data belongs to the headers; this data may also contain a part of the body.
             if self._head_bytes > self._all.limits.max_header_bytes:
                 self._reject_head() if self._is_in_head else self._ignore_rest()
@@ -212,16 +218,25 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
         self._body_bytes = self._framing_bytes = self._trailer_bytes = 0
         self._stop_waiting()
         self._all.idle.pop(self, None)
+        self._shed = self._shed_answer()
+        if self._shed:
+            self._wait(self._all.limits.header_s)
+            return
         super().on_headers_complete()
         self.cycle.transport = _AnswerTransport(self)
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
-        if not self._ignores_rest:
+        if not self._ignores_rest and not self._shed:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if not self._ignores_rest and not self._offers_protocol():
+        if self._shed and not self._ignores_rest:
+            self.transport.write(self._shed)
+            self._shed = b""
+            self._num_answers += 1
+            self._await_request()
+        elif not self._ignores_rest and not self._offers_protocol():
             super().on_message_complete()
             if self._is_chunked:
                 self._is_chunked = False
@@ -237,9 +252,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
             self.end_answer()
         else:
             self._unset_keepalive_if_required()  # uvicorn's own timer ends with any byte
-            self._is_in_head = True
-            self._all.idle[self] = self._host
-            self._wait(self._all.limits.idle_s)
+            self._await_request()
 
     def send_400_response(self, msg: str) -> None:
         if self._ignores_rest:
@@ -280,6 +293,30 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
             self.transport.close()
 
     # ------------------------------------------------------------------------------------------------------------
+
+    def _await_request(self) -> None:
+        """After an answer; the connection stays open."""
+        self._is_in_head = True
+        self._all.idle[self] = self._host
+        self._wait(self._all.limits.idle_s)
+
+    def _shed_answer(self) -> bytes:
+        """The whole answer to a request that is rejected by its head alone; empty: it is served. A request of unknown
+        or large size, or whose client does not read its answers, is served, and then rejected within it."""
+        is_plain = self.parser.get_method() == b"POST" and not self._is_chunked and self.parser.should_keep_alive()
+        if not is_plain or self.expect_100_continue or self.flow.write_paused or self._is_answering():
+            return b""
+        sizes = [value for name, value in self.headers if name == b"content-length"]
+        if not (len(sizes) == 1 and sizes[0].isdigit() and len(sizes[0]) <= 6 and int(sizes[0]) <= SHED_BYTES):
+            return b""
+        found = self._all.shed(self.url, self.headers)
+        if found is None:
+            return b""
+        body = sse.to_json(found.body)
+        head = [STATUS_LINE[found.status], b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body)]
+        head += [b"%s: %s\r\n" % pair for pair in self.server_state.default_headers]
+        head += [f"{name}: {value}\r\n".encode() for name, value in found.headers]
+        return b"".join([*head, b"\r\n", body])
 
     def _offers_protocol(self) -> bool:
         return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"

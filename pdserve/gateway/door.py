@@ -67,12 +67,16 @@ class Door:
         self._num_unknown = 0  # checks of tokens that are not in _known
         self._checks: dict[bytes, asyncio.Task[Caller]] = {}
 
+    def known(self, token: str | None) -> Caller | None:
+        """The caller of a token that the router has accepted lately."""
+        known = None if token is None and self._needs_token else self._known.get(_key_of(token))
+        return known[0] if known is not None and self._clock() < known[1] else None
+
     async def admit(self, token: str | None) -> Caller:
         """Raises Unauthenticated, Unavailable if the router does not answer, and Overloaded."""
         if token is None and self._needs_token:
             raise Unauthenticated("no bearer token in the authorization header")
-        # A digest, so that neither the time of a comparison nor the table reveals a token.
-        key = hashlib.blake2b((token or "").encode(), digest_size=16).digest() if token is not None else b""
+        key = _key_of(token)
         known = self._known.get(key)
         if known is not None and self._clock() < known[1]:
             return known[0]
@@ -132,6 +136,11 @@ class Door:
             self._num_unknown -= is_unknown
         _remember(self._known, key, (caller, self._clock() + REMEMBER_S), MAX_CALLERS)
         return caller
+
+
+def _key_of(token: str | None) -> bytes:
+    """A digest, so that neither the time of a comparison nor the table reveals a token."""
+    return b"" if token is None else hashlib.blake2b(token.encode(), digest_size=16).digest()
 
 
 def _remember(table: OrderedDict[bytes, Entry], key: bytes, entry: Entry, most: int) -> None:

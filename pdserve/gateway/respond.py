@@ -214,6 +214,7 @@ class Sender:
         self._send, self._is_last = send, is_last
         self.has_begun = False
         self.has_ended = False
+        self.on_begin: Callable[[], None] = lambda: None
         self.first_part_s: float | None = None  # when the first part of a stream was sent
         self.error_frame: Callable[[ErrorReply], Iterable[bytes]] | None = None
 
@@ -221,7 +222,9 @@ class Sender:
         if message["type"] == "http.response.start" and self._is_last():
             pairs = [pair for pair in message["headers"] if pair[0] != b"connection"]
             message = {**message, "headers": [*pairs, (b"connection", b"close")]}
-        self.has_begun = True
+        if not self.has_begun:
+            self.has_begun = True
+            self.on_begin()
         await self._send(message)
         self.has_ended = message["type"] == "http.response.body" and not message.get("more_body", False)
         if self.first_part_s is None and self.error_frame is not None and message.get("more_body", False):

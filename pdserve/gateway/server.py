@@ -88,6 +88,7 @@ class GatewayServer:
         set_options(listener, config.stall_s)
         host, port = listener.getsockname()[:2]
         self._gateway = gateway = Gateway(config, client, self._metrics, self._shutdown, needs_token=not is_local)
+        self._connections.shed = gateway.shed
         self._server = server = uvicorn.Server(_uvicorn_config(gateway.app()))
         self._serving = serving = asyncio.create_task(self._serve(server, client))
         serving.add_done_callback(lambda _: self._on_end())
@@ -173,6 +174,8 @@ class GatewayServer:
             await server.serve(sockets=[])
         finally:
             measuring.cancel()
+            if self._gateway is not None:
+                self._gateway.gate.close()
             await client.close()
 
     async def _measure_forever(self) -> None:

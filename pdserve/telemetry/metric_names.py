@@ -92,6 +92,15 @@ REQUEST_ERRORS: Final = _metric(
     "requests that ended with an error, by the error's reason",
     {"reason": _REASONS},
 )
+SHED_CAUSES: Final = ("cluster", "front")
+SHED: Final = _metric(
+    "pdserve_requests_shed_total",
+    "counter",
+    "router",
+    "requests that were rejected before any work for them: because the cluster had rejected most of the latest ones "
+    "(cluster), or because this process was short of CPU time (front)",
+    {"cause": SHED_CAUSES},
+)
 CLIENT_DISCONNECTS: Final = _metric(
     "pdserve_client_disconnects_total",
     "counter",
@@ -408,6 +417,13 @@ HTTP_REQUESTS: Final = _metric(
     "gateway",
     "requests, by path and status; 499: the client disconnected",
     {"path": "path of the route", "status": "HTTP status; of a stream that broke, the status of its error"},
+)
+HTTP_SHED: Final = _metric(
+    "pdserve_http_requests_shed_total",
+    "counter",
+    "gateway",
+    "requests that the gateway rejected before it read them, by the causes of pdserve_requests_shed_total",
+    {"cause": SHED_CAUSES},
 )
 HTTP_RUNNING: Final = _metric("pdserve_http_requests_running", "gauge", "gateway", "requests in progress")
 HTTP_TTFT: Final = _metric(

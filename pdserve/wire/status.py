@@ -27,6 +27,7 @@ from pdserve.core.errors import (
     InternalError,
     InvalidRequest,
     KvLost,
+    LoadShed,
     ModelError,
     NotFound,
     NoWorkers,
@@ -96,6 +97,11 @@ TABLE: Final[Mapping[type[PdserveError], Mapped]] = {
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         ("quota",),
         lambda message, fields, retry_after_s: QuotaExceeded(fields["quota"], message, retry_after_s or 0.0),
+    ),
+    LoadShed: Mapped(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        ("cause",),
+        lambda _, fields, retry_after_s: LoadShed(fields["cause"], retry_after_s or 0.0),
     ),
     Unavailable: Mapped(
         grpc.StatusCode.UNAVAILABLE, (), lambda message, _, retry_after_s: Unavailable(message, retry_after_s)

@@ -25,12 +25,14 @@ from pdserve.core.errors import (
     IdInUse,
     InternalError,
     NoWorkers,
+    Overloaded,
     PdserveError,
     QuotaExceeded,
     UnknownModel,
 )
 from pdserve.core.kv.kv_shape import TOY_LAYOUT
 from pdserve.core.protocol import NamedAdapter
+from pdserve.load_gate import EnteredRequest, LoadGate
 from pdserve.prefix.index import PrefixLookup
 from pdserve.telemetry import names, trace_context
 from pdserve.telemetry.tracing import OpenSpan
@@ -69,6 +71,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         *,
         prefix_lookup_s: float,
         held: Shares,
+        gate: LoadGate,
         write_s: float = WRITE_S,
     ) -> None:
         self._runtime = runtime
@@ -80,16 +83,24 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._quotas = quotas
         self._prefix_lookup_s = prefix_lookup_s
         self._held = held
+        self._gate = gate
         self._write_s = write_s
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
+        if self._sheds(request, context):
+            return
         model = self._model()
         traceparent = trace_context.extract(context.invocation_metadata())
         with self._measure.call_span(request, "" if model is None else model.name, traceparent) as span:
             try:
                 tenant = current_tenant()
-                with self._claim(tenant, least_tokens(request)) as claim, self._hold(tenant, request):
-                    await self._generate(request, context, span, claim, tenant)
+                caller = caller_of(tenant.name)
+                with (
+                    self._gate.enter(caller, request.priority) as entered,
+                    self._claim(tenant, least_tokens(request)) as claim,
+                    self._hold(tenant, request),
+                ):
+                    await self._generate(request, context, span, claim, tenant, entered)
                 self._measure.answered(span)
             except PdserveError as error:
                 self._measure.failed_call(span, error)
@@ -186,8 +197,26 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Counts the bytes of the request for its caller. Raises Overloaded."""
         return self._held.body(caller_of(tenant.name), request.ByteSize())
 
+    def _sheds(self, request: inference_pb2.GenerateRequest, context: Any) -> bool:
+        """Whether the gate rejects the call, which has then ended. It has no span and no line in the log."""
+        try:
+            error: PdserveError | None = self._gate.check(caller_of(current_tenant().name), request.priority)
+        except PdserveError as found:  # the caller's key was removed
+            error = found
+        if error is None:
+            return False
+        self._measure.shed(error)
+        status.end(context, error)
+        return True
+
     async def _generate(
-        self, request: inference_pb2.GenerateRequest, context: Any, span: OpenSpan, claim: CallClaim, tenant: Tenant
+        self,
+        request: inference_pb2.GenerateRequest,
+        context: Any,
+        span: OpenSpan,
+        claim: CallClaim,
+        tenant: Tenant,
+        entered: EnteredRequest,
     ) -> None:
         model = self._model()
         if model is None:
@@ -204,16 +233,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         is_scored = prepared.sampling.prompt_logprobs is not None
         cached = await self._cached_blocks(() if is_scored else prepared.block_hashes, span)
         lookup_s = time.monotonic() - prepared_s
-        if len(prepared.samplings) == 1:
+        try:
+            if len(prepared.samplings) > 1:
+                await self._generate_many(prepared, model, cached, context, span, claim, lookup_s, adapter, entered)
+                return
             answer = self._answer(prepared, 0, model, adapter)
             request_id = self._begin(prepared, 0, cached, answer, span, claim, lookup_s, adapter)
             try:
-                await self._stream(answer, context)
+                await self._stream(answer, context, entered)
             finally:
                 self._runtime.leave(request_id, answer)
                 self._delivered(span, [answer])
-        else:
-            await self._generate_many(prepared, model, cached, context, span, claim, lookup_s, adapter)
+        except Overloaded as error:  # raised by the state
+            entered.rejected(error.retry_after_s)
+            raise
 
     def _chosen(self, name: str, model: ModelFacts) -> NamedAdapter:
         """Without a fingerprint: the model alone. Raises UnknownModel."""
@@ -234,6 +267,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         claim: CallClaim,
         lookup_s: float,
         adapter: NamedAdapter,
+        entered: EnteredRequest,
     ) -> None:
         """Sends nothing before every answer was admitted. The first error ends all of them."""
         changed = asyncio.Event()
@@ -250,7 +284,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 if group.error is not None:
                     raise group.error
             changed.set()
-            await self._stream(group, context)
+            await self._stream(group, context, entered)
         finally:
             for request_id, answer in zip(begun, answers, strict=False):  # `begun` is shorter if an answer was rejected
                 self._runtime.leave(request_id, answer)
@@ -378,12 +412,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._measure.looked_up(span, time.monotonic() - began_s, most)
         return cached or {}
 
-    async def _stream(self, answer: Answer | Group, context: Any) -> None:
+    async def _stream(self, answer: Answer | Group, context: Any, entered: EnteredRequest) -> None:
         while True:
             await answer.changed.wait()
             messages_out = answer.drain()
             if answer.error is not None:
                 raise answer.error
+            entered.accepted()
             try:
                 async with asyncio.timeout(self._write_s):
                     for message in messages_out:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, final
 
-from pdserve.core.errors import Cancelled, PdserveError
+from pdserve.core.errors import Cancelled, LoadShed, PdserveError
 from pdserve.core.results import Phase, Slice, Timings
 from pdserve.core.types import Role, Slo
 from pdserve.telemetry import metric_names, names
@@ -230,6 +230,12 @@ class Measure:
     def rejected(self, error: PdserveError) -> None:
         """Counts a call that was rejected before its handler ran."""
         self.error(error.reason)
+
+    def shed(self, error: PdserveError) -> None:
+        """Counts a call that the gate has rejected."""
+        self.error(error.reason)
+        if isinstance(error, LoadShed):
+            self.metrics.add(metric_names.SHED, cause=error.cause)
 
     def over_quota(self, tenant: str, quota: str) -> None:
         self.metrics.add(metric_names.TENANT_QUOTA_REJECTIONS, tenant=self._labels.of(tenant), quota=quota)

@@ -25,6 +25,7 @@ from pdserve.core.access.shares import BYTES_WEIGHT, Shares
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import NO_DEFAULTS, Role, SamplingDefaults, Slo
 from pdserve.listening import PortInUse, bind_error, is_held
+from pdserve.load_gate import LoadGate
 from pdserve.model_source import TOY_MODELS, model_name
 from pdserve.prefix.index import MemoryLookup, PrefixIndex, PrefixLookup
 from pdserve.telemetry import metric_names
@@ -100,6 +101,7 @@ class RouterServer:
         )
         state = RouterState(self._settings)
         self._limits = _limits(config, _sampling_defaults(config))
+        self.gate = LoadGate()  # a gateway in this process shares it
         self._held = Shares(config.max_held_bytes, BYTES_WEIGHT)
         if config.group:
             check_private("group", Path(config.group))
@@ -238,6 +240,7 @@ class RouterServer:
             await asyncio.gather(self._server.stop(STOP_GRACE_S), self._local.stop(STOP_GRACE_S))
         await self._group.close()
         self._runtime.close()
+        self.gate.close()
         for task in self._tasks:
             task.cancel()
         await self._workers.close()
@@ -308,6 +311,7 @@ class RouterServer:
             self._tenants.quotas,
             prefix_lookup_s=self._config.prefix_lookup_s,
             held=self._held,
+            gate=self.gate,
         )
         cluster = ClusterServicer(
             self._runtime,

@@ -27,6 +27,7 @@ EXAMPLES: list[PdserveError] = [
     errors.ModelError("config.json", "absent", "a Hugging Face checkpoint"),
     errors.Overloaded("no placement meets the targets", 1.25),
     errors.QuotaExceeded("tokens_per_minute", "used up", 2.5),
+    errors.LoadShed("front", 1.5),
     errors.Unavailable("draining"),
     errors.Unavailable("restarting", 0.5),
     errors.NoWorkers("decode"),

@@ -1,0 +1,133 @@
+"""A request that the gate rejects gets 429 from its head alone, and its connection stays open."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from pdserve.core.access.gate import Gate
+from pdserve.core.access.shares import OPERATOR
+from pdserve.gateway.connection import SHED_BYTES
+from pdserve.gateway.server import GatewayHost
+from tests.unit.gateway.conftest import Served, gateway, serve
+from tests.unit.gateway.test_limits import OK, code_of, exchange, post, read_one, status_of
+
+Connect = Callable[[str], socket.socket]
+
+
+def gate_of(host: GatewayHost) -> Gate:
+    assert host._gateway is not None
+    return host._gateway.gate.core
+
+
+def close_gate(gate: Gate) -> None:
+    """The cluster rejects requests of an hour of CPU time, so that the gate stays closed for the test."""
+
+    class Closed(dict[int, Any]):
+        def get(self, priority: int, default: Any = None) -> Any:
+            flow = super().get(priority, default)
+            if flow is not None:
+                flow.level_s, flow.passes = -1e6, -1e6
+            return flow
+
+    gate.rejected(OPERATOR, 0, 1.0, 0.0)
+    gate._callers[OPERATOR] = Closed(gate._callers[OPERATOR])
+
+
+def open_gate(gate: Gate) -> None:
+    gate._callers.clear()
+
+
+def test_a_shed_request_keeps_its_connection(toy: Served, raw: Connect) -> None:
+    with gateway(toy.router) as host:
+        connection = raw(host.address)
+        request = post(connection="keep-alive")
+        connection.sendall(request)
+        assert status_of(read_one(connection)) == 200  # the caller is known now
+        close_gate(gate_of(host))
+        for _ in range(3):
+            connection.sendall(request)
+            answer = read_one(connection)
+            assert (status_of(answer), code_of(answer)) == (429, "load_shed")
+            head = answer.partition(b"\r\n\r\n")[0].split(b"\r\n")
+            [retry] = [int(line.split(b":")[1]) for line in head if line.startswith(b"retry-after:")]
+            assert retry in (1, 2)
+        open_gate(gate_of(host))
+        connection.sendall(request)
+        assert status_of(read_one(connection)) == 200
+        assert gate_of(host).running == 0
+        assert 'cause="cluster"} 3.0' in host._metrics.text()
+
+
+def test_the_body_of_a_shed_request_is_dropped_as_it_comes(toy: Served, raw: Connect) -> None:
+    with gateway(toy.router) as host:
+        connection = raw(host.address)
+        connection.sendall(post(connection="keep-alive"))
+        read_one(connection)
+        close_gate(gate_of(host))
+        body = OK[:-1] + b" " * (SHED_BYTES - len(OK)) + b"}"
+        connection.sendall(post(body, connection="keep-alive")[:-60_000])
+        connection.sendall(body[-60_000:])
+        assert code_of(read_one(connection)) == "load_shed"
+        open_gate(gate_of(host))
+        connection.sendall(post(connection="keep-alive"))
+        assert status_of(read_one(connection)) == 200
+
+
+def test_a_shed_request_whose_body_does_not_come_is_dropped(toy: Served, raw: Connect) -> None:
+    with gateway(toy.router, header_s=0.2) as host:
+        connection = raw(host.address)
+        connection.sendall(post(connection="keep-alive"))
+        read_one(connection)
+        close_gate(gate_of(host))
+        connection.sendall(post(connection="keep-alive")[:-5])
+        assert connection.recv(100) == b""
+
+
+def test_large_and_chunked_requests_are_shed_too(toy: Served, raw: Connect) -> None:
+    """Their connections end, because the rest of a body is not read."""
+    with gateway(toy.router) as host:
+        exchange(raw(host.address), post())
+        close_gate(gate_of(host))
+        large = b" " * (SHED_BYTES + 1)
+        for data in (
+            post(large, connection="keep-alive"),
+            post(b"5\r\n", content_length="", transfer_encoding="chunked", connection="keep-alive"),
+            post(b"", content_length=str(2 * SHED_BYTES), expect="100-continue", connection="keep-alive"),
+            post(),
+        ):
+            answer = exchange(raw(host.address), data)
+            assert (status_of(answer), code_of(answer)) == (429, "load_shed")
+        assert gate_of(host).running == 0
+
+
+def test_other_paths_and_health_are_not_shed(toy: Served, raw: Connect) -> None:
+    with gateway(toy.router) as host:
+        exchange(raw(host.address), post())
+        close_gate(gate_of(host))
+        body = json.dumps({"prompt": "hello"}).encode()
+        assert status_of(exchange(raw(host.address), post(body, path="/tokenize"))) == 200
+        assert (
+            status_of(exchange(raw(host.address), b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"))
+            == 200
+        )
+
+
+def test_an_unknown_token_is_checked_before_it_is_shed() -> None:
+    with serve(token="operator") as served, gateway(served.router) as host:
+        connection = http.client.HTTPConnection(host.address, timeout=30.0)
+
+        def status_with(token: str) -> int:
+            headers = {"content-type": "application/json", "authorization": f"Bearer {token}"}
+            connection.request("POST", "/v1/completions", OK, headers)
+            answer = connection.getresponse()
+            answer.read()
+            return answer.status
+
+        assert status_with("operator") == 200
+        close_gate(gate_of(host))
+        assert [status_with(token) for token in ("operator", "wrong", "operator")] == [429, 401, 429]
+        connection.close()

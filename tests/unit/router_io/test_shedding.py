@@ -1,0 +1,75 @@
+"""The router's gate rejects calls before they are read, and learns from the rejections of its state."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from pdserve.core.access.shares import OPERATOR
+from pdserve.core.errors import LoadShed, Overloaded, PdserveError
+from pdserve.telemetry.metrics import Metrics
+from pdserve.v1 import inference_pb2
+from pdserve.wire import status
+from tests.unit.router_io.conftest import Connect, Front, until
+from tests.unit.router_io.processes import Program, Start
+
+REQUEST = inference_pb2.GenerateRequest(
+    text="hello",
+    sampling=inference_pb2.SamplingParams(max_tokens=2),
+    slo=inference_pb2.Slo(ttft_s=60.0, tpot_s=60.0),
+)
+
+
+async def error_of(front: Front, request: inference_pb2.GenerateRequest) -> PdserveError | None:
+    try:
+        async for _ in front.stub.Generate(request):
+            pass
+    except grpc.aio.AioRpcError as error:
+        return status.from_rpc_error(error)
+    return None
+
+
+async def test_a_call_is_shed_with_its_cause(connect: Connect, decode: Program) -> None:
+    metrics = Metrics("router")
+    front = await connect(decode, metrics=metrics)
+    gate = front.server.gate.core
+    assert await error_of(front, REQUEST) is None
+    await until(lambda: gate.running == 0)
+    gate.request_s = 3600.0  # of CPU time: one rejection uses up the budget for the test
+    gate.rejected(OPERATOR, 0, 2.0, front.server.gate.clock())
+    gate._callers[OPERATOR][0].passes = -1e6
+    errors = [await error_of(front, REQUEST) for _ in range(3)]
+    for error in errors:
+        assert isinstance(error, LoadShed)
+        assert error.cause == "cluster"
+        assert 2.0 <= error.retry_after_s <= 4.0
+    text = metrics.text()
+    assert 'pdserve_requests_shed_total{cause="cluster"} 3.0' in text
+    assert 'pdserve_request_errors_total{reason="LOAD_SHED"} 3.0' in text
+    urgent = inference_pb2.GenerateRequest()
+    urgent.CopyFrom(REQUEST)
+    urgent.priority = 1
+    assert await error_of(front, urgent) is None
+
+
+async def test_an_answer_is_noted_as_accepted(connect: Connect, decode: Program) -> None:
+    front = await connect(decode)
+    gate = front.server.gate.core
+    assert await error_of(front, REQUEST) is None
+    [flow] = gate._callers[OPERATOR].values()
+    assert flow.accepted_rps > 0.0
+    await until(lambda: gate.running == 0)
+
+
+async def test_a_rejection_by_the_state_uses_the_budget(connect: Connect, start: Start) -> None:
+    """The queue has no room for all answers of a call."""
+    flags = ("--model=toy", "--worker-id=d2", "--heartbeat-s=0.05", "--max-batch=2", "--inbox-depth=1")
+    front = await connect(start("decode_worker", *flags, "--toy-step-s=0.02"), max_queue=1)
+    gate = front.server.gate.core
+    gate.request_s = 3600.0
+    many = inference_pb2.GenerateRequest(text="hello", n=16, sampling=inference_pb2.SamplingParams(max_tokens=200))
+    error = await error_of(front, many)
+    assert type(error) is Overloaded
+    [flow] = gate._callers[OPERATOR].values()
+    assert flow.level_s < 0.0
+    assert flow.retry_s == pytest.approx(error.retry_after_s)
