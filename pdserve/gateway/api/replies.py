@@ -19,6 +19,7 @@ from pdserve.gateway.api import logprobs, sse
 from pdserve.gateway.api.errors import ErrorReply
 from pdserve.gateway.api.logprobs import BytesOf, EchoedPrompt, TextOffsets, Tokens
 from pdserve.gateway.api.sdk_call import SdkCall
+from pdserve.gateway.api.sse import FrameTemplate
 from pdserve.gateway.tools.plan import AnswerTools, message
 
 
@@ -72,6 +73,12 @@ class ReplyWriter(Writer):
         self._shown, self._answers_each, self._plan = call.shown, call.answers_each, call.tools
         self._frame = sse.padded_frame if call.shown.is_padded else sse.frame
         self._tokens: dict[int, int] = {}  # streamed so far, by answer
+        shown = call.shown
+        # Without these, the chunks of an answer differ in their text only.
+        self._is_plain = not (shown.has_token_ids or shown.has_running_usage or call.tools is not None) and (
+            shown.logprobs is None
+        )
+        self._templates: dict[int, FrameTemplate] = {}  # by answer
 
     # --- a whole answer
 
@@ -126,19 +133,33 @@ class ReplyWriter(Writer):
         self._tokens[piece.index] = self._tokens.get(piece.index, 0) + len(piece.token_ids)
         if not (piece.text or piece.logprobs or self._shown.has_token_ids):
             return b""
+        if self._is_plain:
+            found = self._template(piece.index).frame(piece.text)
+            return sse.padded(found) if self._shown.is_padded else found
         parts = self._parts(piece)
         if parts and self._shown.has_token_ids:
             parts[0]["token_ids"] = list(piece.token_ids)
         chunks = [{"index": piece.index, **part, "finish_reason": None} for part in parts]
         return b"".join(self._chunk(one, prompt_tokens) for one in chunks)
 
+    def _template(self, index: int) -> FrameTemplate:
+        found = self._templates.get(index)
+        if found is None:
+            [part] = self._parts(Piece(text="", token_ids=(), index=index))
+            empty = self._fields_of({"index": index, **part, "finish_reason": None}, 0)
+            found = self._templates[index] = FrameTemplate(sse.frame(empty))
+        return found
+
     def _chunk(self, choice: dict[str, Any], prompt_tokens: int, *, is_long: bool = False) -> bytes:
+        return self._frame(self._fields_of(choice, prompt_tokens), is_long=is_long)
+
+    def _fields_of(self, choice: dict[str, Any], prompt_tokens: int) -> dict[str, Any]:
         chunk = {**self._base(self.part), "choices": [choice]}
         if self._shown.has_running_usage:
             chunk["usage"] = _usage(prompt_tokens, self._tokens.get(choice["index"], 0), None)
         elif self._shown.has_usage:
             chunk["usage"] = None
-        return self._frame(chunk, is_long=is_long)
+        return chunk
 
     def _base(self, kind: str) -> dict[str, Any]:
         head = self._head

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from types import NoneType
-from typing import Any, Final
+from typing import Any, Final, final
 
 import pydantic_core
 
@@ -83,12 +83,30 @@ def frame_pieces(value: Mapping[str, Any]) -> Iterator[bytes]:
 
 
 def padded_frame(value: Mapping[str, Any], *, is_long: bool = False) -> bytes:
-    """With random characters in `obfuscation`, up to a multiple of some bytes: an observer of encrypted chunks cannot
-    tell the lengths of tokens."""
-    found = frame(value, is_long=is_long)
+    return padded(frame(value, is_long=is_long))
+
+
+def padded(found: bytes) -> bytes:
+    """The frame with random characters in `obfuscation`, up to a multiple of some bytes: an observer of encrypted
+    chunks cannot tell the lengths of tokens."""
     num_bytes = len(found) - _FRAMING + len(_PADDING)
     padding = secrets.token_hex(PADDED_BYTES)[: -num_bytes % PADDED_BYTES]
     return b'%s,"obfuscation":"%s"}\n\n' % (found[:-3], padding.encode())
+
+
+@final
+class FrameTemplate:
+    """Frames that differ in one text only. A frame costs a tenth of its encoding as a whole."""
+
+    __slots__ = ("_after", "_before")
+
+    def __init__(self, empty: bytes) -> None:
+        """`empty`: the frame in which this text, and no other value after it, is empty."""
+        self._before, _, self._after = empty.rpartition(b'""')
+
+    def frame(self, text: str) -> bytes:
+        written: bytes = pydantic_core.to_json(text)
+        return b"%b%b%b" % (self._before, written if text.isascii() else _one_line(written), self._after)
 
 
 def _one_line(found: bytes) -> bytes:

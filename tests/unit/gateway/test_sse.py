@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import pydantic_core
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from pdserve.client.results import Piece
 from pdserve.gateway.api import sse
+from pdserve.gateway.api.replies import ChatWriter, Head, TextWriter
 from pdserve.gateway.api.sse import SLICE, to_json, to_json_pieces
-from pdserve.gateway.respond import PAUSE_BYTES, Sender, encoded, send_whole
+from pdserve.gateway.respond import PAUSE_BYTES, Sender, TokenTable, encoded, send_whole
+from tests.unit.gateway.test_steps import BESIDE, READ
 
 TEXT = 'a\x85b\u2028c\u2029d\n\x0b\x0c\x1c\x1d\x1ee\\u2028"é日'
 
@@ -140,3 +145,47 @@ def test_a_long_frame_is_encoded_in_pieces(make: Any, monkeypatch: pytest.Monkey
     assert found.keys() == whole.keys()
     assert (found["choices"], found["usage"]) == (whole["choices"], whole["usage"])
     assert max(sizes) < 2 * SLICE * len(json.dumps(top[1]))
+
+
+# --- templates ------------------------------------------------------------------------------------------------
+
+WRITERS = {"/v1/chat/completions": ChatWriter, "/v1/completions": TextWriter}
+USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+RUNNING = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+STREAMS: Mapping[str, dict[str, Any]] = {
+    "plain": {"stream": True},
+    "usage": USAGE,
+    "running usage": RUNNING,
+    "padded": {"stream": True, "stream_options": {"include_obfuscation": True}},
+    "not padded": {"stream": True, "stream_options": {"include_obfuscation": False}},
+    "token ids": {"stream": True, "return_token_ids": True},
+    "two answers": {"stream": True, "n": 2, "temperature": 1.0},
+}
+
+
+def frames(path: str, fields: dict[str, Any], texts: list[str], *, is_plain: bool) -> bytes:
+    """Of the pieces of a stream. `is_plain`: by templates where these fit."""
+    call = READ[path]({**BESIDE[path], **fields})
+    head = Head(request_id='r"\u2028', model='a "model" \x85, "text":""', created_s=7)
+    writer = WRITERS[path](head, call, TokenTable())
+    if not is_plain:
+        writer._is_plain = False
+    pieces = [Piece(text=text, token_ids=(1, 2), index=number % 2) for number, text in enumerate(texts)]
+    return b"".join(frame for one in pieces for frame in writer.pieces((one,), 3))
+
+
+@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("path", WRITERS)
+@given(texts=st.lists(st.text(max_size=8) | st.sampled_from([TEXT, "", '""', '\\"', "\x00\x7f", "\ud83d\ude00"])))
+def test_a_template_makes_the_same_frames(path: str, name: str, texts: list[str]) -> None:
+    texts = [one.encode("utf-8", "replace").decode() for one in texts]  # protobuf has no lone surrogates
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sse.secrets, "token_hex", lambda size: "0123456789abcdef" * (size // 8))
+        found, whole = (frames(path, STREAMS[name], texts, is_plain=one) for one in (True, False))
+    assert found == whole
+
+
+def test_a_template_rejects_what_the_encoder_rejects() -> None:
+    for make in (sse.FrameTemplate(sse.frame({"text": ""})).frame, lambda text: sse.frame({"text": text})):
+        with pytest.raises(pydantic_core.PydanticSerializationError):
+            make("\ud800")
