@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -244,10 +244,12 @@ class Sender:
     async def end_stream(self, pieces: Iterable[bytes]) -> None:
         """Sends them in parts, so that they need not be held at once."""
         part = b""
-        async for following in _parts(pieces):
+        for following in _parts(pieces):
             if part:
                 await self({"type": "http.response.body", "body": part, "more_body": True})
             part = following
+            if len(part) > PAUSE_BYTES:
+                await asyncio.sleep(0)
         await self({"type": "http.response.body", "body": part, "more_body": False})
 
 
@@ -339,8 +341,10 @@ class _Answer:
             frames = self.writer.pieces((piece,), answers.prompt_tokens[prompt])
             if self.is_scored and self.echoes:  # The prompt's tokens come in one frame.
                 frames = [await asyncio.to_thread(b"".join, frames)]
-            async for part in _parts(frames):
+            for part in _parts(frames):
                 await self.send({"type": "http.response.body", "body": part, "more_body": True})
+                if len(part) > PAUSE_BYTES:
+                    await asyncio.sleep(0)
             piece = await anext(pieces, None)
         if self.watch.done():
             return 499
@@ -369,18 +373,22 @@ def _headers(request_id: str, ignored: Iterable[str]) -> tuple[tuple[bytes, byte
 
 async def encoded(value: Mapping[str, Any]) -> bytes:
     """The same as to_json. Others of the event loop run in between."""
-    return b"".join([part async for part in _parts(sse.to_json_pieces(value))])
+    found = []
+    for part in _parts(sse.to_json_pieces(value)):
+        found.append(part)
+        if len(part) > PAUSE_BYTES:
+            await asyncio.sleep(0)
+    return b"".join(found)
 
 
-async def _parts(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
-    """The pieces, joined to parts of over PAUSE_BYTES. Others of the event loop run in between."""
+def _parts(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """The pieces, joined to parts. All but the last have over PAUSE_BYTES, and the caller pauses after those."""
     part = bytearray()
     for piece in pieces:
         part += piece
         if len(part) > PAUSE_BYTES:
             yield bytes(part)
             part.clear()
-            await asyncio.sleep(0)
     if part:
         yield bytes(part)
 
