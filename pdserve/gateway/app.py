@@ -18,6 +18,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp
 
 from pdserve.build import FULL_VERSION
 from pdserve.client.aio import AsyncClient
@@ -185,7 +186,7 @@ class Gateway:
         self._generating = 0
 
     def app(self) -> Starlette:
-        app = Starlette(
+        app = _Application(
             routes=[
                 *(self._route(path, "POST", self._generation(kind)) for path, kind in GENERATION_PATHS.items()),
                 self._route("/v1/models", "GET", self._models),
@@ -227,6 +228,9 @@ class Gateway:
             ],
             exception_handlers={404: _no_such_path, 405: _wrong_method},
         )
+        app.direct = {
+            one.path: one.app for one in app.routes if isinstance(one, Route) and one.path in GENERATION_PATHS
+        }
         app.router.redirect_slashes = False  # to an address that the caller's host header would name
         return app
 
@@ -505,6 +509,21 @@ class Gateway:
             pairs.append((b"connection", b"close"))  # the rest of the body is never read
         await send_json(sent, found.status, sse.to_json(found.body), tuple(pairs))
         return found.status
+
+
+@final
+class _Application(Starlette):
+    """Calls the endpoints of `direct` itself: for an answer of many chunks, Starlette's routing and middleware take as
+    long as the gateway's own work. Its middleware only turns errors into answers, which the endpoints do themselves."""
+
+    direct: Mapping[str, ASGIApp] = {}  # by path; all are called by POST
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        found = self.direct.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if found is None:
+            await super().__call__(scope, receive, send)
+        else:
+            await found(scope, receive, send)
 
 
 @final
