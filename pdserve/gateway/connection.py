@@ -45,6 +45,7 @@ LINGER_S: Final = 5.0
 LINGER_BYTES: Final = 64 * 2**20
 # Heads and chunked bodies are parsed in pieces of this size, so that little is parsed beyond a limit.
 PIECE_BYTES: Final = 1024
+MAX_HELD_BYTES: Final = 65_536  # of one turn of the event loop, before they are sent
 # A byte of a body may have this many bytes of framing; a chunk of two bytes has 2.5 for each.
 FRAMING_SHARE: Final = 4
 _HOST: Final = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")
@@ -133,7 +134,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
         self._body_bytes = self._framing_bytes = self._trailer_bytes = 0  # of that body
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(transport)
+        super().connection_made(_BatchingTransport(transport, self.loop))  # type: ignore[arg-type]
         self._is_open = True
         self._host = host_of(transport)
         self._all.num_open += 1
@@ -416,6 +417,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
         head, body = _rejection(status, kind, code, message)
         is_head = self.parser is not None and self.parser.get_method() == b"HEAD"
         self.transport.write(head if is_head else head + body)
+        self.transport.flush()
         self._linger()
 
     def _reject_busy(self) -> None:
@@ -431,6 +433,46 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
             with contextlib.suppress(OSError):  # the client has closed the connection
                 self.transport.write_eof()
         self.flow.resume_reading()
+
+
+@final
+class _BatchingTransport:
+    """Sends all that one turn of the event loop writes at once, at the end of the turn: a system call costs more than
+    the chunk of a token."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._call_soon = transport, loop.call_soon
+        self._held: list[bytes] = []
+        self._held_bytes = 0
+        self.get_extra_info, self.is_closing = transport.get_extra_info, transport.is_closing
+        self.pause_reading, self.resume_reading = transport.pause_reading, transport.resume_reading
+        self.can_write_eof = transport.can_write_eof
+
+    def write(self, data: bytes) -> None:
+        if not self._held:
+            self._call_soon(self.flush)
+        self._held.append(data)
+        self._held_bytes += len(data)
+        if self._held_bytes > MAX_HELD_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._held:
+            data, self._held, self._held_bytes = b"".join(self._held), [], 0
+            if not self.is_closing():  # the client has not disconnected
+                self._transport.write(data)
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
+
+    def abort(self) -> None:
+        self.flush()
+        self._transport.abort()
+
+    def write_eof(self) -> None:
+        self.flush()
+        self._transport.write_eof()
 
 
 @final

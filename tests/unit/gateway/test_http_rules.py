@@ -14,7 +14,14 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from pdserve.gateway.arrivals import _EarlyBytes
-from pdserve.gateway.connection import LINGER_BYTES, PIECE_BYTES, Connection, ConnectionLimits, Connections
+from pdserve.gateway.connection import (
+    LINGER_BYTES,
+    MAX_HELD_BYTES,
+    PIECE_BYTES,
+    Connection,
+    ConnectionLimits,
+    Connections,
+)
 from tests.unit.gateway.conftest import Served, gateway, read_all, serve, until
 from tests.unit.gateway.test_limits import code_of, exchange, read_one, status_of
 
@@ -259,6 +266,33 @@ async def test_parts_within_their_limits_are_taken() -> None:
     connection.connection_lost(None)
 
 
+async def test_what_one_turn_writes_is_sent_at_once() -> None:
+    connection, wire = connect()
+    for data in (b"head", b"chunk"):
+        connection.transport.write(data)
+    assert not wire.written
+    await asyncio.sleep(0)
+    assert wire.written == b"headchunk"
+    connection.transport.write(b"next")
+    await asyncio.sleep(0)
+    assert wire.written == b"headchunknext"
+    connection.transport.write(bytes(MAX_HELD_BYTES + 1))
+    assert len(wire.written) > MAX_HELD_BYTES  # a long part is not held
+
+
+@pytest.mark.parametrize("end", ["close", "abort"])
+async def test_an_end_sends_what_was_written_before(end: str) -> None:
+    """asyncio's transport would have sent it already."""
+    connection, wire = connect()
+    connection.transport.write(b"the last chunk")
+    getattr(connection.transport, end)()
+    assert wire.written == b"the last chunk"
+    assert wire.is_aborted
+    connection.transport.write(b"too late")
+    await asyncio.sleep(0)
+    assert wire.written == b"the last chunk"
+
+
 @pytest.mark.parametrize("kept", [b"keep-alive", b"close"])
 async def test_dropped_bytes_are_counted(kept: bytes) -> None:
     """After a pipelined request, data is dropped while the answer runs."""
@@ -276,7 +310,7 @@ def test_framing_that_does_not_end_is_answered_in_time(toy: Served, raw: Connect
     with gateway(toy.router, header_s=0.3, body_s=600.0) as host:
         answer = exchange(raw(host.address), tokenize(CHUNKED) + b"1\r\n{\r\n" + rest + b"0" * 2000)
         assert (status_of(answer), code_of(answer)) == (408, "deadline")
-        until(lambda: not host._server._connections.num_open)
+        until(lambda: not host._connections.num_open)
 
 
 def test_bytes_after_a_handshake_are_not_collected() -> None:
