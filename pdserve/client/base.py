@@ -71,18 +71,13 @@ class AnswerBuilder:
     def take(self, message: inference_pb2.GenerateResponse) -> Piece | None:
         """Returns the piece that the message contains, if any."""
         event = message.WhichOneof("event")
+        if event == "delta":
+            return self._took(message.delta)
         if event == "started":
             self.request_id = message.started.request_id
             self.prompt_tokens = message.started.prompt_tokens
             self.reasoning = message.started.reasoning if message.started.HasField("reasoning") else None
             self._call.answered_by(message.started.model)
-        elif event == "delta" and (message.delta.text or message.delta.token_ids):
-            piece = results.PIECE.decode(message.delta)
-            self.has_begun = True
-            if self._keeps_pieces:
-                self._pieces.append(piece)
-            self._call.took_chunk()
-            return piece
         elif event == "prompt_logprobs":
             self._scored(message.prompt_logprobs)
         elif event == "finished":
@@ -90,6 +85,16 @@ class AnswerBuilder:
             if len(self._finished) == self._num_answers:
                 self._completion = self._complete()
         return None
+
+    def _took(self, delta: inference_pb2.Delta) -> Piece | None:
+        piece = results.piece(delta)
+        if not (piece.text or piece.token_ids):
+            return None
+        self.has_begun = True
+        if self._keeps_pieces:
+            self._pieces.append(piece)
+        self._call.took_chunk()
+        return piece
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprob | None, ...]:

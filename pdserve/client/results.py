@@ -90,7 +90,6 @@ class Model:
     tenant: str | None = None  # of the caller; empty for the operator, None if the router does not say
     aliases: tuple[str, ...] = ()  # further names of the model
     adapters: tuple[str, ...] = ()  # names of LoRA adapters that requests may choose as their model
-    is_mock: bool = False  # the workers compute no model, and their texts mean nothing
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -197,7 +196,7 @@ class Explanation:
 
 
 TOKEN_LOGPROB: Final = Codec(TokenLogprob, inference_pb2.TokenLogprobs, special={"top": TOPS})
-PIECE: Final = Codec(Piece, inference_pb2.Delta, nested=(TOKEN_LOGPROB,))
+_PIECE: Final = Codec(Piece, inference_pb2.Delta, nested=(TOKEN_LOGPROB,))
 _CHOICE: Final = Codec(
     Choice,
     inference_pb2.Finished,
@@ -218,6 +217,13 @@ _TOPOLOGY: Final = Codec(
 )
 _CANDIDATE: Final = Codec(ExplainedCandidate, cluster_pb2.Candidate, is_lenient=True)
 EXPLANATION: Final = Codec(Explanation, cluster_pb2.ExplainResponse, nested=(_CANDIDATE,), is_lenient=True)
+
+
+def piece(delta: inference_pb2.Delta) -> Piece:
+    """Nearly all messages of a stream are pieces without logprobs, so these are read without the codec."""
+    if delta.logprobs:
+        return _PIECE.decode(delta)
+    return Piece(text=delta.text, token_ids=tuple(delta.token_ids), index=delta.index)
 
 
 def choice(pieces: Sequence[Piece], finished: inference_pb2.Finished) -> Choice:
