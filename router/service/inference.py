@@ -9,8 +9,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, final
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, Self, final
 
 import grpc.aio
 from google.protobuf.message import Message
@@ -30,7 +30,6 @@ from pdserve.core.errors import (
     QuotaExceeded,
     UnknownModel,
 )
-from pdserve.core.kv.kv_shape import TOY_LAYOUT
 from pdserve.core.protocol import NamedAdapter
 from pdserve.load_gate import EnteredRequest, LoadGate
 from pdserve.prefix.index import PrefixLookup
@@ -138,7 +137,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             max_new_tokens=min(self._admission.limits.max_new_tokens, model.max_context_tokens - 1),
             tenant=tenant,
             adapters=self._adapters.names,
-            is_mock=model.fingerprint.shape.layout == TOY_LAYOUT,
         )
 
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Any) -> inference_pb2.TokenizeResponse:
@@ -240,7 +238,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             answer = self._answer(prepared, 0, model, adapter)
             request_id = self._begin(prepared, 0, cached, answer, span, claim, lookup_s, adapter)
             try:
-                await self._stream(answer, context, entered)
+                await write_answer(answer, context.write, self._write_s, entered.accepted)
             finally:
                 self._runtime.leave(request_id, answer)
                 self._delivered(span, [answer])
@@ -284,7 +282,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 if group.error is not None:
                     raise group.error
             changed.set()
-            await self._stream(group, context, entered)
+            await write_answer(group, context.write, self._write_s, entered.accepted)
         finally:
             for request_id, answer in zip(begun, answers, strict=False):  # `begun` is shorter if an answer was rejected
                 self._runtime.leave(request_id, answer)
@@ -412,18 +410,64 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._measure.looked_up(span, time.monotonic() - began_s, most)
         return cached or {}
 
-    async def _stream(self, answer: Answer | Group, context: Any, entered: EnteredRequest) -> None:
-        while True:
-            await answer.changed.wait()
-            messages_out = answer.drain()
-            if answer.error is not None:
-                raise answer.error
-            entered.accepted()
-            try:
-                async with asyncio.timeout(self._write_s):
+
+async def write_answer(
+    answer: Answer | Group,
+    write: Callable[[Message], Awaitable[None]],
+    write_s: float,
+    accepted: Callable[[], None] = lambda: None,
+) -> None:
+    """Writes messages as they come. `accepted` is called before each write. Raises the answer's error, and Cancelled if
+    a write takes longer than `write_s`."""
+    changed = answer.changed
+    try:
+        async with asyncio.timeout(None) as limit:
+            with _WriteWatch(limit, write_s) as watch:
+                while True:
+                    await changed.wait()
+                    messages_out = answer.drain()
+                    if answer.error is not None:
+                        raise answer.error
+                    accepted()
+                    watch.begin()
                     for message in messages_out:
-                        await context.write(message)
-            except TimeoutError:
-                raise Cancelled(f"the reader took nothing for {self._write_s:g} s") from None
-            if answer.is_over and not answer.changed.is_set():
-                return
+                        await write(message)
+                    watch.end()
+                    if answer.is_over and not changed.is_set():
+                        return
+    except TimeoutError:
+        raise Cancelled(f"the reader took nothing for {write_s:g} s") from None
+
+
+@final
+class _WriteWatch:
+    """Lets `limit` expire when a write takes longer than `most_s`. One timer for the whole stream, because setting one
+    for each write would take as long as the write."""
+
+    def __init__(self, limit: asyncio.Timeout, most_s: float) -> None:
+        self._limit, self._most_s = limit, most_s
+        self._now_s = asyncio.get_running_loop().time
+        self._began_s: float | None = None  # of the present write
+
+    def begin(self) -> None:
+        self._began_s = self._now_s()
+
+    def end(self) -> None:
+        self._began_s = None
+
+    def __enter__(self) -> Self:
+        self._look_after(self._most_s)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._timer.cancel()
+
+    def _look_after(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        spent_s = 0.0 if self._began_s is None else self._now_s() - self._began_s
+        if spent_s < self._most_s:
+            self._look_after(self._most_s - spent_s)
+        else:
+            self._limit.reschedule(self._now_s())

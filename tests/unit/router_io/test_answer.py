@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import pytest
 
 from pdserve.core.errors import Cancelled, InternalError, KvLost
@@ -12,6 +15,7 @@ from pdserve.text.stops import THINK_MARKS, ReasoningSplit
 from pdserve.text.tokenizer import ToyTokenizer
 from pdserve.v1 import inference_pb2
 from router.service.answer import Answer
+from router.service.inference import write_answer
 from router.state.interface import FinishRequest, Outcome
 
 
@@ -60,6 +64,50 @@ def test_a_reader_too_far_behind_is_disconnected() -> None:
     one.take(tokens("abcde"))
     assert isinstance(one.error, Cancelled)
     assert one.take(tokens("f")) is None
+
+
+async def test_a_reader_may_take_long_over_a_stream_that_has_nothing_for_it() -> None:
+    one, sent = answer(), []
+    limit_s = 0.01
+
+    async def write(message: Any) -> None:
+        sent.append(message)
+
+    writing = asyncio.create_task(write_answer(one, write, write_s=limit_s))
+    for text in "abc":
+        await asyncio.sleep(3 * limit_s)
+        one.take(tokens(text))
+        while not sent or sent[-1].delta.text != text:
+            await asyncio.sleep(0)
+    one.finish(end(3))
+    await writing
+    assert kinds(sent) == ["started", "delta", "delta", "delta", "finished"]
+
+
+async def test_a_write_that_takes_too_long_is_a_disconnect() -> None:
+    one, never, began = answer(), asyncio.Event(), asyncio.Event()
+
+    async def write(message: Any) -> None:
+        if message.HasField("delta"):
+            began.set()
+            await never.wait()
+
+    writing = asyncio.create_task(write_answer(one, write, write_s=0.05))
+    await asyncio.sleep(0.03)  # the time of the write counts, and not that of the stream
+    one.take(tokens("a"))
+    await began.wait()
+    began_s = asyncio.get_running_loop().time()
+    with pytest.raises(Cancelled, match=r"the reader took nothing for 0\.05 s"):
+        await writing
+    assert asyncio.get_running_loop().time() - began_s > 0.045
+
+
+async def test_a_cancelled_stream_is_no_slow_reader() -> None:
+    writing = asyncio.create_task(write_answer(answer(), lambda message: asyncio.sleep(0), write_s=60.0))
+    await asyncio.sleep(0)
+    writing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await writing
 
 
 def test_a_stop_string_overrides_the_workers_reason() -> None:
