@@ -115,9 +115,15 @@ class ByteDetokenizer:
     def __init__(self, piece: Callable[[int], bytes]) -> None:
         self._piece = piece
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_within = False  # a character may be incomplete
 
     def push(self, token_ids: Iterable[int]) -> str:
-        return self._decoder.decode(b"".join(map(self._piece, token_ids)))
+        data = b"".join(map(self._piece, token_ids))
+        if data.isascii() and not self._is_within:  # a third of the decoder's time
+            return data.decode()
+        text = self._decoder.decode(data)
+        self._is_within = bool(self._decoder.getstate()[0])
+        return text
 
     def finish(self) -> str:
         return self._decoder.decode(b"", True)

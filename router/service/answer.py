@@ -59,6 +59,7 @@ class Answer:
         self._detokenizer = detokenizer
         self._split = split if sampling.stop else None
         self._stops = StopMatcher(sampling.stop, is_stop_included=sampling.include_stop_in_output)
+        self._has_stops = bool(sampling.stop)
         ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_token_ids))
         self._end_ids = ends
         # The end of a structured document ends the answer even with ignore_eos or before min_tokens
@@ -72,7 +73,8 @@ class Answer:
         self._scores: list[inference_pb2.PromptLogprobs] = []
         self._last_id: int | None = None
         self._stop: str | None = None
-        self._deltas: list[inference_pb2.Delta] = []  # pending, oldest first
+        self._messages: list[inference_pb2.GenerateResponse] = []  # pending deltas, oldest first
+        self._delta: inference_pb2.Delta | None = None  # the last of them
         self._num_pending = 0  # tokens in them
         self._finished: inference_pb2.Finished | None = None
 
@@ -149,9 +151,9 @@ class Answer:
     def drain(self) -> list[inference_pb2.GenerateResponse]:
         """Takes everything that may be sent now, in as few messages as possible. Empty before the first token."""
         self.changed.clear()
-        messages = self.opening() if self._deltas or self._finished is not None else []
-        messages += [inference_pb2.GenerateResponse(delta=delta) for delta in self._deltas]
-        self._deltas, self._num_pending = [], 0
+        messages = self.opening() if self._messages or self._finished is not None else []
+        messages += self._messages
+        self._messages, self._delta, self._num_pending = [], None, 0
         if self._finished is not None:
             messages.append(inference_pb2.GenerateResponse(finished=self._finished))
             self._finished = None
@@ -162,27 +164,34 @@ class Answer:
 
     def _add(self, token: TokenOut) -> None:
         self.num_tokens += 1
-        self._last_id = token.token_id
-        if not self._deltas or len(self._deltas[-1].token_ids) == MAX_DELTA_TOKENS:
-            self._deltas.append(inference_pb2.Delta())
+        self._last_id = token_id = token.token_id
+        delta = self._delta
+        # The length of the field is read only if so many tokens are pending at all.
+        if delta is None or (self._num_pending >= MAX_DELTA_TOKENS and len(delta.token_ids) == MAX_DELTA_TOKENS):
+            delta = self._begin_delta()
         self._num_pending += 1
-        delta = self._deltas[-1]
-        delta.token_ids.append(token.token_id)
+        delta.token_ids.append(token_id)
         if token.logprob is not None:
             self._logprob_sum += token.logprob
-        if token.logprob is not None and self._shows_logprobs:
-            delta.logprobs.append(convert.logprobs_to_proto(token))
-        is_end = token.token_id in self._document_end_ids or (
-            token.token_id in self._end_ids and self.num_tokens > self._sampling.min_tokens
+            if self._shows_logprobs:
+                delta.logprobs.append(convert.logprobs_to_proto(token))
+        is_end = token_id in self._document_end_ids or (
+            token_id in self._end_ids and self.num_tokens > self._sampling.min_tokens
         )
         if not is_end or self._sampling.include_stop_in_output:
-            self._write(self._match(self._detokenizer.push((token.token_id,))))
+            text = self._detokenizer.push((token_id,))
+            self._write(self._match(text) if self._has_stops else text)
+
+    def _begin_delta(self) -> inference_pb2.Delta:
+        message = inference_pb2.GenerateResponse()
+        self._messages.append(message)
+        self._delta = delta = message.delta
+        return delta
 
     def _write(self, text: str) -> None:
         if text:
-            if not self._deltas:
-                self._deltas.append(inference_pb2.Delta())
-            self._deltas[-1].text += text
+            delta = self._begin_delta() if self._delta is None else self._delta
+            delta.text += text
 
     def _match(self, text: str) -> str:
         """The text that may be sent after `text` was added."""
