@@ -289,26 +289,27 @@ class Workers:
         if self._attached.get(stream.worker_id) is not stream:
             return
         try:
-            if message.HasField("kv_events"):
-                self._feed_index(stream, message.kv_events)
-                return
-            if message.HasField("prompt_scored"):
-                self._on_scored(message.prompt_scored)
-                return
-            if message.HasField("kv_links"):
-                self.links.reported(stream.worker_id, message.kv_links.links)
-                return
-            if message.HasField("log"):
-                self.logs.reported(stream.worker_id, message.log.lines)
-                return
-            if message.HasField("adapters"):
-                report = read_report(message.adapters)
-                self._on_event(AdaptersChanged(worker_id=stream.worker_id, adapters=report.loaded))
-                self.adapters.reported(stream.worker_id, report)
-                return
-            if message.HasField("adapter_loaded"):
-                self.adapters.loaded(stream.worker_id, message.adapter_loaded)
-                return
+            match message.WhichOneof("message"):
+                case "kv_events":
+                    self._feed_index(stream, message.kv_events)
+                    return
+                case "prompt_scored":
+                    self._on_scored(message.prompt_scored)
+                    return
+                case "kv_links":
+                    self.links.reported(stream.worker_id, message.kv_links.links)
+                    return
+                case "log":
+                    self.logs.reported(stream.worker_id, message.log.lines)
+                    return
+                case "adapters":
+                    report = read_report(message.adapters)
+                    self._on_event(AdaptersChanged(worker_id=stream.worker_id, adapters=report.loaded))
+                    self.adapters.reported(stream.worker_id, report)
+                    return
+                case "adapter_loaded":
+                    self.adapters.loaded(stream.worker_id, message.adapter_loaded)
+                    return
             event = decode_response(stream.worker_id, message)
         except InvalidRequest as error:
             self.num_invalid += 1

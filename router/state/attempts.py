@@ -222,7 +222,8 @@ def on_released(cluster: ClusterState, event: Released) -> Sequence[Command | En
 
 def _on_row(cluster: ClusterState, worker_id: str, row: TokenRow, commands: list[Command]) -> None:
     """Appends to `commands`."""
-    found = _present(cluster, worker_id, row.request_id, row.attempt)
+    _, request_id, attempt = row.key
+    found = _present(cluster, worker_id, request_id, attempt)
     if found is None:
         return
     request, placement = found
@@ -240,7 +241,7 @@ def _on_row(cluster: ClusterState, worker_id: str, row: TokenRow, commands: list
     if not cluster.move(request, Move.TOKENS):
         return
     view = cluster.fleet.workers[worker_id]
-    reservation = view.reservations[request.request_id, request.attempt]
+    reservation = view.reservations[request_id, attempt]
     if reservation.prefill_tokens:
         spent_s = cluster.now_s - request.placed_s - request.awaits_s
         view.first_tokens.observe(spent_s - row.queue_s - row.prefill_s)
@@ -251,7 +252,8 @@ def _on_row(cluster: ClusterState, worker_id: str, row: TokenRow, commands: list
         _account_prefill(request, row.queue_s - request.grant_s, row.prefill_s, worker_id)
         request.timeline.close(Phase.MESSAGES, cluster.now_s, request.attempt, works_on=True)
         _prefilled(request, worker_id, view.hello.block_size, row)
-    _account_decode(request, row, worker_id)
+    if row.decode_s or row.decode_queue_s or row.preempted_s or row.preemptions:  # few rows report any
+        _account_decode(request, row, worker_id)
     if tokens:
         view.grew(reservation, len(tokens))
         commands.append(_emit(cluster, request, tokens))
@@ -278,17 +280,18 @@ def _present(cluster: ClusterState, worker_id: str, request_id: str, attempt: in
     """The request and its placement if the message belongs to the current attempt. Otherwise counts a late message and
     returns None."""
     request = cluster.requests.get(request_id)
+    placement = None if request is None else request.placement
     if (
         request is None
+        or placement is None
         or request.attempt != attempt
-        or request.placement is None
-        or worker_id not in request.placement.workers
+        or worker_id not in (placement.decode_worker, placement.prefill_worker)
         or request_id in cluster.ended
         or (worker_id, attempt) not in request.reservations
     ):
         cluster.counters["late"] += 1
         return None
-    return request, request.placement
+    return request, placement
 
 
 def _wrong_sender(cluster: ClusterState, request: Request, move: Move) -> None:
@@ -322,7 +325,7 @@ def _emit(cluster: ClusterState, request: Request, tokens: Sequence[TokenOut]) -
         request.first_token_s = cluster.now_s
     request.last_token_s = cluster.now_s
     first_index = len(request.output)
-    request.output.extend(token.token_id for token in tokens)
+    request.output.extend([token.token_id for token in tokens])
     return EmitTokens(request_id=request.request_id, first_index=first_index, tokens=tuple(tokens))
 
 
