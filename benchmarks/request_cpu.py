@@ -32,6 +32,7 @@ from pdserve.core.kv.kv_shape import Fingerprint, KvShape
 from pdserve.core.results import Timings, Usage
 from pdserve.core.types import FinishReason, Path, Role, Sampling, Slo
 from pdserve.launch.settings import bundled_model
+from pdserve.load_gate import LoadGate
 from pdserve.prefix.index import MemoryLookup, PrefixIndex
 from pdserve.telemetry import names
 from pdserve.telemetry.logs import FieldFormatter
@@ -126,6 +127,7 @@ class Router:
             Quotas(),
             prefix_lookup_s=0.05,
             held=Shares(2**28, BYTES_WEIGHT),
+            gate=LoadGate(),
         )
         for name, role in (("p0", Role.PREFILL), ("p1", Role.PREFILL), ("d0", Role.DECODE), ("d1", Role.DECODE)):
             self.runtime.submit(_connected(name, role))

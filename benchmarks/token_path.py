@@ -231,6 +231,7 @@ def servicer_of(router: RouterServer) -> InferenceServicer:
         router._tenants.quotas,
         prefix_lookup_s=0.05,
         held=router._held,
+        gate=router.gate,
     )
 
 

@@ -154,6 +154,14 @@ class TemplateSources:
     named_tokens: Mapping[str, str]
 
 
+#: Of the toy models.
+TOY_TEMPLATES: Final = TemplateSources(
+    "{% for one in messages %}{{ one.role }}: {{ one.content or '' }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}",
+    None,
+    {},
+)
+
 Probe = Callable[[Callable[[], str]], str | None]  # None: it has no end, or needs too much memory
 
 

@@ -11,11 +11,11 @@ CHOICE more, and as many as the returning budget allows. So no flow whose reques
 others send, and the cluster always has more requests to choose from than it accepts.
 
 **front.** The event loop cannot keep up: in ON_INTERVALS intervals in a row, and for ON_LASTS_S, timers were at least
-ON_S late and did not recover, the loop itself used OWN_SHARE of a core, and at least LEAST_RUNNING requests were running.
-One long pause, a slow start, or a machine that is busy with other work does not meet all of these. The number of running
-requests is then limited, first to what the loop kept up with before. The limit follows the delay: it is cut while the
-delay is above TARGET_S, and raised while it is below and requests are rejected. It is dropped once it has rejected
-nothing for OFF_S. Callers share it as they share connections (shares.py).
+ON_S late and did not recover, the loop itself used OWN_SHARE of a core, and at least LEAST_RUNNING requests were
+running. One long pause, a slow start, or a machine that is busy with other work does not meet all of these. The
+number of running requests is then limited, first to what the loop kept up with before. The limit follows the delay:
+it is cut while the delay is above TARGET_S, and raised while it is below and requests are rejected. It is dropped
+once it has rejected nothing for OFF_S. Callers share it as they share connections (shares.py).
 
 The CPU time of a running request is what its tokens cost, so a limit on running requests also holds for long answers.
 
