@@ -6,6 +6,7 @@ it. Everything runs on one event loop.
 - Each call runs in a task of its own, with its own copy of the context variables.
 - Messages are passed by reference. A message that was written belongs to its reader, so a handler writes each one once
   and does not change it afterwards. It does not change a request either, because the client may send it again.
+- At most MAX_BEGUN calls begin in one turn of the event loop, because each may compute for some milliseconds.
 - A writer waits while its reader is more than MAX_AHEAD messages behind.
 - Status, details, deadline and cancellation are those of grpc.aio (tests/unit/wire/test_local_channel.py compares).
 
@@ -31,6 +32,7 @@ import grpc.aio
 log = logging.getLogger(__name__)
 
 MAX_AHEAD: Final = 8  # messages that were written and not read
+MAX_BEGUN: Final = 4  # calls in one turn of the event loop: a client may begin hundreds at once
 #: gRPC's name for a peer on a unix socket: a client of this process counts as one on this host.
 PEER: Final = "unix:"
 EOF: Final[Any] = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in its stubs
@@ -292,7 +294,9 @@ class LocalServer:
         for one in reversed(interceptors):
             self._find = partial(one.intercept_service, self._find)
         self._context = contextvars.copy_context()
-        self._running: dict[asyncio.Task[None], tuple[LocalChannel, _Serving]] = {}
+        self._running: dict[_Serving, LocalChannel] = {}  # also those that have not begun
+        self._waiting: deque[tuple[_Serving, Any]] = deque()  # calls and their requests, for the next turns of the loop
+        self._num_begun = 0  # in this turn
         self._has_ended = False
 
     def add_generic_rpc_handlers(self, handlers: object) -> None:
@@ -304,12 +308,12 @@ class LocalServer:
     async def stop(self, grace_s: float) -> None:
         """Rejects new calls, and ends those that still run after `grace_s`."""
         self._has_ended = True
-        if self._running and grace_s > 0:
-            await asyncio.wait(list(self._running), timeout=grace_s)
-        for _, serving in list(self._running.values()):
+        if (tasks := self._tasks()) and grace_s > 0:
+            await asyncio.wait(tasks, timeout=grace_s)
+        for serving in list(self._running):
             serving.halt(grpc.StatusCode.UNAVAILABLE, _CLOSED)
-        if self._running:
-            await asyncio.wait(list(self._running))
+        if tasks := self._tasks():
+            await asyncio.wait(tasks)
 
     def handler(self, method: str) -> Any:
         """None if there is none."""
@@ -319,15 +323,38 @@ class LocalServer:
         if self._has_ended:
             serving.halt(grpc.StatusCode.UNAVAILABLE, _CLOSED)
             return
-        work = serving.run(self._find, request, self._most_bytes)
-        task = serving.task = asyncio.get_running_loop().create_task(work, context=self._context.copy())
-        self._running[task] = channel, serving
-        task.add_done_callback(self._running.pop)
+        self._running[serving] = channel
+        self._waiting.append((serving, request))
+        self._begin_some()
 
     def close(self, channel: LocalChannel) -> None:
-        for owner, serving in list(self._running.values()):
+        for serving, owner in list(self._running.items()):
             if owner is channel:
                 serving.cancel()
+
+    def _begin_some(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._waiting and self._num_begun < MAX_BEGUN:
+            serving, request = self._waiting.popleft()
+            if serving.status is not None:  # cancelled
+                del self._running[serving]
+                continue
+            if self._num_begun == 0:
+                loop.call_soon(self._next_turn)
+            self._num_begun += 1
+            work = serving.run(self._find, request, self._most_bytes)
+            serving.task = task = loop.create_task(work, context=self._context.copy())
+            task.add_done_callback(partial(self._ended, serving))
+
+    def _next_turn(self) -> None:
+        self._num_begun = 0
+        self._begin_some()
+
+    def _ended(self, serving: _Serving, task: asyncio.Task[None]) -> None:
+        del self._running[serving]
+
+    def _tasks(self) -> list[asyncio.Task[None]]:
+        return [one.task for one in self._running if one.task is not None]
 
     async def _handler(self, details: _Details) -> Any:
         return self._handlers.get(details.method)
