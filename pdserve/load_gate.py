@@ -20,7 +20,7 @@ from pdserve.core.errors import LoadShed
 PERIOD_S: Final = 0.02  # of the timer
 IDLE_S: Final = 1.0  # without a running request, after which the timer stops
 
-_entered: ContextVar[EnteredRequest | None] = ContextVar("pdserve_entered", default=None)
+ENTERED: ContextVar[EnteredRequest | None] = ContextVar("pdserveENTERED", default=None)
 
 
 @final
@@ -77,11 +77,11 @@ class LoadGate:
         entered = EnteredRequest(self, caller, priority)
         self.core.enter(caller, priority, self.clock())
         self._watch()
-        reset = _entered.set(entered)
+        reset = ENTERED.set(entered)
         try:
             yield entered
         finally:
-            _entered.reset(reset)
+            ENTERED.reset(reset)
             self.core.leave(caller)
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class LoadGate:
 
     def _outer(self) -> EnteredRequest | None:
         """The request that this task serves, if it has entered at the gateway of this process."""
-        entered = _entered.get()
+        entered = ENTERED.get()
         return entered if entered is not None and entered.gate is self else None
 
     def _watch(self) -> None:

@@ -90,6 +90,7 @@ class Model:
     tenant: str | None = None  # of the caller; empty for the operator, None if the router does not say
     aliases: tuple[str, ...] = ()  # further names of the model
     adapters: tuple[str, ...] = ()  # names of LoRA adapters that requests may choose as their model
+    is_mock: bool = False  # the workers compute no model, and their texts mean nothing
 
     @property
     def names(self) -> tuple[str, ...]:

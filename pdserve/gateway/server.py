@@ -26,6 +26,7 @@ from pdserve.gateway.arrivals import Arrivals, Handshake
 from pdserve.gateway.connection import BUSY, Connection, ConnectionLimits, Connections, set_options
 from pdserve.gateway.door import Shutdown
 from pdserve.listening import bind_error, ignore_poller_races, share_port
+from pdserve.load_gate import LoadGate
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics
 from pdserve.tls.certificates import ReloadingCertificates, TlsFiles, certificates_of
@@ -49,13 +50,14 @@ class GatewayServer:
         config: GatewayConfig,
         transport: ClientTransport | None = None,
         *,
+        gate: LoadGate | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`transport` leads to a router in this process; None: to the one at config.router. `on_end` is called when the
-        HTTP server has ended. Raises ConfigError if a TLS file cannot be used."""
+        """`transport` leads to a router in this process, whose `gate` it shares; None: to the one at config.router.
+        `on_end` is called when the HTTP server has ended. Raises ConfigError if a TLS file cannot be used."""
         # uvicorn logs each request that is not HTTP, so any client could fill the log.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-        self._config, self._transport, self._on_end = config, transport, on_end
+        self._config, self._transport, self._gate, self._on_end = config, transport, gate, on_end
         # The certificate may be from another CA than the router's.
         self._tls = certificates_of(config, is_mutual=False)
         self._router_tls: ReloadingCertificates | None = None
@@ -87,7 +89,9 @@ class GatewayServer:
         self._listener = listener = _listen(config.host, config.port)
         set_options(listener, config.stall_s)
         host, port = listener.getsockname()[:2]
-        self._gateway = gateway = Gateway(config, client, self._metrics, self._shutdown, needs_token=not is_local)
+        self._gateway = gateway = Gateway(
+            config, client, self._metrics, self._shutdown, needs_token=not is_local, gate=self._gate
+        )
         self._connections.shed = gateway.shed
         self._server = server = uvicorn.Server(_uvicorn_config(gateway.app()))
         self._serving = serving = asyncio.create_task(self._serve(server, client))

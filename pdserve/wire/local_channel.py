@@ -3,7 +3,8 @@
 A LocalServer takes the servicers and interceptors of a grpc.aio server, and a LocalTransport connects an AsyncClient to
 it. Everything runs on one event loop.
 
-- Each call runs in a task of its own, with its own copy of the context variables.
+- Each call runs in a task of its own, with its own context variables. Only those that the server names are inherited
+  from the client.
 - Messages are passed by reference. A message that was written belongs to its reader, so a handler writes each one once
   and does not change it afterwards. It does not change a request either, because the client may send it again.
 - At most MAX_BEGUN calls begin in one turn of the event loop, because each may compute for some milliseconds.
@@ -286,16 +287,24 @@ class LocalCall:
 class LocalServer:
     """Takes servicers by the generated `add_XServicer_to_server`. Belongs to one event loop."""
 
-    def __init__(self, interceptors: Sequence[Any], max_message_bytes: int) -> None:
-        """`max_message_bytes`: of a request."""
+    def __init__(
+        self,
+        interceptors: Sequence[Any],
+        max_message_bytes: int,
+        *,
+        inherited: Sequence[contextvars.ContextVar[Any]] = (),
+    ) -> None:
+        """`max_message_bytes`: of a request. `inherited`: variables that a call has from its client."""
         self._most_bytes = max_message_bytes
         self._handlers: dict[str, Any] = {}
         self._find: Callable[[_Details], Any] = self._handler
         for one in reversed(interceptors):
             self._find = partial(one.intercept_service, self._find)
         self._context = contextvars.copy_context()
+        self._inherited = inherited
         self._running: dict[_Serving, LocalChannel] = {}  # also those that have not begun
-        self._waiting: deque[tuple[_Serving, Any]] = deque()  # calls and their requests, for the next turns of the loop
+        #: Calls, their requests and contexts, for the next turns of the loop.
+        self._waiting: deque[tuple[_Serving, Any, contextvars.Context]] = deque()
         self._num_begun = 0  # in this turn
         self._has_ended = False
 
@@ -324,7 +333,11 @@ class LocalServer:
             serving.halt(grpc.StatusCode.UNAVAILABLE, _CLOSED)
             return
         self._running[serving] = channel
-        self._waiting.append((serving, request))
+        context = self._context.copy()
+        for variable in self._inherited:
+            if (value := variable.get(None)) is not None:
+                context.run(variable.set, value)
+        self._waiting.append((serving, request, context))
         self._begin_some()
 
     def close(self, channel: LocalChannel) -> None:
@@ -335,7 +348,7 @@ class LocalServer:
     def _begin_some(self) -> None:
         loop = asyncio.get_running_loop()
         while self._waiting and self._num_begun < MAX_BEGUN:
-            serving, request = self._waiting.popleft()
+            serving, request, context = self._waiting.popleft()
             if serving.status is not None:  # cancelled
                 del self._running[serving]
                 continue
@@ -343,7 +356,7 @@ class LocalServer:
                 loop.call_soon(self._next_turn)
             self._num_begun += 1
             work = serving.run(self._find, request, self._most_bytes)
-            serving.task = task = loop.create_task(work, context=self._context.copy())
+            serving.task = task = loop.create_task(work, context=context)
             task.add_done_callback(partial(self._ended, serving))
 
     def _next_turn(self) -> None:

@@ -30,6 +30,7 @@ from pdserve.core.errors import (
     QuotaExceeded,
     UnknownModel,
 )
+from pdserve.core.kv.kv_shape import TOY_LAYOUT
 from pdserve.core.protocol import NamedAdapter
 from pdserve.load_gate import EnteredRequest, LoadGate
 from pdserve.prefix.index import PrefixLookup
@@ -137,6 +138,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             max_new_tokens=min(self._admission.limits.max_new_tokens, model.max_context_tokens - 1),
             tenant=tenant,
             adapters=self._adapters.names,
+            is_mock=model.fingerprint.shape.layout == TOY_LAYOUT,
         )
 
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Any) -> inference_pb2.TokenizeResponse:

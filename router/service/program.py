@@ -104,7 +104,10 @@ class RouterHost:
             # Imported here, because a router without it needs none of its packages.
             from pdserve.gateway.server import GatewayServer
 
-            self._gateway = GatewayServer(self._gateway_config, self._server.transport, on_end=self._gateway_ended)
+            server = self._server
+            self._gateway = GatewayServer(
+                self._gateway_config, server.transport, gate=server.gate, on_end=self._gateway_ended
+            )
             try:
                 await self._gateway.start()
             except ConfigError as error:

@@ -25,7 +25,7 @@ from pdserve.core.access.shares import BYTES_WEIGHT, Shares
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import NO_DEFAULTS, Role, SamplingDefaults, Slo
 from pdserve.listening import PortInUse, bind_error, is_held
-from pdserve.load_gate import LoadGate
+from pdserve.load_gate import ENTERED, LoadGate
 from pdserve.model_source import TOY_MODELS, model_name
 from pdserve.prefix.index import MemoryLookup, PrefixIndex, PrefixLookup
 from pdserve.telemetry import metric_names
@@ -170,7 +170,7 @@ class RouterServer:
             AuthInterceptor(config.token, lambda: self._tenants.file, self._measure.rejected),
         )
         self._server = grpc.aio.server(interceptors=interceptors, options=_server_options(config))
-        self._local = LocalServer(interceptors, config.max_message_bytes)
+        self._local = LocalServer(interceptors, config.max_message_bytes, inherited=(ENTERED,))
         port = self._bind()
         admission = await self._load_texts()
         self._add_services(admission)

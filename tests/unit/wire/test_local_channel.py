@@ -553,3 +553,21 @@ def test_a_message_is_passed_by_reference() -> None:
 def test_a_blocking_client_is_rejected() -> None:
     with pytest.raises(TypeError, match="AsyncClient"):
         Client("localhost:1", transport=LocalTransport(LocalServer((), MOST_BYTES)))
+
+
+async def test_a_call_inherits_the_variables_that_its_server_names_and_no_others():
+    named: ContextVar[str] = ContextVar("named", default="unset")
+    seen: list[str] = []
+
+    class Servicer(inference_pb2_grpc.InferenceServiceServicer):
+        async def Detokenize(self, request: Any, context: Any) -> Any:
+            seen.extend((named.get(), VARIABLE.get()))
+            return inference_pb2.DetokenizeResponse()
+
+    server = LocalServer((), MOST_BYTES, inherited=(named,))
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(Servicer(), server)
+    named.set("of the client")
+    VARIABLE.set("of the client")
+    async with AsyncClient("localhost:1", transport=LocalTransport(server)) as client:
+        await client.detokenize([1])
+    assert seen == ["of the client", "unset"]
