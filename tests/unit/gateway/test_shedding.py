@@ -19,8 +19,8 @@ Connect = Callable[[str], socket.socket]
 
 
 def gate_of(host: GatewayHost) -> Gate:
-    assert host._gateway is not None
-    return host._gateway.gate.core
+    assert host._server._gateway is not None
+    return host._server._gateway.gate.core
 
 
 def close_gate(gate: Gate) -> None:
