@@ -20,10 +20,9 @@ from pdserve.engine.interface import (
     Flight,
     KvPool,
     OnLayer,
-    PlainOuts,
     Row,
     RowOut,
-    plain_out,
+    compacted,
 )
 from pdserve.worker.steps import Begun, Isolation, RowFailed
 
@@ -124,9 +123,7 @@ class DeferredFlight:
         if self.unsampled:
             raise InternalError(f"rows {list(self.unsampled)} were not sampled before they are waited for")
         outs = self._engine.step([self._known(row) for row in self._rows])
-        token_ids = [out.sampled[0].token_id for out in outs if out.sampled]
-        is_plain = len(token_ids) == len(outs) and all(out == plain_out(out.sampled[0].token_id) for out in outs)
-        self.outs = PlainOuts(token_ids) if is_plain else outs
+        self.outs = compacted(outs) or outs
         self._after = None
         return self.outs
 

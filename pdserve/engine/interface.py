@@ -171,6 +171,19 @@ def plain_out(token_id: int) -> RowOut:
     return RowOut((TokenOut(token_id=token_id),))
 
 
+def compacted(outs: Sequence[RowOut]) -> PlainOuts | None:
+    """PlainOuts with the same content; None if a row reports anything but one sampled token."""
+    token_ids: list[int] = []
+    for out in outs:
+        if len(out.sampled) != 1 or out.scored or out.failed is not None:
+            return None
+        token = out.sampled[0]
+        if token.logprob is not None or token.top or token.rank is not None:
+            return None
+        token_ids.append(token.token_id)
+    return PlainOuts(token_ids)
+
+
 def kept(sampled: Sequence[TokenOut], drafts: Sequence[int]) -> tuple[TokenOut, ...]:
     """The sampled tokens of a row that are kept: up to the first that differs from its draft.
 

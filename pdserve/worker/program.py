@@ -32,7 +32,7 @@ from pdserve.core.kv.kv_shape import Fingerprint, TransferKey
 from pdserve.core.kv.stamps import BlockStamps
 from pdserve.core.types import Role
 from pdserve.engine.adapters import read_adapter
-from pdserve.engine.interface import Engine, PlainOuts, RowOut
+from pdserve.engine.interface import Engine, PlainOuts, RowOut, compacted
 from pdserve.engine.memory.plan import with_device_defaults
 from pdserve.engine.ranks.rejected_joins import rejected_joins
 from pdserve.outage_log import PeerLog
@@ -294,16 +294,19 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         entries = self.compute(begun)
         self._step_ended_s = ended_s = now()
         self.num_steps += 1
-        outs = entries if isinstance(entries, PlainOuts) else self._checked(step.keys, entries)
+        outs = entries if isinstance(entries, PlainOuts) else self._checked(step, entries)
         self.act(self.scheduler.apply(step, outs, ended_s))
         self.observe(step.account, ended_s - started_s)
         self.reports.step(step.account, outs, ended_s - started_s, ended_s)
         return True
 
-    def _checked(self, keys: Sequence[AttemptKey], entries: Sequence[RowOut | RowFailed]) -> list[RowOut]:
+    def _checked(self, step: Step, entries: Sequence[RowOut | RowFailed]) -> Sequence[RowOut]:
         """The rows' outputs. Attempts with failed rows end here."""
-        outs: list[RowOut] = []
-        for key, entry in zip(keys, entries, strict=True):
+        outs: list[RowOut] = [entry for entry in entries if isinstance(entry, RowOut) and entry.failed is None]
+        if len(outs) == len(entries):
+            return compacted(outs) or outs
+        outs = []
+        for key, entry in zip(step.keys, entries, strict=True):
             if isinstance(entry, RowFailed):
                 self.act(self.scheduler.fail(key, FailureKind.INTERNAL, entry.message))
                 outs.append(RowOut())

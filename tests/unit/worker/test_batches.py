@@ -1,4 +1,4 @@
-"""Several messages of a router in one."""
+"""Several messages in one, in either direction."""
 
 from __future__ import annotations
 
@@ -21,3 +21,20 @@ async def test_batches_are_read_and_sent_only_on_request(start: Any, attach: Any
         assert await router.finished(name) == answer(PROMPT, 8)
         await router.released(name, Role.DECODE)
     assert not router.all("batch")
+
+
+async def test_tokens_of_any_engine_are_sent_in_columns(start: Any, attach: Any, ask: Any) -> None:
+    """The toy engine returns rows. Only those that begin or end an answer, or fill a block, need a message each."""
+    router = await attach(start(Role.DECODE, kv_check="off", block_size=128))
+    assert await router.local(ask("r", PROMPT, max_tokens=8)) == answer(PROMPT, 8)
+    sent = router.all("tokens")
+    assert [row.output_index for message in sent for row in message.rows] == [0, 7]
+    assert [index for message in sent for index in message.plain.output_indexes] == [1, 2, 3, 4, 5, 6]
+
+
+async def test_rows_with_logprobs_keep_them(start: Any, attach: Any, ask: Any) -> None:
+    router = await attach(start(Role.DECODE, kv_check="off", block_size=128))
+    sequence = ask("r", PROMPT, max_tokens=4)
+    sequence.sampling.logprobs = 1
+    await router.local(sequence)
+    assert [token.HasField("logprob") for row in router.rows("r") for token in row.tokens] == [True] * 4
