@@ -130,7 +130,7 @@ class EngineThread:
                 num_calls += 1
                 if num_calls == MAX_DRAINED_CALLS:
                     break
-            if num_calls:
+            if num_calls and (program.has_work or self._is_stopping):
                 self._hand_out(program)  # a grant must not wait for a step that does not concern it
             if self._is_stopping:
                 return

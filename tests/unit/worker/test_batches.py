@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
+from pdserve.core.attempt import AttemptKey
+from pdserve.core.protocol import Released
 from pdserve.core.types import Role
 from pdserve.engine.toy import answer
 from pdserve.v1 import worker_pb2
@@ -38,3 +42,28 @@ async def test_rows_with_logprobs_keep_them(start: Any, attach: Any, ask: Any) -
     sequence.sampling.logprobs = 1
     await router.local(sequence)
     assert [token.HasField("logprob") for row in router.rows("r") for token in row.tokens] == [True] * 4
+
+
+async def test_without_a_step_a_worker_sends_all_messages_at_once(start: Any, attach: Any) -> None:
+    running = start(Role.DECODE, heartbeat_s=60.0)
+    router = await attach(running)
+    await router.next("load")  # the engine thread knows the router
+    (session,) = await running.on_engine(lambda program: list(program.outbox._routers))
+    engine, delivered = running.host._engine, []
+
+    class Outlet:
+        def send(self, sent: Mapping[int, list[worker_pb2.AttachResponse]]) -> None:
+            delivered.append([one.WhichOneof("message") for one in sent[session]])
+            running.host.send(sent)
+
+        offer = running.host.offer
+
+    def report(program: Any) -> None:
+        engine._outlet = Outlet()
+        program.outbox.report(Released(key=AttemptKey(session, "r", 1)))
+        program.reports.changed()
+        program.reports._reported_at_s = -math.inf  # so that a load report is due
+
+    await running.on_engine(report)
+    await router.next("released", "r")
+    assert delivered == [["released", "load"]]
