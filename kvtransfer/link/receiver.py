@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import math
 import selectors
 import socket
 import threading
@@ -56,6 +57,11 @@ class Reports(Generic[Result]):
     def __len__(self) -> int:
         """Transfers that have an owner."""
         return len(self._owners)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a result waits for `deliver`. With the lock held."""
+        return bool(self._results)
 
     def own(self, key: TransferKey, owner: Callable[[Result], None]) -> None:
         """With the lock held."""
@@ -119,6 +125,7 @@ class PlainReceiver:
         )
         self._lock = threading.Lock()  # guards the table, the connections and the reports
         self._reports: Reports[Received] = Reports(self._lock)
+        self._sleeps_until_s = 0.0  # when the listening thread looks for timeouts without being woken
         self._connections: dict[int, Inbound] = {}
         self._accepted: dict[int, Accepted] = {}  # by descriptor, oldest first; of the listening thread alone
         self._selector = selectors.DefaultSelector()  # of that thread, too
@@ -186,7 +193,11 @@ class PlainReceiver:
             actions = self._table.expect(grant, now_s, deadline_at_s, content_hashes, after)
             self._reports.own(grant.key, on_end)
             self._do(actions)
-        self._waker.set()  # the listening thread has a new deadline, or reports to deliver
+            next_s = self._table.next_alarm_s
+            # Otherwise the listening thread learns of the new deadline when it wakes up anyway.
+            is_needed = self._reports.is_waiting or (next_s is not None and next_s < self._sleeps_until_s)
+        if is_needed:
+            self._waker.set()
         return True
 
     def abort(self, key: TransferKey) -> None:
@@ -304,10 +315,11 @@ class PlainReceiver:
                 one.socket.close()
 
     def _tick(self) -> None:
+        alarms_s = [one.ends_s for one in itertools.islice(self._accepted.values(), 1)]
         with self._lock:
-            alarms_s = [one for one in (self._table.next_alarm_s,) if one is not None]
-        alarms_s += [one.ends_s for one in itertools.islice(self._accepted.values(), 1)]
-        timeout_s = clamped_s(min(alarms_s) - self.clock()) if alarms_s else None
+            alarms_s += [one for one in (self._table.next_alarm_s,) if one is not None]
+            self._sleeps_until_s = min(alarms_s, default=math.inf)
+        timeout_s = clamped_s(self._sleeps_until_s - self.clock()) if alarms_s else None
         for transport in self._prove(timeout_s):
             self._accept(self._listeners[transport], transport)
         for one in [one for one in self._accepted.values() if one.ends_s <= self.clock()]:

@@ -392,6 +392,7 @@ class PartLayout:
         self.block_bytes = form.block_bytes
 
     @staticmethod
+    @lru_cache(maxsize=1024)
     def to_send(source: KvShape, target: KvShape, dtype: str = "") -> PartLayout:
         """For a sender that sends blocks in the receiver's format, narrowed to the shard, in `dtype` (empty: the
         receiver's dtype). Raises ConfigError."""
@@ -400,6 +401,7 @@ class PartLayout:
         return PartLayout(form, shard, count, 0)
 
     @staticmethod
+    @lru_cache(maxsize=1024)
     def to_cut(source: KvShape, target: KvShape) -> PartLayout:
         """For a sender on a device, between ranks of different degrees: it sends the shard's heads directly out of its
         blocks. Raises ConfigError if the shapes differ in more than the heads."""

@@ -97,6 +97,10 @@ class Reshaper:
         return total([self._own, self._inner.stats])
 
     @property
+    def moved_bytes(self) -> int:
+        return self._inner.moved_bytes
+
+    @property
     def links(self) -> list[Link]:
         return self._inner.links
 
@@ -383,7 +387,7 @@ class ShapedSender:
 
     @property
     def moved_bytes(self) -> int:
-        return self.stats.moved_bytes
+        return self.plain.moved_bytes + sum(one.moved_bytes for one in self.reshapers)
 
     @property
     def open_keys(self) -> list[TransferKey]:

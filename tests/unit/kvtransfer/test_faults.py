@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -222,6 +223,26 @@ def test_an_unused_grant_ends_at_its_deadline(pair: Pair) -> None:
     received = Heard()
     pair.receiver.expect(pair.grant((1,)), received, 0.05)
     assert received.wait().error == "the deadline passed when 0 of 1 blocks had arrived"
+
+
+def test_an_earlier_deadline_than_others_is_kept(make_pair: MakePair) -> None:
+    pair, received = make_pair("tcp"), Heard()
+    for number, deadline_s in enumerate((600.0, 300.0, 0.05)):
+        pair.receiver.expect(pair.grant((number,)), received, deadline_s)
+    assert received.wait().error == "the deadline passed when 0 of 1 blocks had arrived"
+    assert len(pair.receiver.open_keys) == 2
+
+
+def test_a_later_deadline_than_others_wakes_no_thread(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, received, wakes = make_pair("tcp"), Heard(), []
+    pair.receiver.expect(pair.grant((0,)), received, 600.0)
+    wait_for(lambda: pair.receiver._sleeps_until_s < math.inf, "the listening thread to know the deadline")
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.receiver._waker, "set", lambda: wakes.append(1))
+        pair.receiver.expect(pair.grant((1,)), received, 601.0)
+        assert not wakes
+        pair.receiver.expect(pair.grant(()), received, 601.0)  # without blocks it ends at once, which must be reported
+        assert wakes
 
 
 def test_after_a_cut_the_next_transfer_reconnects(make_pair: MakePair, transport: str) -> None:
