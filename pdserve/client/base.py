@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Generic, Self, TypeVar, cast
 
 from pdserve.client import connect, results
@@ -50,7 +51,7 @@ class AnswerBuilder:
         keeps_pieces: bool = True,
     ) -> None:
         """`server`: the router's host and port. `keeps_pieces`: for the completion, which is empty otherwise."""
-        self._call = ClientCall(_attributes(request, server), is_stream=is_stream)
+        self._call = ClientCall(partial(_attributes, request, server), is_stream=is_stream)
         self.request_id = request.request_id
         self.prompt_tokens: int | None = None
         self.reasoning: str | None = None  # how the prompt ends; None: the router does not say
@@ -119,6 +120,8 @@ class AnswerBuilder:
             error = InternalError("the server closed the stream without a finish reason")
             self.fail(error)
             raise error
+        if not self._call.is_on:
+            return
         self._call.set(
             {
                 names.RESPONSE_ID: done.request_id,

@@ -10,7 +10,7 @@ import functools
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -113,20 +113,25 @@ LABELS: Final = (
 class ClientCall:
     """The span is never made the current context, because a stream's generator may be closed in another one."""
 
-    def __init__(self, attributes: Mapping[str, AttributeValue], *, is_stream: bool) -> None:
+    def __init__(self, attributes: Callable[[], Mapping[str, AttributeValue]], *, is_stream: bool) -> None:
+        """`attributes` is called only if something is recorded."""
         self._trace: Any = sys.modules.get("opentelemetry.trace")
         self._metrics: Any = sys.modules.get("opentelemetry.metrics")
-        self._is_on = self._trace is not None or self._metrics is not None
+        self.traceparent: str | None = current_traceparent()
+        if self._trace is not None and _is_only_api(self._trace.get_tracer_provider()):
+            self._trace = None
+        self.is_on = self._trace is not None or self._metrics is not None
         self._is_stream = is_stream
         self._has_ended = False
-        self._attributes: dict[str, Any] = {**attributes, **({names.REQUEST_STREAM: True} if is_stream else {})}
+        self._attributes: dict[str, Any] = {}
         self._began_s = time.monotonic()
         self._chunk_s: float | None = None  # when the last piece arrived
         self._span: Any = None
-        self.traceparent: str | None = None
+        if self.is_on:
+            self._attributes = {**attributes(), **({names.REQUEST_STREAM: True} if is_stream else {})}
         if self._trace is not None:
             tracer = self._trace.get_tracer(names.SCOPE, schema_url=names.SCHEMA_URL)
-            name = str(attributes[names.OPERATION])
+            name = str(self._attributes[names.OPERATION])
             self._span = tracer.start_span(name, kind=self._trace.SpanKind.CLIENT, attributes=self._attributes)
             self.traceparent = traceparent_of(self._span)
 
@@ -136,12 +141,12 @@ class ClientCall:
             self._span.update_name(names.call_name(self._attributes[names.OPERATION], model))
 
     def set(self, attributes: Mapping[str, Any]) -> None:
-        if self._is_on:
+        if self.is_on:
             self._attributes.update(attributes)
 
     def took_chunk(self) -> None:
         """A piece of a stream has reached the caller."""
-        if not (self._is_on and self._is_stream):
+        if not (self.is_on and self._is_stream):
             return
         now_s, last_s = time.monotonic(), self._chunk_s
         self._chunk_s = now_s
@@ -159,7 +164,7 @@ class ClientCall:
 
     def end(self) -> None:
         """Idempotent."""
-        if self._has_ended or not self._is_on:
+        if self._has_ended or not self.is_on:
             return
         self._has_ended = True
         self._record(DURATION, time.monotonic() - self._began_s)
@@ -176,6 +181,12 @@ class ClientCall:
         labels = {name: self._attributes[name] for name in LABELS if name in self._attributes}
         context = None if self._span is None else self._trace.set_span_in_context(self._span)  # for exemplars
         _instruments(self._metrics)[metric].record(value, {**labels, **(more or {})}, context)
+
+
+def _is_only_api(provider: Any) -> bool:
+    """Whether no span is recorded: the program has not set a provider, so this is one of OpenTelemetry's API. Other
+    libraries may have loaded it."""
+    return type(provider).__module__ == "opentelemetry.trace"
 
 
 @functools.cache

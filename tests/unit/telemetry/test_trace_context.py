@@ -30,7 +30,7 @@ def test_a_program_without_opentelemetry_sends_nothing_and_imports_nothing() -> 
 import sys
 from pdserve.telemetry.trace_context import ClientCall
 from pdserve.telemetry.trace_context import current_traceparent
-call = ClientCall({"gen_ai.operation.name": "chat"}, is_stream=True)
+call = ClientCall(lambda: 1 / 0, is_stream=True)
 call.answered_by("m")
 call.took_chunk()
 call.fail("REASON")
@@ -41,15 +41,31 @@ print(call.traceparent, current_traceparent(), any(name.startswith("opentelemetr
 
 def test_a_program_that_imports_it_without_setting_it_up_sends_nothing() -> None:
     code = """
-import opentelemetry.metrics, opentelemetry.trace
+import opentelemetry.trace
 from pdserve.telemetry.trace_context import ClientCall
 from pdserve.telemetry.trace_context import current_traceparent
-call = ClientCall({"gen_ai.operation.name": "chat"}, is_stream=True)
+call = ClientCall(lambda: 1 / 0, is_stream=True)
 call.took_chunk()
 call.end()
 print(call.traceparent, current_traceparent())
+import opentelemetry.metrics
+call = ClientCall(lambda: {"gen_ai.operation.name": "chat"}, is_stream=True)
+call.took_chunk()
+call.end()
+print(call.traceparent)
 """
-    assert run(code) == "None None"
+    assert run(code).split() == ["None", "None", "None"]
+
+
+def test_a_context_without_a_provider_is_passed_on() -> None:
+    code = """
+from opentelemetry import context, trace
+from pdserve.telemetry.trace_context import ClientCall
+remote = trace.SpanContext(1, 2, is_remote=True, trace_flags=trace.TraceFlags(1))
+context.attach(trace.set_span_in_context(trace.NonRecordingSpan(remote)))
+print(ClientCall(lambda: 1 / 0, is_stream=False).traceparent)
+"""
+    assert run(code) == f"00-{1:032x}-{2:016x}-01"
 
 
 def test_a_program_that_traces_gets_a_client_span_under_its_own() -> None:
@@ -68,7 +84,7 @@ from pdserve.telemetry.trace_context import current_traceparent, parse
 
 with trace.get_tracer("user").start_as_current_span("user"):
     before = current_traceparent()
-    call = ClientCall({names.OPERATION: names.CHAT}, is_stream=False)
+    call = ClientCall(lambda: {names.OPERATION: names.CHAT}, is_stream=False)
     assert current_traceparent() == before
 call.end()
 user, span = sorted(kept.get_finished_spans(), key=lambda span: span.start_time)
