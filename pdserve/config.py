@@ -58,6 +58,12 @@ LARGEST_LORA_RANK: Final = 512  # that vLLM computes
 MAX_ROUTERS: Final = 32  # of one launcher
 MAX_DRAFTS: Final = 15  # attention computes rows of this many drafts and their own token at once
 
+
+def member_socket(member: int) -> str:
+    """Name of the unix socket of a router in the folder of its group."""
+    return f"router-{member}.sock"
+
+
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 
 LOG_LEVEL_ENV: Final = "PDSERVE_LOG_LEVEL"

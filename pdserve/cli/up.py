@@ -102,6 +102,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--prefill", type=int, default=keep, metavar="N", help="number of prefill workers (1)")
     add("--decode", type=int, default=keep, metavar="M", help="number of decode workers (1)")
+    add(
+        "--routers",
+        type=int,
+        default=keep,
+        metavar="N",
+        help="number of router processes, which share the port: one uses at most one core (1)",
+    )
     add("--host", default=keep, help="address that the router listens on (127.0.0.1)")
     add("--port", type=int, default=keep, help="gRPC port of the router; 0 picks a free port (50051)")
     add(

@@ -18,7 +18,7 @@ from pdserve.client.aio import AsyncClient
 from pdserve.client.base import Retries
 from pdserve.client.connect import Tls
 from pdserve.client.results import Completion
-from pdserve.config import RouterConfig
+from pdserve.config import MAX_ROUTERS, RouterConfig, member_socket
 from pdserve.core.access.hosts import endpoint_of, join, local_host
 from pdserve.core.errors import ConfigError, Overloaded, PdserveError, Unavailable
 from pdserve.core.urls import hide_password
@@ -190,15 +190,21 @@ def targets(spec: ClusterSpec) -> list[dict[str, object]]:
     if spec.metrics is None:
         return []
     found = [_group(spec, "launcher", "launcher", METRICS_HOST, spec.metrics, is_https=spec.tls is not None)]
-    *workers, router_process = processes(spec)
-    served = [(one.name, _COMPONENTS.get(one.module, one.module), one.config) for one in (router_process, *workers)]
-    if (http := gateway_config(spec)) is not None:
-        served.append((GATEWAY, GATEWAY, http))
+    workers, routers = split(processes(spec), spec)
+    served = [(one.name, _COMPONENTS.get(one.module, one.module), one.config) for one in (*routers, *workers)]
+    for member in range(spec.routers):
+        if (http := gateway_config(spec, member=member)) is not None:
+            served.append((GATEWAY if spec.routers == 1 else f"{GATEWAY}-{member}", GATEWAY, http))
     for name, component, config in served:
         if config.metrics_port:
             host, is_https = local_host(metrics_host(config)), bool(config.tls_cert)
             found.append(_group(spec, name, component, host, config.metrics_port, is_https=is_https))
     return found
+
+
+def split(started: Sequence[Process], spec: ClusterSpec) -> tuple[Sequence[Process], Sequence[Process]]:
+    """The workers and the routers."""
+    return started[: -spec.routers], started[-spec.routers :]
 
 
 def _group(spec: ClusterSpec, name: str, component: str, host: str, port: int, *, is_https: bool) -> dict[str, object]:
@@ -272,10 +278,10 @@ class LaunchedCluster(ABC):
             await self._supervisor.start_redis(redis_path(self._sockets))
         else:
             await self._check_redis()
-        *workers, router = self._processes()
+        workers, routers = split(self._processes(), self.spec)
         await self._start_workers(workers)
-        await self._supervisor.start(supervised(router))
-        address = self._supervisor.address(router.name)
+        await side_by_side(self._supervisor.start(supervised(one)) for one in routers)
+        address = self._supervisor.address(routers[0].name)
         await self._supervisor.unless_ended(ask_first(self.spec, address, self._report))
         await start_gateway(self._supervisor, self.spec, address)
         self._supervisor.keep()
@@ -297,7 +303,7 @@ class LaunchedCluster(ABC):
         """Stops the gateway and the router first, so that no new work comes, then the workers together, Redis last."""
         await self._supervisor.release()
         # The first two drain together, so that one drain_s bounds both.
-        stages = ([GATEWAY, "router"], self._names_of_workers())
+        stages = ([GATEWAY, *self.spec.router_names], self._names_of_workers())
         if is_graceful:
             self._supervisor.expect_stop(stages, await open_requests(self.spec))
         for names in stages:
@@ -314,7 +320,7 @@ class LaunchedCluster(ABC):
 
     @abstractmethod
     def _processes(self) -> list[Process]:
-        """The workers that are processes of this host, then the router."""
+        """The workers that are processes of this host, then the routers."""
 
     @abstractmethod
     async def _start_workers(self, workers: Sequence[Process]) -> None: ...
@@ -377,11 +383,13 @@ def with_ports(spec: ClusterSpec, held: HeldPorts, *, ray: str | None = None) ->
 def with_sockets(spec: ClusterSpec) -> tuple[ClusterSpec, OwnedFolder]:
     """The spec with the sockets of its Redis, unless a URL was given, and of the router for a gateway that is another
     process; and their folder. No other user can take a path in it while the server of that path is being restarted."""
-    folder = OwnedFolder.for_socket("sockets", max(REDIS_SOCKET, ROUTER_SOCKET, key=len))
+    names = (REDIS_SOCKET, ROUTER_SOCKET, member_socket(MAX_ROUTERS - 1))
+    folder = OwnedFolder.for_socket("sockets", max(names, key=len))
     spec = dataclasses.replace(
         spec,
         redis=spec.redis or socket_url(redis_path(folder)),
         unix_socket=str(folder.path / ROUTER_SOCKET) if gateway(spec, "") is not None else "",
+        group=str(folder.path) if spec.routers > 1 else "",
     )
     return spec, folder
 
@@ -394,26 +402,30 @@ def start_steps(spec: ClusterSpec, *, has_own_redis: bool) -> list[str]:
     """What must end before the cluster is ready, by the names of the report."""
     redis = [REDIS] if has_own_redis else []
     http = [GATEWAY] if gateway(spec, "") is not None else []
-    return [*redis, *spec.worker_ids, "router", FIRST_TOKEN, *http]
+    return [*redis, *spec.worker_ids, *spec.router_names, FIRST_TOKEN, *http]
 
 
 async def ask_first(spec: ClusterSpec, address: str, report: LauncherReport) -> None:
-    """Tests the cluster with a real answer."""
+    """Tests the cluster with a real answer of each router."""
     config = router_config(spec, ())
-    address = _own_address(spec, address)
     began_s = time.monotonic()
     report.begins(FIRST_TOKEN)
-    workers = spec.prefill + spec.decode
-    await first_answer(
-        address,
-        token=config.token or None,
-        workers=workers,
-        timeout_s=FIRST_ANSWER_S,
-        tls=tls_to(config),
-        insecure=config.insecure,
-        on_wait=partial(report.waits, FIRST_TOKEN),
-    )
+    for target in [_own_address(spec, address)] if not spec.group else sockets(spec):
+        await first_answer(
+            target,
+            token=config.token or None,
+            workers=spec.prefill + spec.decode,
+            timeout_s=FIRST_ANSWER_S,
+            tls=None if spec.group else tls_to(config),
+            insecure=config.insecure,
+            on_wait=partial(report.waits, FIRST_TOKEN),
+        )
     report.phase(FIRST_TOKEN, time.monotonic() - began_s)
+
+
+def sockets(spec: ClusterSpec) -> list[str]:
+    """The target of each router of a group, because the kernel chooses one for a connection to their port."""
+    return [f"unix:{Path(spec.group, member_socket(member))}" for member in range(spec.routers)]
 
 
 async def open_requests(spec: ClusterSpec) -> int | None:

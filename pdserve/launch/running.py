@@ -25,7 +25,7 @@ READY_S: Final = 180.0
 LATE_S: Final = 5.0  # by which stderr, which names the processes, may be read after the ready line on stdout
 STOP_S: Final = 60.0
 _READY: Final = re.compile(r"^pdserve ready: grpc (\S+) (?:http (\S+) )?")
-_STARTED: Final = re.compile(r"^ *\d+\.\d+ s  (\w+) +pid (\d+) listens on (\S+)")
+_STARTED: Final = re.compile(r"^ *\d+\.\d+ s  ([\w-]+) +pid (\d+) listens on (\S+)")
 
 
 @final
@@ -73,7 +73,7 @@ class Running:
         return running
 
     def pid(self, name: str) -> int:
-        """The pid of the latest process of that name (p0, d0, router, redis). Raises KeyError if there is none."""
+        """The pid of the latest process of that name (p0, d0, router, router-1, redis). Raises KeyError if there is none."""
         with self._changed:
             self._changed.wait_for(lambda: name in self._pids, LATE_S)
             return self._pids[name]

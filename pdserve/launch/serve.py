@@ -26,7 +26,7 @@ from pdserve.engine.toy import CELL_BYTES
 from pdserve.launch.local import LaunchedCluster, LocalCluster, degradations
 from pdserve.launch.report import LauncherReport
 from pdserve.launch.settings import Asked, merge
-from pdserve.launch.spec import ClusterSpec, gateway, gateway_config, processes, router, served_names, worker_config
+from pdserve.launch.spec import ClusterSpec, gateway, gateway_config, processes, routers, served_names, worker_config
 from pdserve.launch.with_ray import RayCluster
 from pdserve.listening import OF_A_CHILD, OF_A_PROCESS, allow_descriptors, needed_by
 from pdserve.model_source import TOY, TOY_MODELS
@@ -256,10 +256,11 @@ def ready_line(spec: ClusterSpec, address: str, missing: Sequence[str]) -> str:
     """Names the Redis, without its password, and the missing services. Pure."""
     degraded = f"; DEGRADED: {'; '.join(missing)}" if missing else ""
     http = "" if spec.http is None else f"http {http_url(address, spec.http, is_tls=_is_https(spec))} "
+    several = f"{spec.routers} routers, " if spec.routers > 1 else ""
     mock = f", {MOCK}" if is_mock(spec) else ""
     ca = "" if spec.tls is None else f", ca {spec.tls.ca}"
     return (
-        f"pdserve ready: grpc {address} {http}({spec.prefill} prefill, {spec.decode} decode, "
+        f"pdserve ready: grpc {address} {http}({spec.prefill} prefill, {spec.decode} decode, {several}"
         f"redis {place(spec.redis) or 'none'}, model {' or '.join(served_names(spec))}{mock}{ca}){degraded}"
     )
 
@@ -325,7 +326,7 @@ def _allow_descriptors(asked: Asked) -> None:
     here, because the process would report it only after others have started."""
     spec = asked.spec
     http = gateway(spec, "")
-    started = processes(spec) if asked.ray is None else [router(spec, ())]
+    started = processes(spec) if asked.ray is None else routers(spec, ())
     allow_descriptors(OF_A_PROCESS + OF_A_CHILD * spec.num_processes, "the launcher")
     for process in started if http is None else [*started, http]:
         allow_descriptors(needed_by(process.config), process.name)

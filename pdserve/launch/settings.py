@@ -33,7 +33,7 @@ from pdserve.launch.confine import of_operator
 from pdserve.launch.engine_python import MAKE_VLLM, absolute, check_python, vllm_python
 from pdserve.launch.keys import KINDS, Kind, check_command_line, check_settings, check_top, fields_of
 from pdserve.launch.report import LogLimits
-from pdserve.launch.spec import ClusterSpec, ClusterTls, Process, gateway_config, processes, served_names
+from pdserve.launch.spec import ClusterSpec, ClusterTls, Process, gateway_config, processes, recordings, served_names
 from pdserve.model_source import BUNDLED, TOY, TOY_MODELS, find_model, is_on_hub
 
 _TLS_FILES: Final = {"tls_cert", "tls_key", "tls_ca", "tls_client_ca", "router_cert", "router_key"}
@@ -114,7 +114,6 @@ def read(
     if record := tables.get("router", {}).get("record"):
         # Absolute, because the router may run in another working directory.
         tables["router"]["record"] = str(Path(record).expanduser().absolute())
-        _check_writable("record", Path(tables["router"]["record"]))
     if not found.get("ray"):  # workers on other hosts have their own files
         _check_tls_files(tables)
     secrets, unread = _secrets(earlier)
@@ -162,6 +161,7 @@ def read(
                 "decode",
                 "host",
                 "port",
+                "routers",
                 "http",
                 "http_process",
                 "metrics",
@@ -174,6 +174,9 @@ def read(
             if name in found
         },
     )
+    if record := tables.get("router", {}).get("record"):
+        for file in recordings(spec, Path(record)):
+            _check_writable("record", file)
     if not found.get("ray"):
         _check_defaults(spec)
     for adapters, key in _of_workers("lora", (), found, tables).items():
@@ -253,10 +256,9 @@ def merge(running: Asked, wanted: Asked) -> tuple[Asked, list[str], list[str]]:
 
 def _check_reports(started: Sequence[Process]) -> None:
     """The router would avoid a worker that reports less often than expected."""
-    *workers, router = (process.config for process in started)
-    assert isinstance(router, RouterConfig)
-    for worker in workers:
-        assert isinstance(worker, WorkerConfig)
+    configs = [process.config for process in started]
+    router = next(one for one in configs if isinstance(one, RouterConfig))
+    for worker in (one for one in configs if isinstance(one, WorkerConfig)):
         if worker.heartbeat_s >= router.worker_silence_s:
             expected = f"less than router.worker_silence_s, which is {router.worker_silence_s:g}"
             raise ConfigError("worker.heartbeat_s", worker.heartbeat_s, expected)

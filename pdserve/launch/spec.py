@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from pdserve.config import RAY_STRATEGIES, GatewayConfig, RouterConfig, WorkerConfig, with_gateway
+from pdserve.config import MAX_ROUTERS, RAY_STRATEGIES, GatewayConfig, RouterConfig, WorkerConfig, with_gateway
 from pdserve.config_flags import to_env, to_flags
 from pdserve.core.access.hosts import PORTS, check_endpoint, endpoint_of, join
 from pdserve.core.durations import DAY_S
@@ -63,6 +63,7 @@ GATEWAY_FIRST_S: Final = 1.0  # by which the router ends later than the gateway
 SPINS: Final = "1000"  # turns of the waiting loop
 MAX_WORKERS: Final = 256
 NUM_WORKERS: Final[Mapping[str, Range]] = {"prefill": Range(0, MAX_WORKERS), "decode": Range(1, MAX_WORKERS)}
+NUM_ROUTERS: Final = Range(1, MAX_ROUTERS)
 _PORTS: Final = Range(*PORTS)
 RAY_WAIT_S: Final = Range(1.0, 3600.0)
 METRICS_HOST: Final = "127.0.0.1"
@@ -78,6 +79,7 @@ class ClusterSpec:
     decode: int = 1
     host: str = "127.0.0.1"  # address of the router; workers always use the loopback
     port: int = 50051
+    routers: int = 1  # router processes, which share the port
     http: int | None = None  # port of the HTTP gateway; None: there is none
     http_process: bool = False  # the gateway is a process of its own, and not in the router's
     metrics: int | None = None  # port of the launcher's metrics; the other processes have those after it
@@ -92,6 +94,7 @@ class ClusterSpec:
     gpus: tuple[str, ...] = ()  # of this host, as CUDA_VISIBLE_DEVICES names them
     worker_ports: tuple[int, ...] = ()
     unix_socket: str = ""  # of the router, for the gateway
+    group: str = ""  # folder of the routers, if there are several
     inject_faults: str = ""  # for tests: faults to inject into KV transfers
     settings: Mapping[Kind, Mapping[str, Value]] = field(default_factory=dict)
 
@@ -99,6 +102,10 @@ class ClusterSpec:
         for name, count in (("prefill", self.prefill), ("decode", self.decode)):
             if count not in NUM_WORKERS[name]:
                 raise ConfigError(name, count, str(NUM_WORKERS[name]))
+        if self.routers not in NUM_ROUTERS:
+            raise ConfigError("routers", self.routers, str(NUM_ROUTERS))
+        if self.routers > 1 and self.http_process:
+            raise ConfigError("http_process", True, "one router: each of several serves HTTP in its own process")
         if self.ray_strategy not in RAY_STRATEGIES:
             raise ConfigError("ray_strategy", self.ray_strategy, f"one of {', '.join(RAY_STRATEGIES)}")
         if self.ray_wait_s not in RAY_WAIT_S:
@@ -112,8 +119,12 @@ class ClusterSpec:
 
     @property
     def num_processes(self) -> int:
-        """The workers, the router, and the gateway, which has a metrics port of its own in each form."""
-        return self.prefill + self.decode + 2
+        """The workers, the routers, and a gateway of each, which has a metrics port of its own in each form."""
+        return self.prefill + self.decode + 2 * self.routers
+
+    @property
+    def router_names(self) -> tuple[str, ...]:
+        return ("router",) if self.routers == 1 else tuple(f"router-{member}" for member in range(self.routers))
 
     @property
     def worker_ids(self) -> tuple[str, ...]:
@@ -140,10 +151,10 @@ class Process:
 
 
 def processes(spec: ClusterSpec) -> list[Process]:
-    """The processes of the cluster itself in the order of their start: the workers, then the router."""
+    """The processes of the cluster itself in the order of their start: the workers, then the routers."""
     workers = [_worker(spec, index) for index in range(spec.prefill + spec.decode)]
     addresses = tuple(join(one.config.host, one.config.port) for one in workers if one.config.port)
-    return [*workers, router(spec, addresses)]
+    return [*workers, *routers(spec, addresses)]
 
 
 def fixed_ports(spec: ClusterSpec, *, are_workers_here: bool) -> dict[int, tuple[str, str]]:
@@ -162,11 +173,12 @@ def fixed_ports(spec: ClusterSpec, *, are_workers_here: bool) -> dict[int, tuple
 def ports(spec: ClusterSpec, *, are_workers_here: bool) -> list[tuple[str, str, int]]:
     """The setting, address and number of each port on this host that has a number. Without those of the launcher
     itself."""
-    started = processes(spec) if are_workers_here else [router(spec, ())]
+    started = processes(spec) if are_workers_here else routers(spec, ())
     found = [one for process in started for one in _ports(process.config, process.module)]
-    if (http := gateway_config(spec)) is not None:
-        found += _ports(http, "gateway")
-    return [one for one in found if one[2]]
+    for member in range(spec.routers):
+        if (http := gateway_config(spec, member=member)) is not None:
+            found += _ports(http, "gateway")
+    return [one for one in dict.fromkeys(found) if one[2]]  # routers share ports
 
 
 def _ports(config: WorkerConfig | RouterConfig | GatewayConfig, table: str) -> list[tuple[str, str, int]]:
@@ -185,8 +197,8 @@ def metrics_host(config: WorkerConfig | RouterConfig | GatewayConfig) -> str:
 
 
 def _metrics(spec: ClusterSpec, index: int) -> dict[str, Value]:
-    """The settings of the process with that number among the ports after the launcher's: the router, the workers, the
-    gateway."""
+    """The settings of the process with that number among the ports after the launcher's: the first router, the
+    workers, the gateway, the further routers."""
     if spec.metrics is None:
         return {}
     return {"metrics_port": spec.metrics + 1 + index, "metrics_host": METRICS_HOST}
@@ -203,15 +215,20 @@ def waiting_env(environ: Mapping[str, str]) -> dict[str, str]:
     return {"GOMP_SPINCOUNT": environ.get("GOMP_SPINCOUNT", SPINS)}
 
 
-def router(spec: ClusterSpec, workers: Sequence[str]) -> Process:
-    """The router, with the gateway in its process if the gateway is none of its own."""
-    config, http = router_config(spec, workers), gateway_config(spec)
+def routers(spec: ClusterSpec, workers: Sequence[str]) -> list[Process]:
+    """`workers`: the addresses that they connect to."""
+    return [router(spec, workers, member) for member in range(spec.routers)]
+
+
+def router(spec: ClusterSpec, workers: Sequence[str], member: int = 0) -> Process:
+    """The router with that number, with a gateway in its process if the gateway is none of its own."""
+    config, http = router_config(spec, workers, member), gateway_config(spec, member=member)
     if http is not None and spec.http_process:  # the gateway tells its own clients
         config = replace(config, drain_s=min(config.drain_s + GATEWAY_FIRST_S, DAY_S))
     elif http is not None:
         config = with_gateway(config, http)
     env = (("OMP_NUM_THREADS", "1"), *to_env(config).items())
-    return Process(name="router", module="router", config=config, env=env)
+    return Process(name=spec.router_names[member], module="router", config=config, env=env)
 
 
 def gateway(spec: ClusterSpec, router: str) -> Process | None:
@@ -222,24 +239,33 @@ def gateway(spec: ClusterSpec, router: str) -> Process | None:
     return Process(name="gateway", module="pdserve.gateway", config=config, env=(("OMP_NUM_THREADS", "1"),))
 
 
-def gateway_config(spec: ClusterSpec, router: str = "") -> GatewayConfig | None:
-    """None if no HTTP is asked for."""
+def gateway_config(spec: ClusterSpec, router: str = "", member: int = 0) -> GatewayConfig | None:
+    """Of the router with that number; None if no HTTP is asked for."""
     if spec.http is None:
         return None
+    given = dict(spec.settings.get("gateway", {}))
+    if port := given.get("metrics_port"):
+        given["metrics_port"] = int(str(port)) + member
     return GatewayConfig(
         router=f"unix:{spec.unix_socket}" if spec.unix_socket else router,
         host=spec.host,
         port=spec.http,
         **{
             **_security(spec, "gateway"),
-            **_metrics(spec, spec.num_processes - 1),
-            **spec.settings.get("gateway", {}),
+            **_metrics(spec, spec.prefill + spec.decode + 1 + 2 * member),
+            **given,
         },  # type: ignore[arg-type]
     )
 
 
-def router_config(spec: ClusterSpec, workers: Sequence[str]) -> RouterConfig:
-    """`workers` are the addresses for the router."""
+def router_config(spec: ClusterSpec, workers: Sequence[str], member: int = 0) -> RouterConfig:
+    """Of the router with that number. `workers`: the addresses that it connects to."""
+    given: dict[str, Value] = dict(spec.settings.get("router", {}))
+    if record := given.get("record"):
+        given["record"] = str(recordings(spec, Path(str(record)))[member])
+    if port := given.get("metrics_port"):
+        given["metrics_port"] = int(str(port)) + member
+    metrics = _metrics(spec, spec.prefill + spec.decode + 2 * member if member else 0)
     return RouterConfig(
         model=spec.model,
         host=spec.host,
@@ -249,8 +275,18 @@ def router_config(spec: ClusterSpec, workers: Sequence[str]) -> RouterConfig:
         cluster=spec.cluster,
         cluster_secret=spec.cluster_secret,
         unix_socket=spec.unix_socket,
-        **{**_security(spec, "router"), **_metrics(spec, 0), **spec.settings.get("router", {})},  # type: ignore[arg-type]
+        group=spec.group,
+        member=member,
+        router_id=f"router-{member}",
+        **{**_security(spec, "router"), **metrics, **given},  # type: ignore[arg-type]
     )
+
+
+def recordings(spec: ClusterSpec, file: Path) -> list[Path]:
+    """One for each router: its number is added to the name if there are several."""
+    if spec.routers == 1:
+        return [file]
+    return [file.with_name(f"{file.stem}-{member}{file.suffix}") for member in range(spec.routers)]
 
 
 def served_names(spec: ClusterSpec) -> tuple[str, ...]:

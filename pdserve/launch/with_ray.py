@@ -24,7 +24,7 @@ from pdserve.core.progress import phase_of
 from pdserve.core.urls import place
 from pdserve.launch.local import LaunchedCluster, redis_trouble, start_steps
 from pdserve.launch.report import LauncherReport, memory_of
-from pdserve.launch.spec import ClusterSpec, ClusterTls, Process, router, worker_config
+from pdserve.launch.spec import ClusterSpec, ClusterTls, Process, routers, worker_config
 from pdserve.launch.supervisor import REDIS, StartFailed, SupervisedProcess
 
 # --- messages -------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class RayCluster(LaunchedCluster):
         )
 
     def _processes(self) -> list[Process]:
-        return [router(self.spec, ())]
+        return routers(self.spec, ())
 
     async def _start_workers(self, workers: Sequence[Process]) -> None:
         await self._supervisor.start(self._driver)

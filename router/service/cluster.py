@@ -57,6 +57,8 @@ class Watching:
         self._num_viewers[only_this_router] += 1
         others = None if only_this_router else self._group.watch(period_s)
         try:
+            if others is not None:
+                await others.begin()
             num_seen = 0
             while not self._closing.is_set():
                 frame = self._state.live_frame(self._clock(), num_seen)

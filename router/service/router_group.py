@@ -8,6 +8,7 @@ of live views and counts; an explanation that nobody has then fails as Unavailab
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
@@ -18,6 +19,7 @@ from typing import Any, Final, TypeVar, final
 import grpc
 import grpc.aio
 
+from pdserve.config import member_socket
 from pdserve.core.errors import ConfigError
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc
 from pdserve.wire import status
@@ -44,7 +46,7 @@ def check_private(name: str, folder: Path) -> None:
 
 
 def socket_of(folder: Path, member: int) -> Path:
-    return folder / f"router-{member}.sock"
+    return folder / member_socket(member)
 
 
 @final
@@ -127,16 +129,27 @@ class GroupWatch:
         self._seen: dict[int, FramesOfRouter] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
+    async def begin(self) -> None:
+        """Returns when each of the other routers has sent a frame, or has ended, after ANSWER_S at the latest."""
+        self._connect()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ANSWER_S):
+                for seen in self._seen.values():
+                    await seen.has_begun.wait()
+
     def merge_into(self, frame: cluster_pb2.LiveFrame) -> None:
         """Adds the requests and totals of the other routers to a frame of this one."""
-        for member, stub in self._others().items():
-            if member not in self._tasks or self._tasks[member].done():
-                seen = self._seen.setdefault(member, FramesOfRouter())
-                self._tasks[member] = asyncio.create_task(self._follow(stub, seen), name=f"watch-router-{member}")
+        self._connect()
         for seen in self._seen.values():
             seen.merge_into(frame)
         if self._seen:
             _limit(frame)
+
+    def _connect(self) -> None:
+        for member, stub in self._others().items():
+            if member not in self._tasks or self._tasks[member].done():
+                seen = self._seen.setdefault(member, FramesOfRouter())
+                self._tasks[member] = asyncio.create_task(self._follow(stub, seen), name=f"watch-router-{member}")
 
     async def _follow(self, stub: Any, seen: FramesOfRouter) -> None:
         try:
@@ -160,15 +173,18 @@ class FramesOfRouter:
     def __init__(self) -> None:
         self._frame: cluster_pb2.LiveFrame | None = None
         self._ended: list[cluster_pb2.LiveRequest] = []
+        self.has_begun = asyncio.Event()  # set by its first frame or its end
         self._past = cluster_pb2.LiveTotals()  # of its earlier processes: a viewer's totals never decrease
 
     def take(self, frame: cluster_pb2.LiveFrame) -> None:
         self._frame = frame
+        self.has_begun.set()
         self._ended += [one for one in frame.requests if one.outcome]
         del self._ended[:-MAX_ENDED]
 
     def ended(self) -> None:
         """The router has ended, and its requests with it."""
+        self.has_begun.set()
         if self._frame is not None:
             _add(self._past, self._frame.totals)
             self._frame = None
