@@ -310,7 +310,7 @@ def test_framing_that_does_not_end_is_answered_in_time(toy: Served, raw: Connect
     with gateway(toy.router, header_s=0.3, body_s=600.0) as host:
         answer = exchange(raw(host.address), tokenize(CHUNKED) + b"1\r\n{\r\n" + rest + b"0" * 2000)
         assert (status_of(answer), code_of(answer)) == (408, "deadline")
-        until(lambda: not host._connections.num_open)
+        until(lambda: not host._server._connections.num_open)
 
 
 def test_bytes_after_a_handshake_are_not_collected() -> None:
