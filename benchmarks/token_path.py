@@ -5,17 +5,16 @@
 Streamed chats with a Hugging Face tokenizer (the bundled model's). The workers are replaced by a script that calls
 `Workers.received` on the router's event loop, so neither engines nor their streams are measured. Everything else is
 real: admission, state machine, answers, SDK, gateway, uvicorn, and sockets whose client is another process. With
-`--channel local`, the gateway calls the router's servicer in its own event loop; with `grpc`, through gRPC in the same
-process. CPU is that of this process with all its threads. The cost of a token is the difference between long and short
-answers, and that of a request is the rest. Other load on the machine inflates the figures somewhat, so compare the
-least of several rounds.
+`--channel local`, as by default on one host, no bytes are between gateway and router; with `grpc`, they use gRPC
+within the process. CPU is that of this process with all its threads. The cost of a token is the difference between
+long and short answers, and that of a request is the rest. Other load on the machine inflates the figures somewhat, so
+the least of several rounds counts.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextvars
 import cProfile
 import json
 import multiprocessing
@@ -28,24 +27,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import grpc.aio
-import uvicorn
-
 import pdserve
 from pdserve.build import FULL_VERSION
-from pdserve.client.aio import AsyncClient
-from pdserve.client.base import Retries
-from pdserve.client.connect import GrpcTransport, Target
 from pdserve.config import GatewayConfig, RouterConfig
-from pdserve.core.access.key_file import DEFAULT_TENANT
 from pdserve.core.json_text import to_json
-from pdserve.gateway.app import Gateway
-from pdserve.gateway.connection import Connection, ConnectionLimits, Connections, set_options
-from pdserve.gateway.door import Shutdown
-from pdserve.telemetry.metrics import Metrics
+from pdserve.gateway.server import GatewayServer
 from pdserve.v1 import inference_pb2, transfer_pb2, worker_pb2
-from router.service.auth import _authorise
-from router.service.inference import InferenceServicer
 from router.service.server import RouterServer
 from router.service.worker_stream import WorkerStream
 
@@ -170,79 +157,6 @@ class ScriptedWorkers:
         return self._streams[worker_id]  # type: ignore[return-value]  # the part of it that Workers uses
 
 
-# --- channel --------------------------------------------------------------------------------------------------
-
-
-class LocalContext:
-    def __init__(self, queue: asyncio.Queue[Any], metadata: Any, timeout_s: float) -> None:
-        self.write, self._metadata, self._timeout_s = queue.put, metadata, timeout_s
-
-    def invocation_metadata(self) -> Any:
-        return self._metadata
-
-    def time_remaining(self) -> float:
-        return self._timeout_s
-
-    def peer(self) -> str:
-        return "ipv4:127.0.0.1:1"
-
-
-class LocalCall:
-    def __init__(self, servicer: Any, request: Any, timeout_s: float, metadata: Any) -> None:
-        queue: asyncio.Queue[Any] = asyncio.Queue()
-        context = contextvars.copy_context()
-        context.run(_authorise.set, lambda: DEFAULT_TENANT)
-        handler = servicer.Generate(request, LocalContext(queue, metadata, timeout_s))
-        self._task = asyncio.get_running_loop().create_task(handler, context=context)
-        self._task.add_done_callback(lambda _: queue.put_nowait(grpc.aio.EOF))
-        self.read = queue.get
-
-    def cancel(self) -> None:
-        self._task.cancel()
-
-
-class LocalChannel:
-    """Generate by reference; the few other calls of a gateway through gRPC."""
-
-    def __init__(self, servicer: Any, channel: grpc.aio.Channel) -> None:
-        self._servicer, self._channel = servicer, channel
-
-    def unary_unary(self, *args: Any, **options: Any) -> Any:
-        return self._channel.unary_unary(*args, **options)
-
-    def unary_stream(self, method: str, *args: Any, **options: Any) -> Any:
-        if not method.endswith("/Generate"):
-            return self._channel.unary_stream(method, *args, **options)
-        return lambda request, timeout, metadata: LocalCall(self._servicer, request, timeout, metadata)
-
-    async def close(self, grace: float | None = None) -> None:
-        await self._channel.close(grace)
-
-
-def servicer_of(router: RouterServer) -> InferenceServicer:
-    assert router._admission is not None
-    return InferenceServicer(
-        router._runtime,
-        router._admission,
-        lambda: router._workers.model,
-        router._workers.adapters,
-        router._lookup(),
-        router._measure,
-        router._tenants.quotas,
-        prefix_lookup_s=0.05,
-        held=router._held,
-        gate=router.gate,
-    )
-
-
-class LocalTransport(GrpcTransport):
-    def __init__(self, servicer: Any) -> None:
-        self._servicer = servicer
-
-    def open_aio(self, target: Target) -> Any:
-        return LocalChannel(self._servicer, super().open_aio(target))
-
-
 # --- client ---------------------------------------------------------------------------------------------------
 
 
@@ -288,37 +202,10 @@ async def measure(flags: argparse.Namespace) -> dict[str, float]:
     address = await router.start()
     workers = ScriptedWorkers(router)
     workers.attach()
-    transport = LocalTransport(servicer_of(router)) if flags.channel == "local" else None
-    client = AsyncClient(address, retries=Retries(limit=0), transport=transport)
-    config = GatewayConfig(router=address, port=0)
-    gateway = Gateway(config, client, Metrics("gateway"), Shutdown(), needs_token=False)
-    limits = ConnectionLimits(
-        max_connections=config.max_connections,
-        max_header_bytes=config.max_header_bytes,
-        header_s=config.header_s,
-        idle_s=config.idle_s,
-        stall_s=config.stall_s,
-    )
-    connections = Connections(limits=limits)
-    options = uvicorn.Config(
-        gateway.app(),
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-    )
-    http = uvicorn.Server(options)
-    options.load()
-    loop = asyncio.get_running_loop()
-    listener = socket.create_server(("127.0.0.1", 0))
-    set_options(listener, config.stall_s)
-    server = await loop.create_server(
-        lambda: Connection(options, http.server_state, {}, connections=connections), sock=listener
-    )
+    config = GatewayConfig(router="" if flags.channel == "local" else address, port=0)
+    gateway = GatewayServer(config, router.transport if flags.channel == "local" else None)
+    port = int((await gateway.start()).rpartition(":")[2])
     here, there = multiprocessing.get_context("spawn").Pipe()
-    port = listener.getsockname()[1]
     reader = multiprocessing.get_context("spawn").Process(
         target=read_answers, args=(port, there, flags.rows), daemon=True
     )
@@ -351,8 +238,7 @@ async def measure(flags: argparse.Namespace) -> dict[str, float]:
             profile.disable()
     finally:
         here.send(0)
-        server.close()
-        await client.close()
+        await gateway.stop()
         await router.stop()
     if profile is not None:
         pstats.Stats(profile).sort_stats("tottime").print_stats(70)
