@@ -73,7 +73,7 @@ class Running:
         return running
 
     def pid(self, name: str) -> int:
-        """The pid of the latest process of that name (p0, d0, router, router-1, redis). Raises KeyError if there is none."""
+        """Of the latest process of that name (p0, d0, router, router-1, redis). Raises KeyError if there is none."""
         with self._changed:
             self._changed.wait_for(lambda: name in self._pids, LATE_S)
             return self._pids[name]

@@ -59,7 +59,7 @@ def test_a_shed_request_keeps_its_connection(toy: Served, raw: Connect) -> None:
         connection.sendall(request)
         assert status_of(read_one(connection)) == 200
         assert gate_of(host).running == 0
-        assert 'cause="cluster"} 3.0' in host._metrics.text()
+        assert 'cause="cluster"} 3.0' in host._server._metrics.text()
 
 
 def test_the_body_of_a_shed_request_is_dropped_as_it_comes(toy: Served, raw: Connect) -> None:
