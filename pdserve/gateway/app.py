@@ -437,7 +437,7 @@ class Gateway:
     ) -> AnyRequest:
         """A large body is read in a thread, so that others do not wait for it."""
         if len(body) <= QUICK_BYTES:
-            return make(http_input.parse(body), caller.model)
+            return _make(body, caller.model, make)
         work = partial(_make, body, caller.model, make)
         return await asyncio.get_running_loop().run_in_executor(self._reader, work)
 
@@ -551,7 +551,7 @@ class _Received:
 
 
 def _make(body: bytes, model: Model, make: Callable[[Mapping[str, Any], Model], AnyRequest]) -> AnyRequest:
-    return make(http_input.parse(body), model)
+    return make(http_input.parse(body, model.max_context_tokens), model)
 
 
 async def _send(send: Any, status: int, value: dict[str, Any]) -> int:

@@ -112,16 +112,19 @@ def _seconds(header: str, value: str) -> float:
 # cost no more than their digits.
 
 MAX_PARTS: Final = 65_536  # objects, arrays and names of a body
-MAX_ITEMS: Final = 2**20  # commas of a body, which separate numbers and texts too
-MAX_TEXTS: Final = 262_144  # texts of a body that may have more parts
+MAX_ITEMS: Final = 262_144  # commas of a body, which separate numbers and texts too; more in a longer context
+MAX_TEXTS: Final = 131_072
 _KINDS: Final = {list: "an array", dict: "an object", str: "a string", type(None): "null"}
 _DUPLICATE: Final = re.compile(r'Detected duplicate key (".*") at line \d+ column \d+', re.DOTALL)
 
 
-def parse(body: bytes) -> dict[str, Any]:
-    """Raises InvalidRequest. Fields that are null count as absent, as in OpenAI's API. A name that an object has twice
-    is rejected, because other parsers on the way may read the other value."""
-    _check_parts(body)
+def parse(body: bytes, context_tokens: int = 0) -> dict[str, Any]:
+    """`context_tokens`: of the model, because a prompt may have as many token ids.
+
+    Raises InvalidRequest. Fields that are null count as absent, as in OpenAI's API. A name that an object has twice is
+    rejected, because other parsers on the way may read the other value.
+    """
+    _check_parts(body, max(MAX_ITEMS, context_tokens + MAX_PARTS))
     try:
         found = jiter.from_json(body, allow_inf_nan=False, catch_duplicate_keys=True)
     except (ValueError, RecursionError) as error:
@@ -141,20 +144,20 @@ def summarised(value: object) -> str:
     return _KINDS.get(type(value)) or shortened(value)
 
 
-def _check_parts(body: bytes) -> None:
+def _check_parts(body: bytes, max_items: int) -> None:
     """Counts the marks of parts: first everywhere, which is enough for almost all bodies, and then outside of texts."""
-    if _num_marks(body) <= MAX_PARTS and body.count(b",") <= MAX_ITEMS:
+    if _num_marks(body) <= MAX_PARTS and body.count(b",") <= max_items and body.count(b'"') <= 2 * MAX_TEXTS:
         return
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # so that each quote begins or ends a text
     num_texts = plain.count(b'"') // 2
     if num_texts > MAX_TEXTS:
-        raise InvalidRequest("body", f"{num_texts} texts", f"at most {MAX_TEXTS} texts in a body with many parts")
+        raise InvalidRequest("body", f"{num_texts} texts", f"at most {MAX_TEXTS} texts")
     outside = b"".join(plain.split(b'"')[::2])
     num_parts, num_items = _num_marks(outside), outside.count(b",")
     if num_parts > MAX_PARTS:
         raise InvalidRequest("body", f"{num_parts} objects, arrays and names", f"at most {MAX_PARTS} of them")
-    if num_items > MAX_ITEMS:
-        raise InvalidRequest("body", f"{num_items} items", f"at most {MAX_ITEMS} of them")
+    if num_items > max_items:
+        raise InvalidRequest("body", f"{num_items} items", f"at most {max_items} of them")
 
 
 def _num_marks(data: bytes) -> int:

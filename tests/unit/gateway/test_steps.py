@@ -88,16 +88,16 @@ def paths_of(model: type[BaseModel]) -> list[tuple[str, ...]]:
 
 
 def hostile() -> dict[str, str]:
-    """Values of 4 MiB that fail at every item, at the last one, or nowhere; within the limit of parts."""
+    """Long values that fail at every item, at the last one, or nowhere; within the limit of parts."""
     return {
-        "numbers": "[" + "1," * (2**20 - 400) + "1]",
-        "texts": "[" + '"",' * (2**20 - 400) + '""]',
-        "mixed": '["a",' + "1," * (2**20 - 400) + "1]",
-        "late": "[" + "1," * (2**20 - 400) + '"a"]',
+        "numbers": "[" + "1," * (http_input.MAX_ITEMS - 400) + "1]",
+        "texts": "[" + '"",' * (http_input.MAX_TEXTS - 400) + '""]',
+        "mixed": '["a",' + "1," * (http_input.MAX_ITEMS - 400) + "1]",
+        "late": "[" + "1," * (http_input.MAX_ITEMS - 400) + '"a"]',
         "objects": "[" + '{"type":"text"},' * 30_000 + "{}]",
         "empty": "[" + "{}," * 60_000 + "1]",
         "arrays": "[" + "[]," * 60_000 + "{}]",
-        "nested": "[[" + "1," * (2**20 - 400) + '"a"]]',
+        "nested": "[[" + "1," * (http_input.MAX_ITEMS - 400) + '"a"]]',
         "names": "{" + ",".join(f'"{number:x}":"x"' for number in range(60_000)) + "}",
         "biases": "{" + ",".join(f'"{number}":{number}' for number in range(60_000)) + "}",
         "typed": '{"type":"function",' + ",".join(f'"{number:x}":1' for number in range(60_000)) + "}",
@@ -163,9 +163,10 @@ def test_errors_are_not_collected(model: type[BaseModel]) -> None:
         b'{"x":[' + b"{}," * 1_000_000 + b"1]}",
         b"{" + b",".join(b'"%x":1' % number for number in range(400_000)) + b"}",
         b'{"x":[' + b'["",""],' * 400_000 + b"1]}",
-        b'{"x":[' + b"1," * 1_500_000 + b"1]}",
+        b'{"x":[' + b"1," * 300_000 + b"1]}",
+        b'{"x":[' + b'"a",' * 150_000 + b'"a"]}',
     ],
-    ids=["arrays", "objects", "names", "texts", "numbers"],
+    ids=["arrays", "objects", "names", "texts", "numbers", "plain texts"],
 )
 def test_parts_are_counted_before_they_are_parsed(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_input.jiter, "from_json", None)
@@ -173,9 +174,18 @@ def test_parts_are_counted_before_they_are_parsed(body: bytes, monkeypatch: pyte
         http_input.parse(body)
 
 
+def test_a_prompt_of_a_long_context_may_have_as_many_ids() -> None:
+    body = b'{"prompt":[' + b"1," * 400_000 + b"1]}"
+    assert len(http_input.parse(body, context_tokens=400_001)["prompt"]) == 400_001
+    with pytest.raises(PdserveError, match="at most 365536 of them"):
+        http_input.parse(body, context_tokens=300_000)
+
+
 def test_marks_within_texts_do_not_count() -> None:
     code = '{"a": [1, "b\\\\", {}]}\\' * 150_000
     assert http_input.parse(json.dumps({"prompt": code}).encode()) == {"prompt": code}
+    quotes = '"' * 500_000
+    assert http_input.parse(json.dumps({"prompt": quotes}).encode()) == {"prompt": quotes}
 
 
 @pytest.mark.parametrize(
