@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack, final
+from typing import Any, Final, Self, TypeVar, Unpack, final
 
 import grpc
 import grpc.aio
@@ -26,6 +27,8 @@ from pdserve.wire import status
 from pdserve.wire.protocol import FRAME
 
 Result = TypeVar("Result")
+#: One thread: several would keep the event loop waiting for the interpreter.
+_CONVERTER: Final = ThreadPoolExecutor(1, thread_name_prefix="pdserve-logprobs")
 
 
 @final
@@ -259,8 +262,9 @@ class AsyncStream(BaseStream, AsyncIterator[Piece]):
                 self._is_closed = True
                 self._answer.end()
                 break
-            piece = self._answer.take(message)
-            if piece is not None:
+            if message.HasField("prompt_logprobs"):  # of up to a whole prompt, whose conversion takes a while
+                await asyncio.get_running_loop().run_in_executor(_CONVERTER, self._answer.take, message)
+            elif (piece := self._answer.take(message)) is not None:
                 return piece
         raise StopAsyncIteration
 
