@@ -7,7 +7,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,7 @@ def serve(
     model: str = "toy",
     token: str | None = None,
     prefill: int = 1,
+    in_router: bool = False,
     **settings: Any,
 ) -> Iterator[Served]:
     """Serves with these settings of the gateway."""
@@ -76,12 +77,14 @@ def serve(
             prefill=prefill,
             router={**PATIENT, **both, "token": token or "", **(router or {})},
             worker={**both, **(worker or {})},
+            gateway=settings if in_router else None,
         ) as cluster,
-        gateway(cluster.address, **settings) as host,
+        nullcontext() if in_router else gateway(cluster.address, **settings) as host,
         Client(cluster.address, token=token) as sdk,
-        openai.OpenAI(base_url=f"http://{host.address}/v1", api_key=token or "none", max_retries=0) as client,
     ):
-        yield Served(cluster.address, host.address, client, sdk, Path(model).name)
+        address = cluster.http_address if host is None else host.address
+        with openai.OpenAI(base_url=f"http://{address}/v1", api_key=token or "none", max_retries=0) as client:
+            yield Served(cluster.address, address, client, sdk, Path(model).name)
 
 
 @pytest.fixture(scope="session")

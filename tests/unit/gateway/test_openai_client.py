@@ -1,17 +1,33 @@
-"""Answers through OpenAI's own client, sync, async and streamed, against those of the SDK."""
+"""Answers through OpenAI's own client, sync, async and streamed, against those of the SDK; in both forms of the
+gateway."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 import openai
 import pytest
 
-from tests.unit.gateway.conftest import Served
+from tests.support.tooled_model import BUNDLED
+from tests.unit.gateway.conftest import Served, serve
 
 PROMPT = "def fib(n):\n    return"
 MESSAGES = [{"role": "system", "content": "Write Python."}, {"role": "user", "content": "add two numbers"}]
 SEEDED = {"max_tokens": 24, "temperature": 0.8, "seed": 7}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["process", "in router"])
+def bundled(request: pytest.FixtureRequest) -> Iterator[Served]:
+    """Both forms of the gateway."""
+    with serve(model=str(BUNDLED), worker={"deterministic": "on"}, in_router=request.param) as served:
+        yield served
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["process", "in router"])
+def toy(request: pytest.FixtureRequest) -> Iterator[Served]:
+    with serve(in_router=request.param) as served:
+        yield served
 
 
 def test_a_completion_matches_the_sdk(bundled: Served) -> None:
