@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--peer-pid", type=int, default=0, help="its process")
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args()
-    with Running.start("--model", flags.model, "--http", "0") as cluster:
+    with Running.start("--model", flags.model, "--http", "0", "--http-process") as cluster:
         found = asyncio.run(measure(flags, cluster))
     print(f"{flags.rate:g} requests/s, {flags.rounds} turns of {flags.seconds:g} s each, model {flags.model}")
     print("server  tokens  requests  failed  messages  first p50 ms  first p95 ms  whole p50 ms")

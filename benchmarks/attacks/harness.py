@@ -51,7 +51,7 @@ class AttackTarget:
         return self.cluster.address(name)
 
     def pid(self, name: str) -> int:
-        return self.cluster.pid(name)
+        return self.cluster.pid("router" if name == "gateway" else name)  # it runs in the router's process
 
     def metric(self, name: str, metric: str, **labels: str) -> float:
         """The sum of the samples of `metric` (its Prometheus name) in process `name` that have these labels."""

@@ -255,7 +255,7 @@ def taken_port(target: AttackTarget) -> AttackResult:
     if os.geteuid() != 0:
         return AttackResult(attempts=0, rejected=0, note=ONLY_ROOT)
     errors: Counter[str] = Counter()
-    with Running.start("--model", "toy", "--http", "0") as victim:
+    with Running.start("--model", "toy", "--http", "0", "--http-process") as victim:
         for name in ("router", "gateway", "p0", "d0"):
             pid, port = victim.pid(name), int(victim.address(name).rpartition(":")[2])
             with take_port(port) as stranger:

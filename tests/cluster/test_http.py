@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import openai
+import psutil
 import pytest
 
 from pdserve import AsyncClient, Completion
@@ -173,16 +174,27 @@ def test_the_ready_line_names_the_gateway_url(cluster: Cluster) -> None:
         assert [one.id for one in client.models.list()] == ["tooled"]
 
 
-def test_a_dead_gateway_is_restarted_on_its_port(cluster: Cluster) -> None:
-    pid = cluster.running.pid("gateway")
-    os.kill(pid, signal.SIGKILL)
-    cluster.running.wait_restarted("gateway", pid)
-    with openai.OpenAI(base_url=url(cluster), api_key="none") as client:
-        assert client.completions.create(model="tooled", prompt="def", max_tokens=2).usage is not None
+def test_the_gateway_is_in_the_routers_process(cluster: Cluster) -> None:
+    assert "gateway" not in cluster.running.pids()
+    port = int(url(cluster).rpartition(":")[2].removesuffix("/v1"))
+    router = psutil.Process(cluster.running.pid("router"))
+    assert port in {one.laddr.port for one in router.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
 
 
-def test_a_stream_ends_before_its_cluster_does() -> None:
-    slow = ("--model", "toy", "--set", "worker.toy_step_s=0.02")
+@pytest.mark.parametrize("name", ["router", "gateway"])
+def test_a_dead_process_is_restarted_on_the_http_port(name: str) -> None:
+    form = ("--http-process",) if name == "gateway" else ()
+    with Cluster("--http", "0", "--model", "toy", *form) as cluster:
+        pid = cluster.running.pid(name)
+        os.kill(pid, signal.SIGKILL)
+        cluster.running.wait_restarted(name, pid)
+        with openai.OpenAI(base_url=url(cluster), api_key="none") as client:  # its retries wait for the workers
+            assert client.completions.create(model="toy", prompt="def", max_tokens=2).usage is not None
+
+
+@pytest.mark.parametrize("form", [(), ("--http-process",)])
+def test_a_stream_ends_before_its_cluster_does(form: tuple[str, ...]) -> None:
+    slow = ("--model", "toy", "--set", "worker.toy_step_s=0.02", *form)
     with (
         Cluster("--http", "0", *slow) as cluster,
         openai.OpenAI(base_url=url(cluster), api_key="none", max_retries=0) as client,

@@ -52,7 +52,7 @@ def test_no_port_of_any_process_answers_plain_text(cluster: Running) -> None:
     cluster.wait_line("TLS is on")  # by then, the lines with all pids have been read
     pids = {pid for leader in [cluster.process.pid, *cluster.pids().values()] for pid in [leader, *session_of(leader)]}
     ports = listeners(pids)
-    assert {one.pid for one in ports} >= {cluster.pid(name) for name in ("p0", "d0", "router", "gateway")}
+    assert {one.pid for one in ports} >= {cluster.pid(name) for name in ("p0", "d0", "router")}
     assert len(ports) >= 10, "gRPC of three, HTTPS, KV, five of metrics"
     for one in ports:
         for words in WORDS:
