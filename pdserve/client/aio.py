@@ -268,6 +268,12 @@ class AsyncStream(BaseStream, AsyncIterator[Piece]):
                 return piece
         raise StopAsyncIteration
 
+    @property
+    def has_next(self) -> bool:
+        """Whether the next message is known to be there already. gRPC does not say so, but a call within this process
+        does."""
+        return not self._is_closed and getattr(self._call, "has_message", False)
+
     async def _try_again(self, failure: PdserveError) -> None:
         delay_s = self._delay_s(failure)
         if delay_s is None:

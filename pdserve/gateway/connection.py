@@ -45,7 +45,6 @@ LINGER_S: Final = 5.0
 LINGER_BYTES: Final = 64 * 2**20
 # Heads and chunked bodies are parsed in pieces of this size, so that little is parsed beyond a limit.
 PIECE_BYTES: Final = 1024
-MAX_HELD_BYTES: Final = 65_536  # of one turn of the event loop, before they are sent
 # A byte of a body may have this many bytes of framing; a chunk of two bytes has 2.5 for each.
 FRAMING_SHARE: Final = 4
 _HOST: Final = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")
@@ -134,7 +133,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
         self._body_bytes = self._framing_bytes = self._trailer_bytes = 0  # of that body
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(_BatchingTransport(transport, self.loop))  # type: ignore[arg-type]
+        super().connection_made(_HeadHoldingTransport(transport, self.loop))  # type: ignore[arg-type]
         self._is_open = True
         self._host = host_of(transport)
         self._all.num_open += 1
@@ -225,6 +224,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
             return
         super().on_headers_complete()
         self.cycle.transport = _AnswerTransport(self)
+        self.transport.is_head_next = True
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
@@ -436,29 +436,30 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
 
 
 @final
-class _BatchingTransport:
-    """Sends all that one turn of the event loop writes at once, at the end of the turn: a system call costs more than
-    the chunk of a token."""
+class _HeadHoldingTransport:
+    """Sends the head of an answer with what follows in the same turn of the event loop, because a system call costs
+    more than the chunk of a token."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport, self._call_soon = transport, loop.call_soon
-        self._held: list[bytes] = []
-        self._held_bytes = 0
+        self._held = b""
+        self.is_head_next = False  # the next data is held
         self.get_extra_info, self.is_closing = transport.get_extra_info, transport.is_closing
         self.pause_reading, self.resume_reading = transport.pause_reading, transport.resume_reading
         self.can_write_eof = transport.can_write_eof
 
     def write(self, data: bytes) -> None:
-        if not self._held:
+        if self.is_head_next:
+            self.is_head_next, self._held = False, data
             self._call_soon(self.flush)
-        self._held.append(data)
-        self._held_bytes += len(data)
-        if self._held_bytes > MAX_HELD_BYTES:
-            self.flush()
+            return
+        if self._held:
+            data, self._held = self._held + data, b""
+        self._transport.write(data)
 
     def flush(self) -> None:
         if self._held:
-            data, self._held, self._held_bytes = b"".join(self._held), [], 0
+            data, self._held = self._held, b""
             if not self.is_closing():  # the client has not disconnected
                 self._transport.write(data)
 

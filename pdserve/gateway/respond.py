@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any, Final, final
 from pdserve.client.aio import AsyncClient, AsyncStream
 from pdserve.client.request import MAX_TOKENS_PER_CALL, Prompt
 from pdserve.client.results import Completion, Model, Piece, Token, TokenLogprob
-from pdserve.core.errors import Cancelled, InvalidRequest
+from pdserve.core.errors import Cancelled, InvalidRequest, PdserveError
 from pdserve.gateway.api import logprobs, sse
 from pdserve.gateway.api.errors import ErrorReply
 from pdserve.gateway.api.field_support import Endpoint
@@ -80,6 +81,11 @@ class Answers:
     @property
     def completions(self) -> list[Completion]:
         return [one.completion for one in self._streams]
+
+    @property
+    def has_next(self) -> bool:
+        """Whether the next message is known to be there already."""
+        return len(self._streams) == 1 and self._streams[0].has_next
 
     def close(self) -> None:
         """Cancels the running streams. Idempotent."""
@@ -331,6 +337,7 @@ class _Answer:
         answers = self.answers
         await self.send.begin_stream(self.writer.error, self.headers)
         begun: set[int] = set()
+        held = b""  # of a piece that the next message follows at once, such as the end: both are sent together
         while piece is not None:
             prompt = answers.prompt_of(piece.index)
             if prompt not in begun:
@@ -342,13 +349,22 @@ class _Answer:
             if self.is_scored and self.echoes:  # The prompt's tokens come in one frame.
                 frames = [await asyncio.to_thread(b"".join, frames)]
             for part in _parts(frames):
-                await self.send({"type": "http.response.body", "body": part, "more_body": True})
-                if len(part) > PAUSE_BYTES:
+                held += part
+                if len(held) <= PAUSE_BYTES and answers.has_next:
+                    continue
+                body, held = held, b""
+                await self.send({"type": "http.response.body", "body": body, "more_body": True})
+                if len(body) > PAUSE_BYTES:
                     await asyncio.sleep(0)
-            piece = await anext(pieces, None)
+            try:
+                piece = await anext(pieces, None)
+            except PdserveError:
+                if held:
+                    await self.send({"type": "http.response.body", "body": held, "more_body": True})
+                raise
         if self.watch.done():
             return 499
-        await self.send.end_stream(self.writer.end(answers.completions))
+        await self.send.end_stream(itertools.chain((held,), self.writer.end(answers.completions)))
         return 200
 
     async def _begin_prompt(self, number: int, scored: Sequence[TokenLogprob | None]) -> None:

@@ -238,6 +238,10 @@ class LocalCall:
     def cancelled(self) -> bool:
         return self._serving.is_cancelled
 
+    @property
+    def has_message(self) -> bool:
+        return bool(self._serving.messages)
+
     async def read(self) -> Any:
         """The next message, or EOF. Raises grpc.aio.AioRpcError, and CancelledError after `cancel`."""
         serving = self._serving

@@ -16,7 +16,6 @@ from uvicorn.server import ServerState
 from pdserve.gateway.arrivals import _EarlyBytes
 from pdserve.gateway.connection import (
     LINGER_BYTES,
-    MAX_HELD_BYTES,
     PIECE_BYTES,
     Connection,
     ConnectionLimits,
@@ -266,31 +265,41 @@ async def test_parts_within_their_limits_are_taken() -> None:
     connection.connection_lost(None)
 
 
-async def test_what_one_turn_writes_is_sent_at_once() -> None:
+async def test_a_head_is_sent_with_what_follows_at_once() -> None:
     connection, wire = connect()
-    for data in (b"head", b"chunk"):
-        connection.transport.write(data)
+    connection.data_received(get())  # `waits` answers nothing
+    connection.transport.write(b"head, ")
     assert not wire.written
+    connection.transport.write(b"chunk")
+    assert wire.written == b"head, chunk"
+    connection.transport.write(b", next")
+    assert wire.written == b"head, chunk, next"
     await asyncio.sleep(0)
-    assert wire.written == b"headchunk"
-    connection.transport.write(b"next")
+    assert wire.written == b"head, chunk, next"
+    connection.connection_lost(None)
+
+
+async def test_a_head_alone_is_sent_in_the_next_turn() -> None:
+    connection, wire = connect()
+    connection.data_received(get())
+    connection.transport.write(b"head")
     await asyncio.sleep(0)
-    assert wire.written == b"headchunknext"
-    connection.transport.write(bytes(MAX_HELD_BYTES + 1))
-    assert len(wire.written) > MAX_HELD_BYTES  # a long part is not held
+    assert wire.written == b"head"
+    connection.connection_lost(None)
 
 
 @pytest.mark.parametrize("end", ["close", "abort"])
 async def test_an_end_sends_what_was_written_before(end: str) -> None:
     """asyncio's transport would have sent it already."""
     connection, wire = connect()
-    connection.transport.write(b"the last chunk")
+    connection.data_received(get())
+    connection.transport.write(b"head")
     getattr(connection.transport, end)()
-    assert wire.written == b"the last chunk"
+    assert wire.written == b"head"
     assert wire.is_aborted
-    connection.transport.write(b"too late")
     await asyncio.sleep(0)
-    assert wire.written == b"the last chunk"
+    assert wire.written == b"head"
+    connection.connection_lost(None)
 
 
 @pytest.mark.parametrize("kept", [b"keep-alive", b"close"])

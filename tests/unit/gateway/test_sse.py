@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pydantic_core
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.client.aio import AsyncClient
 from pdserve.client.results import Piece
+from pdserve.core.errors import InternalError
 from pdserve.gateway.api import sse
 from pdserve.gateway.api.replies import ChatWriter, Head, TextWriter
 from pdserve.gateway.api.sse import SLICE, to_json, to_json_pieces
-from pdserve.gateway.respond import PAUSE_BYTES, Sender, TokenTable, encoded, send_whole
-from tests.unit.gateway.test_steps import BESIDE, READ
+from pdserve.gateway.respond import PAUSE_BYTES, Responder, Sender, TokenTable, encoded, send_whole
+from pdserve.v1 import inference_pb2, inference_pb2_grpc
+from pdserve.wire.local_channel import LocalServer, LocalTransport
+from tests.unit.gateway.test_steps import BESIDE, MODEL, READ
 
 TEXT = 'a\x85b\u2028c\u2029d\n\x0b\x0c\x1c\x1d\x1ee\\u2028"é日'
 
@@ -189,3 +195,62 @@ def test_a_template_rejects_what_the_encoder_rejects() -> None:
     for make in (sse.FrameTemplate(sse.frame({"text": ""})).frame, lambda text: sse.frame({"text": text})):
         with pytest.raises(pydantic_core.PydanticSerializationError):
             make("\ud800")
+
+
+# --- one write for what is there ------------------------------------------------------------------------------
+
+
+class Scripted(inference_pb2_grpc.InferenceServiceServicer):
+    """Writes the start and the texts, then a pause, then the last text and the end, and may then fail."""
+
+    def __init__(self, *texts: str, fails: bool = False) -> None:
+        self._texts, self._fails = texts, fails
+        self.goes_on = asyncio.Event()
+
+    async def Generate(self, request: Any, context: Any) -> None:
+        await context.write(inference_pb2.GenerateResponse(started=inference_pb2.Started(request_id="r")))
+        for number, text in enumerate(self._texts):
+            if number == len(self._texts) - 1:
+                await self.goes_on.wait()
+            delta = inference_pb2.Delta(text=text, token_ids=[number])
+            await context.write(inference_pb2.GenerateResponse(delta=delta))
+        finished = inference_pb2.Finished(reason=inference_pb2.FINISH_REASON_LENGTH)
+        await context.write(inference_pb2.GenerateResponse(finished=finished))
+        if self._fails:
+            await context.abort(grpc.StatusCode.INTERNAL, "the last step failed")
+
+
+async def bodies_of(servicer: Scripted, failure: type[Exception] | None = None) -> list[tuple[bytes, bool]]:
+    """The bodies of a streamed text, and whether more follow."""
+    server = LocalServer((), 2**20)
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)  # type: ignore[arg-type]
+    call = READ["/v1/completions"]({**BESIDE["/v1/completions"], "stream": True})
+    sent: list[tuple[bytes, bool]] = []
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            sent.append((message["body"], message["more_body"]))
+            servicer.goes_on.set()
+
+    async def never() -> Any:
+        await asyncio.Event().wait()
+
+    async with AsyncClient("localhost:1", transport=LocalTransport(server)) as client:
+        with contextlib.nullcontext() if failure is None else pytest.raises(failure):
+            await Responder().respond("text", call, client, MODEL, never, Sender(send, lambda: False))
+    return sent
+
+
+async def test_the_last_piece_is_sent_with_the_end_that_has_come_with_it() -> None:
+    [(first, goes_on), (last, is_open)] = await bodies_of(Scripted("a", "b", "c"))
+    assert (goes_on, is_open) == (True, False)
+    assert [first.count(b"data: "), last.count(b"data: ")] == [2, 3]  # the text, its reason, and [DONE]
+    assert b'"text":"a"' in first
+    assert b'"text":"b"' in first
+    assert b'"text":"c"' in last
+
+
+async def test_a_piece_is_sent_although_the_call_fails_after_it() -> None:
+    sent = await bodies_of(Scripted("a", "b", fails=True), InternalError)
+    assert [b'"text":"a"' in sent[0][0], b'"text":"b"' in sent[1][0]] == [True, True]
+    assert [more for _, more in sent] == [True, True]  # the caller ends the stream with the error
