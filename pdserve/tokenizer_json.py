@@ -6,7 +6,8 @@ works, but encodes only in a process with limits (pdserve/text/child.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, Final
 
 GPT_2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -26,6 +27,7 @@ def _cased(suffix: str = "", without: str = "") -> str:
     return f"{before}{upper}*{lower}+{suffix}|{before}{upper}+{lower}*{suffix}"
 
 
+_LINES: Final = r"[^\n]+|[\n]+"
 # What one match of these looks at, it or the next match takes. The first name is of a model that has the pattern.
 _PATTERNS: Final = frozenset((
     GPT_2,
@@ -54,7 +56,7 @@ _PATTERNS: Final = frozenset((
     "[0-9][0-9][0-9]",  # Falcon
     " ?[^(\\s|[.,!?…。，、।۔،])]+",  # Bloom
     r"(?:\r?\n)+(?!\r?\n)",  # Laguna
-    " ", ".", r"\p{N}", r"\p{N}+", r"\d", r"\d+", r"\s+", r"\S+", r"\n", r"[^\n]+|[\n]+",
+    " ", ".", r"\p{N}", r"\p{N}+", r"\d", r"\d+", r"\s+", r"\S+", r"\n", _LINES,
 ))  # fmt: skip
 _LINEAR_NORMALIZERS: Final = (
     "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "ByteLevel", "Strip", "StripAccents", "Nmt", "BertNormalizer",
@@ -105,7 +107,33 @@ def _is_linear(tokenizer: Mapping[str, Any]) -> bool:
 
 
 def _is_known(pattern: str) -> bool:
-    return pattern.replace("\r", r"\r").replace("\n", r"\n") in _PATTERNS
+    return _written(pattern) in _PATTERNS
+
+
+def _written(pattern: str) -> str:
+    return pattern.replace("\r", r"\r").replace("\n", r"\n")
+
+
+def splits_before_spaces(pre_tokenizers: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a piece ends before each space that follows a character other than whitespace, whatever comes next.
+
+    In every known pattern but one, a space is the first character of a match, or whitespace precedes it. A pattern that
+    ends with the alternative for whitespace leaves no space without a match, so that a match begins there.
+    """
+    has_all_spaces = False
+    for one in pre_tokenizers:
+        kind = one.get("type")
+        if kind == "Split":
+            pattern = _written(one.get("pattern", {}).get("Regex", ""))
+            is_plain = one.get("behavior") == "Isolated" and not one.get("invert")
+            if not is_plain or pattern not in _PATTERNS or pattern == _LINES:
+                return False
+            has_all_spaces |= pattern.endswith(r"\s+")
+        elif kind == "ByteLevel":
+            has_all_spaces |= one.get("use_regex", True)
+        elif kind != "Digits":
+            return False
+    return has_all_spaces
 
 
 def _growth(replace: Mapping[str, Any]) -> float:
@@ -141,6 +169,24 @@ def is_byte_level(tokenizer: Mapping[str, Any]) -> bool:
         *parts_of(tokenizer.get("pre_tokenizer"), "pretokenizers"),
     )
     return any(one.get("type") == "ByteLevel" for one in parts)
+
+
+def tokens_around(tokenizer: Mapping[str, Any]) -> tuple[list[int], list[int]] | None:
+    """The ids that its post-processor puts before and after every text; None if that may depend on the text."""
+    before: list[int] = []
+    after: list[int] = []
+    for one in parts_of(tokenizer.get("post_processor"), "processors"):
+        if one.get("type") == "ByteLevel":  # changes offsets only
+            continue
+        pieces = one.get("single", ())
+        if one.get("type") != "TemplateProcessing" or sum("Sequence" in piece for piece in pieces) != 1:
+            return None
+        at = next(at for at, piece in enumerate(pieces) if "Sequence" in piece)
+        special = one.get("special_tokens", {})
+        ids = [special[piece["SpecialToken"]["id"]]["ids"] if at != index else [] for index, piece in enumerate(pieces)]
+        before = [*chain.from_iterable(ids[:at]), *before]
+        after.extend(chain.from_iterable(ids[at:]))
+    return before, after
 
 
 def parts_of(part: Mapping[str, Any] | None, name: str) -> list[Mapping[str, Any]]:

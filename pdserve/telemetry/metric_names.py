@@ -185,6 +185,13 @@ DECISION_TIME: Final = _metric(
     "time to process one event in the router's state",
     buckets=SHORT_BUCKETS,
 )
+LONG_PROMPT_CHARS: Final = _metric(
+    "pdserve_long_prompt_characters_total",
+    "counter",
+    "router",
+    "characters of long prompts, by whether their token ids were known from an earlier prompt",
+    {"source": ("kept", "tokenizer")},
+)
 PREFIX_LOOKUPS: Final = _metric(
     "pdserve_prefix_lookups_total",
     "counter",

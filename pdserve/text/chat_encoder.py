@@ -113,8 +113,10 @@ class ChatTokens:
         *,
         allows_special_tokens: bool,
         has_special_tokens: bool,
+        salt: bytes | None = None,
     ) -> EncodedChat:
         """`keep`: only the last tokens are needed. `check_chars` is called with the size of the text if all are.
+        `salt` is that of Tokenizer.encode().
 
         Raises InvalidRequest.
         """
@@ -123,14 +125,14 @@ class ChatTokens:
         if keep is None:
             check_chars(len(text))
         start = 0 if keep is None else self.tokenizer.tail_start(text, keep)
-        ids = self.tokenizer.encode(text[start:], has_special_tokens=False)
+        ids = self.tokenizer.encode(text[start:], has_special_tokens=False, salt=salt if keep is None else None)
         if not allows_special_tokens:
             written = [
                 self.control_tokens[mark]
                 for at, mark in self.names.found(marked)
                 if at >= start and mark in self.control_tokens
             ]
-            if [one for one in ids if one in self._control_ids] != written:
+            if list(filter(self._control_ids.__contains__, ids)) != written:
                 tail = marked[self.names.position(marked, start) :]
                 ids = self._encode_names(self.names.shown(tail, but=self.control_tokens))
         if has_special_tokens and keep is None:

@@ -7,17 +7,32 @@ Both are used to reject or shorten a text before it is tokenized. If a tokenizer
 2. no match of a pre-tokenizer's pattern crosses it, so the pattern finds the same pieces after it;
 3. the normalizers change no character because of its neighbours across the cut.
 Then the tokens after the cut are those of the whole text.
+
+**Cutting before a space.** Then the tokens before the cut are those of the whole text too, if also the last word of a
+part is tokenized as it would be inside a text: a part ends with a pre-token, or the model does not treat the end of one
+differently (`ignore_merges`, and marks at the ends of words). Where a pattern ends a piece before each space that
+follows another character, the character need not be a letter.
 """
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, final
 
 from pdserve.text.detokenize import BYTE_ALPHABET
-from pdserve.tokenizer_json import GPT_2, LLAMA_3, QWEN_2, added_tokens, is_byte_level, parts_of, vocabulary
+from pdserve.tokenizer_json import (
+    GPT_2,
+    LLAMA_3,
+    QWEN_2,
+    added_tokens,
+    is_byte_level,
+    parts_of,
+    splits_before_spaces,
+    vocabulary,
+)
 
 SEPARATORS: Final = " \n,.;:!?"
 # Letters and digits of every Unicode version that a regex engine may use.
@@ -46,6 +61,7 @@ _TEXT_BYTES: Final = frozenset(
 class TextBounds:
     max_token_chars: int | None  # maximum characters of one token; None if unlimited
     separators: str  # a text can be cut before each of them if a letter or digit precedes it
+    word_end: str = ""  # a set of re: parts that begin with a space after one of these can be tokenized alone
 
     def max_chars(self, num_tokens: int) -> int | None:
         """Maximum characters of a text with at most `num_tokens` tokens; None if there is no bound."""
@@ -71,7 +87,12 @@ class TextBounds:
 
 def text_bounds(tokenizer: Mapping[str, Any]) -> TextBounds:
     """Of a tokenizer.json."""
-    return TextBounds(max_token_chars=_max_token_chars(tokenizer), separators=_separators(tokenizer))
+    separators = _separators(tokenizer)
+    return TextBounds(
+        max_token_chars=_max_token_chars(tokenizer),
+        separators=separators,
+        word_end=_word_end(tokenizer, separators),
+    )
 
 
 def _max_token_chars(tokenizer: Mapping[str, Any]) -> int | None:
@@ -123,7 +144,7 @@ def _separators(tokenizer: Mapping[str, Any]) -> str:
     pre_tokenizers = parts_of(tokenizer.get("pre_tokenizer"), "pretokenizers")
     if not all(map(_is_local, normalizers)) or not all(map(_is_synchronous, pre_tokenizers)):
         return ""
-    contents = [str(one.get("content", "")) for one in added]
+    contents = _contents(tokenizer)
     if any(re.search(f"[{LETTERS}]$", one) for one in contents):
         return ""  # after an added token, the text begins again with its own space
     is_bytes = is_byte_level(tokenizer)
@@ -139,6 +160,34 @@ def _separators(tokenizer: Mapping[str, Any]) -> str:
         if spelt in vocab and spelt not in crossed and separator not in crossed:
             allowed += separator
     return allowed
+
+
+def _contents(tokenizer: Mapping[str, Any]) -> list[str]:
+    """The texts of the added tokens, also as the normalizers that change only characters may write them."""
+    contents = [str(one.get("content", "")) for one in added_tokens(tokenizer)]
+    composed = [unicodedata.normalize(form, one) for one in contents for form in ("NFC", "NFKC")]
+    return list(dict.fromkeys((*contents, *composed, *(one.lower() for one in (*contents, *composed)))))
+
+
+def _word_end(tokenizer: Mapping[str, Any], separators: str) -> str:
+    """The characters before which, and the space after them, a text may be cut into parts."""
+    model, added = tokenizer["model"], added_tokens(tokenizer)
+    if (
+        model.get("type") != "BPE"
+        or model.get("dropout")
+        or any(one.get("lstrip") or one.get("rstrip") for one in added)
+    ):
+        return ""
+    normalizers = parts_of(tokenizer.get("normalizer"), "normalizers")
+    if (
+        all(one.get("type") == "NFC" for one in normalizers)
+        and splits_before_spaces(parts_of(tokenizer.get("pre_tokenizer"), "pretokenizers"))
+        and not any(one.get("single_word") for one in added)
+        and not any(re.search(r"\S ", one) for one in _contents(tokenizer))
+    ):
+        return r"\S"
+    ends_words = any(model.get(name) for name in ("ignore_merges", "continuing_subword_prefix", "end_of_word_suffix"))
+    return f"[{LETTERS}]" if " " in separators and not ends_words else ""
 
 
 def _followers(letters: str, tokens: Iterable[str]) -> set[str]:

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import re
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol, final
@@ -23,11 +24,13 @@ from pdserve.text.detokenize import (
     read_rule,
     token_bytes,
 )
+from pdserve.text.pieces import MIN_CHARS, KeptParts, PieceEncoder
 from pdserve.text.text_bounds import TextBounds, text_bounds
-from pdserve.tokenizer_json import is_linear, is_rust_error, without_patterns
+from pdserve.tokenizer_json import is_linear, is_rust_error, tokens_around, without_patterns
 
 MAX_WHOLE_CHARS: Final = 1_000_000  # limit of a text whose tail is needed but cannot be cut: tokenizing it takes 0.2 GB
 TOY_EOS: Final = 256
+SPACE_MARKS: Final = (" ", "▁", "Ġ")  # spellings of a space in vocabularies
 NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -37,8 +40,21 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    def encode(self, text: str, *, has_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; optionally with the tokens that the tokenizer adds around a text (BOS)."""
+    def encode(self, text: str, *, has_special_tokens: bool = True, salt: bytes | None = None) -> list[int]:
+        """Token ids of `text`; optionally with the tokens that the tokenizer adds around a text (BOS).
+
+        `salt` is that of the text's KV blocks. The ids of a long text's parts are kept for texts with the same salt;
+        None: they are not kept.
+        """
+        ...
+
+    def warm_up(self) -> None:
+        """Prepares for long texts, in up to a second of CPU time. Otherwise encode() does so when the first comes."""
+        ...
+
+    @property
+    def kept(self) -> KeptParts | None:
+        """The kept ids; None if there are none."""
         ...
 
     @property
@@ -153,6 +169,9 @@ class HuggingFaceTokenizer:
             serialized = json.loads(self._backend.to_str())
             serialized |= {name: raw.get(name) for name in ("normalizer", "pre_tokenizer")}
         self.bounds = text_bounds(serialized)
+        self._around = tokens_around(serialized)
+        self._making = threading.Lock()
+        self._pieces: PieceEncoder | None = None
         self._rule = read_rule(serialized.get("decoder"))
         self._special = frozenset(
             token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
@@ -166,11 +185,34 @@ class HuggingFaceTokenizer:
         """One more than the largest id."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
-    def encode(self, text: str, *, has_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, has_special_tokens: bool = True, salt: bytes | None = None) -> list[int]:
         self._check_linear()
+        around = self._around if has_special_tokens else ((), ())
+        if len(text) < MIN_CHARS or around is None or not self.bounds.word_end:
+            return self._encode_all([text], has_special_tokens=has_special_tokens)[0]
+        self.warm_up()
+        assert self._pieces is not None
+        return [*around[0], *self._pieces.encode(text, salt), *around[1]]
+
+    def warm_up(self) -> None:
+        if not self.is_linear or not self.bounds.word_end:
+            return
+        with self._making:
+            if self._pieces is None:
+                tokens = (
+                    token_bytes(self._rule, one) for one in self._backend.get_vocab() if one.startswith(SPACE_MARKS)
+                )
+                words = (one.decode("utf-8", "replace") for one in tokens)
+                self._pieces = PieceEncoder(self._encode_all, words, self.bounds.word_end)
+
+    @property
+    def kept(self) -> KeptParts | None:
+        return None if self._pieces is None else self._pieces.kept
+
+    def _encode_all(self, texts: Sequence[str], *, has_special_tokens: bool = False) -> list[list[int]]:
         # The batch call releases the GIL; encode() would block other threads, and with them every stream.
-        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=has_special_tokens)[0].ids
-        return ids
+        found = self._backend.encode_batch_fast(texts, add_special_tokens=has_special_tokens)
+        return [one.ids for one in found]
 
     def encode_tail(self, text: str, num_tokens: int) -> list[int]:
         return self.encode(text[self.tail_start(text, num_tokens) :])[-num_tokens:]
@@ -271,11 +313,15 @@ class ToyTokenizer:
     """Token id = byte value; TOY_EOS ends the text and has no spelling."""
 
     is_linear = True
+    kept = None
     vocab_size = 257
     bounds = TextBounds(max_token_chars=1, separators="")
 
-    def encode(self, text: str, *, has_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, has_special_tokens: bool = True, salt: bytes | None = None) -> list[int]:
         return list(text.encode())
+
+    def warm_up(self) -> None:
+        pass
 
     def encode_tail(self, text: str, num_tokens: int) -> list[int]:
         return list(text[-num_tokens:].encode())[-num_tokens:]

@@ -128,7 +128,7 @@ class Admission:
         sampling = await self._sampling(request.sampling, model, client)
         n, best_of = answer.counts(request, sampling)
         slo = convert.slo_from_proto(request.slo, tenant.slo or limits.default_slo)
-        prompt = await self._prompts.read(request, model, client)
+        prompt = await self._prompts.read(request, model, client, salt)
         _check_scores(sampling, len(prompt.token_ids))
         if sampling.grammar is not None:
             await self._grammars.check(sampling.grammar, model, client)

@@ -24,6 +24,7 @@ from pdserve.telemetry import metric_names, names
 from pdserve.telemetry.metrics import Metrics
 from pdserve.telemetry.trace_context import is_notable, operation_of, request_attributes
 from pdserve.telemetry.tracing import OpenSpan, Service, Tracing
+from pdserve.text.tokenizer import Tokenizer
 from pdserve.v1 import worker_pb2
 from pdserve.wire import status
 from router.service.tenants import BoundedLabels, Quotas
@@ -366,9 +367,16 @@ DROPPED: Final = ("late", "illegal")  # of RouterState.counters
 @final
 class Gauges:
     def __init__(
-        self, measure: Measure, state: RouterState, workers: Workers, quotas: Quotas, port: Callable[[], int]
+        self,
+        measure: Measure,
+        state: RouterState,
+        workers: Workers,
+        quotas: Quotas,
+        tokenizer: Tokenizer,
+        port: Callable[[], int],
     ) -> None:
         self._measure, self._state, self._workers, self._quotas, self._port = measure, state, workers, quotas, port
+        self._tokenizer = tokenizer
         self._counted: Counter[str] = Counter()
 
     async def run(self) -> None:
@@ -387,5 +395,12 @@ class Gauges:
         metrics.set(metric_names.CONNECTIONS, await asyncio.to_thread(num_connections, self._port()))
         totals = {kind: state.counters[kind] for kind in DROPPED} | {"invalid": self._workers.num_invalid}
         for kind, total in totals.items():
-            metrics.add(metric_names.DROPPED_MESSAGES, total - self._counted[kind], kind=kind)
-            self._counted[kind] = total
+            metrics.add(metric_names.DROPPED_MESSAGES, self._more(kind, total), kind=kind)
+        if (kept := self._tokenizer.kept) is not None:
+            for source, total in (("kept", kept.num_found_chars), ("tokenizer", kept.num_missed_chars)):
+                metrics.add(metric_names.LONG_PROMPT_CHARS, self._more(source, total), source=source)
+
+    def _more(self, name: str, total: int) -> int:
+        """By how much a total has grown since the last call."""
+        before, self._counted[name] = self._counted[name], total
+        return total - before

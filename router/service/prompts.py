@@ -58,9 +58,14 @@ class PromptReader:
         self._children = children
 
     async def read(
-        self, request: inference_pb2.GenerateRequest, model: ModelFacts, client: ClientKey = ANONYMOUS
+        self,
+        request: inference_pb2.GenerateRequest,
+        model: ModelFacts,
+        client: ClientKey = ANONYMOUS,
+        salt: bytes | None = None,
     ) -> Prompt:
-        """Raises InvalidRequest with the field and its limit, and Overloaded if too many texts wait for a thread."""
+        """`salt` is that of the prompt's block hashes. Raises InvalidRequest with the field and its limit, and
+        Overloaded if too many texts wait for a thread."""
         keep = _truncation(request, model)
         kind = request.WhichOneof("prompt")
         num_bytes = request.ByteSize()
@@ -71,9 +76,9 @@ class PromptReader:
                 _check_tokens(len(given), model)
             ids = list(given[-keep:] if keep else given)
         elif kind == "text":
-            ids = await self._text(request.text, keep, model, num_bytes, client)
+            ids = await self._text(request.text, keep, model, num_bytes, client, salt=salt)
         elif kind == "chat":
-            chat = await self._chat(request.chat, keep, model, num_bytes, client)
+            chat = await self._chat(request.chat, keep, model, num_bytes, client, salt=salt)
             ids, reasoning = chat.token_ids, chat.reasoning
         else:
             raise InvalidRequest("prompt", "nothing", "text, token_ids or chat")
@@ -117,6 +122,7 @@ class PromptReader:
         client: ClientKey,
         *,
         has_special_tokens: bool = True,
+        salt: bytes | None = None,
     ) -> list[int]:
         if not text:
             raise InvalidRequest("prompt", "an empty text", "at least one character")
@@ -130,7 +136,7 @@ class PromptReader:
         def work() -> list[int]:
             if keep is not None:
                 return self._tokenizer.encode_tail(text, keep)
-            return self._tokenizer.encode(text, has_special_tokens=has_special_tokens)
+            return self._tokenizer.encode(text, has_special_tokens=has_special_tokens, salt=salt)
 
         if len(text) <= QUICK_CHARS:
             return work()
@@ -146,6 +152,7 @@ class PromptReader:
         *,
         has_special_tokens: bool = False,
         add_generation_prompt: bool = True,
+        salt: bytes | None = None,
     ) -> EncodedChat:
         if not self._has_template:
             raise InvalidRequest("chat", "messages", _NO_TEMPLATE)
@@ -168,6 +175,7 @@ class PromptReader:
                 lambda num_chars: self._check_chars(num_chars, model),
                 allows_special_tokens=chat.allow_special_tokens,
                 has_special_tokens=has_special_tokens,
+                salt=salt,
             )
 
         if len(rendered.marked) <= QUICK_CHARS:

@@ -185,7 +185,15 @@ class RouterServer:
         self._workers.dial(config.workers)
         self._spawn(self._follow_readiness(admission), "readiness")
         self._spawn(admission.children.keep_warm(), "warm")
-        gauges = Gauges(self._measure, self._runtime.state, self._workers, self._tenants.quotas, lambda: self._port)
+        self._spawn(asyncio.to_thread(admission.tokenizer.warm_up), "words")
+        gauges = Gauges(
+            self._measure,
+            self._runtime.state,
+            self._workers,
+            self._tenants.quotas,
+            admission.tokenizer,
+            lambda: self._port,
+        )
         self._spawn(gauges.run(), "gauges")
         log.info("router is up", extra={"router_id": config.router_id, "address": self.address})
         return self.address

@@ -43,9 +43,9 @@ class RecordingTokenizer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def encode(self, text: str, *, has_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, has_special_tokens: bool = True, salt: bytes | None = None) -> list[int]:
         self.num_chars.append(len(text))
-        return self._inner.encode(text, has_special_tokens=has_special_tokens)
+        return self._inner.encode(text, has_special_tokens=has_special_tokens, salt=salt)
 
     def encode_tail(self, text: str, num_tokens: int) -> list[int]:
         return self.encode(text[self._inner.bounds.tail_start(text, num_tokens) :])[-num_tokens:]
