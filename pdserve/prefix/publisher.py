@@ -21,14 +21,13 @@ from pdserve.outage_log import OutageLog, PeerLog
 from pdserve.prefix import schema
 from pdserve.prefix.connection import TROUBLE, Backoff, connect, heed_cancellation
 from pdserve.prefix.registry import REDIS_TIMEOUT_S, Registration
-from pdserve.prefix.schema import MAX_SLOTS, bit_offset, fingerprint_of, index_tag, owner_of, registry_tag
+from pdserve.prefix.schema import MAX_SLOTS, fingerprint_of, index_tag, owner_of, registry_tag
 
 # --- leases of one worker incarnation -------------------------------------------------------------------------
 # Its name in the registry, its slot in the prefix index. Each call is one script (schema.py), so that a lost lease is
 # detected by the write that needs it.
 
-SWEEP_BLOCKS: Final = 512  # cleared in one script, during which Redis serves no other client
-SWEEP_CHUNKS: Final = 64  # in a row, so that a sweep never prevents a worker from renewing its lease
+SWEEP_SLOTS: Final = 64  # in a row, so that a sweep never prevents a worker from renewing its lease
 GRACE_LEASES: Final = 12  # after this many lease times a silent slot is swept, even if most slots are silent
 
 
@@ -125,7 +124,6 @@ class IndexLease:
             self._slot,
             self._owner,
             self._sequence + 1,
-            bit_offset(self._slot),
             self._block_ttl_ms,
             batch.stored,
             batch.removed,
@@ -134,7 +132,8 @@ class IndexLease:
         if said == b"lost":
             raise LeaseLost(f"slot {self._slot}")
         if said == b"gap":
-            raise Gap(f"batch {self._sequence + 1} of slot {self._slot}")
+            lost, self._slot = self._slot, None  # not to be resumed, even if its sequence number is the expected one
+            raise Gap(f"batch {self._sequence + 1} of slot {lost}")
         self._sequence += 1
 
     async def give_up(self) -> None:
@@ -150,7 +149,7 @@ class IndexLease:
 
 @final
 class Sweeper:
-    """Clears the bits of slots without a lease, and frees the slots.
+    """Deletes the blocks of slots without a lease, and frees the slots.
 
     Any worker may sweep; a lock avoids simultaneous sweeps, which would be harmless but useless.
     """
@@ -164,18 +163,13 @@ class Sweeper:
         self.num_swept_slots = 0
 
     async def sweep(self) -> None:
-        """At most SWEEP_CHUNKS scripts; what is left waits for the next call."""
+        """At most SWEEP_SLOTS; what is left waits for the next call."""
         if not await self._redis.set(f"{self._tag}:sweeper", "1", nx=True, px=self._lock_ms):
             return
         try:
-            left = SWEEP_CHUNKS
-            for slot in await self._sweepable(keys=[self._tag], args=[self._grace_ms]):
-                while left:
-                    left -= 1
-                    done = await self._sweep(keys=[self._tag], args=[slot, bit_offset(slot), SWEEP_BLOCKS])
-                    if done:
-                        self.num_swept_slots += done == 1
-                        break
+            slots = await self._sweepable(keys=[self._tag], args=[self._grace_ms])
+            for slot in slots[:SWEEP_SLOTS]:
+                self.num_swept_slots += await self._sweep(keys=[self._tag], args=[slot]) == 1
         finally:
             await self._redis.delete(f"{self._tag}:sweeper")
 
@@ -185,7 +179,7 @@ class Sweeper:
 log = logging.getLogger(__name__)
 
 BATCH_S: Final = 0.01
-BATCH_BLOCKS: Final = 256
+BATCH_BLOCKS: Final = 1024  # sent in one script, during which Redis serves no other client
 MIN_NOTES: Final = 4096
 STOP_S: Final = 1.0  # time limit for deregistering
 
@@ -259,7 +253,7 @@ class WorkerPublisher:
         block_ttl_s: float = 3600.0,
     ) -> None:
         """`lease_s`: how long Redis keeps the worker after its last heartbeat. `block_ttl_s`: a backstop after which
-        Redis forgets a block that was not sent again; each block is sent three times in that time."""
+        Redis forgets the blocks of a worker that sends nothing; each block is sent three times in that time."""
         self._redis = connect(url, timeout_s=REDIS_TIMEOUT_S, max_connections=2)
         self._where = hide_password(url)
         self._registry = RegistryLease(self._redis, registry_tag(cluster), registration, lease_s)

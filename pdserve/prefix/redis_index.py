@@ -17,14 +17,13 @@ from pdserve.core.urls import hide_password
 from pdserve.outage_log import OutageLog, PeerLog
 from pdserve.prefix import schema
 from pdserve.prefix.connection import TROUBLE, Backoff, connect, heed_cancellation
-from pdserve.prefix.index import leading_blocks
-from pdserve.prefix.schema import bitmap, fetched, fingerprint_of, index_tag, slots_bits, worker_of
+from pdserve.prefix.schema import fingerprint_of, index_tag, worker_of
 
 log = logging.getLogger(__name__)
 
 REDIS_TIMEOUT_S: Final = 1.0
-ONE_PHASE_BLOCKS: Final = 64  # up to this number, one query for all blocks is cheaper than two for fewer
-FETCH_BLOCKS: Final = 1024  # queried in one script, during which Redis serves no other client
+ALL_BLOCKS: Final = 64  # up to this number, one query for all blocks is cheaper than two for fewer
+LOOKUP_SLOTS: Final = 64  # asked in one script, during which Redis serves no other client
 MAX_IN_FLIGHT: Final = 32
 LATE_IN_A_ROW: Final = 3
 _NOTHING: Final[Mapping[str, int]] = {}
@@ -35,8 +34,7 @@ class _Slots:
     """The leases of the slots, as of `epoch`."""
 
     epoch: bytes = b""
-    worker_of_slot: Mapping[int, str]
-    alive: int = 0  # one bit per slot with a live lease
+    worker_of_slot: Mapping[int, str]  # those with a live lease
 
 
 _NOBODY: Final = _Slots(worker_of_slot={})
@@ -53,7 +51,7 @@ class RedisIndex:
         masked. Without `hash_seed` nothing is found until bind()."""
         self._redis = connect(url, timeout_s=REDIS_TIMEOUT_S, max_connections=MAX_IN_FLIGHT + 2)
         self._where = hide_password(url)
-        self._fetch = self._redis.register_script(schema.FETCH)
+        self._lookup = self._redis.register_script(schema.LOOKUP)
         self._cluster = cluster
         self._timeout_s, self._refresh_s = timeout_s, refresh_s
         self._tag = b""
@@ -93,7 +91,7 @@ class RedisIndex:
         await self._redis.aclose()
 
     async def lookup(self, hashes: Sequence[bytes]) -> Mapping[str, int]:
-        if not hashes or not self._slots.alive or not self._is_available:
+        if not hashes or not self._slots.worker_of_slot or not self._is_available:
             return _NOTHING
         if len(self._in_flight) >= MAX_IN_FLIGHT:
             return _NOTHING
@@ -119,31 +117,27 @@ class RedisIndex:
         return task.result()
 
     async def _ask(self, hashes: Sequence[bytes]) -> Mapping[str, int]:
-        probes = _probes(len(hashes))
-        epoch, holders = await self._holders(hashes, probes)
         slots = self._slots
+        epoch, depths = await self._depths(hashes, slots)
         if epoch != slots.epoch:
             slots = await self._read_slots()
-        between = _between(probes, holders, slots.alive)
-        if between:
-            holders.update((await self._holders(hashes, between))[1])
-        depths = leading_blocks(sorted(holders.items()), slots.alive, len(hashes))
+            _, depths = await self._depths(hashes, slots)
         found: dict[str, int] = {}
-        for slot, depth in depths.items():
-            worker_id = slots.worker_of_slot[slot]
-            found[worker_id] = max(depth, found.get(worker_id, 0))
+        for worker_id, depth in zip(slots.worker_of_slot.values(), depths, strict=True):
+            if depth > found.get(worker_id, 0):
+                found[worker_id] = depth
         return found
 
-    async def _holders(self, hashes: Sequence[bytes], places: Sequence[int]) -> tuple[bytes, dict[int, int]]:
-        """The epoch, and by place in the chain one bit per slot that holds the block."""
-        epoch = b""
-        holders: dict[int, int] = {}
-        for first in range(0, len(places), FETCH_BLOCKS):
-            asked = places[first : first + FETCH_BLOCKS]
-            reply = await self._fetch(keys=[self._tag], args=[b"".join([hashes[at] for at in asked])])
-            epoch, *values = fetched(reply)
-            holders.update(zip(asked, map(slots_bits, values), strict=True))
-        return epoch, holders
+    async def _depths(self, hashes: Sequence[bytes], slots: _Slots) -> tuple[bytes, list[int]]:
+        """The epoch, and the number of leading blocks that each of the slots holds."""
+        chain, stride, asked = b"".join(hashes), _stride(len(hashes)), list(slots.worker_of_slot)
+        epoch = slots.epoch
+        depths: list[int] = []
+        for first in range(0, len(asked), LOOKUP_SLOTS):
+            args = [chain, stride, *asked[first : first + LOOKUP_SLOTS]]
+            epoch, reply = await self._lookup(keys=[self._tag], args=args)
+            depths += map(int, reply.split())
+        return epoch, depths
 
     async def _read_slots(self) -> _Slots:
         tag = self._tag
@@ -157,7 +151,7 @@ class RedisIndex:
             for (slot, owner), lease in zip(owners.items(), leases, strict=True)
             if lease == owner
         }
-        slots = _Slots(epoch=epoch or b"", worker_of_slot=alive, alive=bitmap(alive))
+        slots = _Slots(epoch=epoch or b"", worker_of_slot=alive)
         if tag == self._tag:
             self._slots = slots
         return slots
@@ -227,27 +221,6 @@ class RedisIndex:
         self._outages.failed(redis=self._where, why=why)
 
 
-def _probes(count: int) -> list[int]:
-    """The blocks of the first query: all if `count` is small, otherwise every n-th and the last.
-
-    A cache evicts leaves first, so a worker that holds a block nearly always holds those before it.
-    """
-    if count <= ONE_PHASE_BLOCKS:
-        return list(range(count))
-    stride = max(16, math.isqrt(count))
-    probes = list(range(stride - 1, count, stride))
-    return probes if probes[-1] == count - 1 else [*probes, count - 1]
-
-
-def _between(probes: Sequence[int], holders: Mapping[int, int], alive: int) -> list[int]:
-    """The blocks before each probe at which some worker's prefix ends, because its exact depth is still unknown."""
-    wanted: list[int] = []
-    before = -1
-    for at in probes:
-        if not alive:
-            break
-        still = alive & holders[at]
-        if still != alive:
-            wanted.extend(range(before + 1, at))
-        alive, before = still, at
-    return wanted
+def _stride(count: int) -> int:
+    """The distance of the blocks that are queried first: all if `count` is small."""
+    return 1 if count <= ALL_BLOCKS else max(16, math.isqrt(count))

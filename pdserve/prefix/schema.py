@@ -2,9 +2,9 @@
 
 Per model of a cluster, under the tag {kv:<cluster>:<fingerprint>} (one hash slot of a Redis Cluster):
 
-    <tag>:b:<hash>     bitmap over slots that hold this block; expires, as a backstop
     <tag>:w:<slot>     owner (worker id, incarnation) that the slot is leased to; expires when it falls silent
-    <tag>:r:<slot>     set of the hashes whose bit is set for the slot, so that clearing is O(blocks)
+    <tag>:r:<slot>     set of the hashes that the slot's worker holds, and of an empty text, so that it is never missing
+                       unless Redis has lost it; expires, as a backstop
     <tag>:q:<slot>     sequence number of the last applied batch
     <tag>:slots        hash: slot -> owner, until its sweep has finished
     <tag>:owners       hash: worker id -> slot
@@ -20,7 +20,6 @@ and per cluster, under {pd:<cluster>}, <tag>:workers (set of ids) and <tag>:work
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import Final
 
 from pdserve.core.errors import ConfigError
@@ -58,36 +57,6 @@ def owner_of(worker_id: str, incarnation: str) -> str:
 
 def worker_of(owner: bytes) -> str:
     return owner.partition(b"\n")[0].decode("utf-8", "replace")
-
-
-def bit_offset(slot: int) -> int:
-    """The SETBIT offset of a slot, such that the value read as little-endian bytes has bit `slot` set.
-
-    Redis counts bits from the most significant of each byte.
-    """
-    return (slot & ~7) | (7 - (slot & 7))
-
-
-def slots_bits(value: bytes | None) -> int:
-    """One bit per slot of a block's bitmap; 0 for an absent key."""
-    return int.from_bytes(value, "little") if value else 0
-
-
-def fetched(reply: bytes) -> list[bytes]:
-    """The values that FETCH packed."""
-    values, at, end = [], 0, len(reply)
-    while at < end:
-        begin = at + 2
-        at = begin + (reply[begin - 2] << 8 | reply[begin - 1])
-        values.append(reply[begin:at])
-    return values
-
-
-def bitmap(slots: Iterable[int]) -> int:
-    bits = 0
-    for slot in slots:
-        bits |= 1 << slot
-    return bits
 
 
 # --- scripts --------------------------------------------------------------------------------------------------
@@ -158,30 +127,29 @@ return 1
 """
 )
 
-# ARGV: slot, owner, sequence, bit, block ttl ms, stored hashes in one string, removed hashes likewise.
-# Returns "ok", "lost" (the lease) or "gap" (a batch before this one never came).
+# ARGV: slot, owner, sequence, ttl ms of the set, stored hashes in one string, removed hashes likewise.
+# Returns "ok", "lost" (the lease) or "gap" (a batch before this one never came, or Redis has evicted the set). A call
+# for each block would cost Redis three times as much as one with many of them.
 APPLY: Final = """
-local tag, slot, bit, ttl = KEYS[1], ARGV[1], ARGV[4], ARGV[5]
+local tag, slot = KEYS[1], ARGV[1]
 if redis.call('GET', tag .. ':w:' .. slot) ~= ARGV[2] then return 'lost' end
 local last, sequence = tonumber(redis.call('GET', tag .. ':q:' .. slot) or '-1'), tonumber(ARGV[3])
 if sequence == last then return 'ok' end
 if sequence ~= last + 1 then return 'gap' end
-local reverse = tag .. ':r:' .. slot
-local stored, removed = ARGV[6], ARGV[7]
-for at = 1, #stored, 16 do
-  local hash = string.sub(stored, at, at + 15)
-  redis.call('SETBIT', tag .. ':b:' .. hash, bit, 1)
-  redis.call('PEXPIRE', tag .. ':b:' .. hash, ttl)
-  redis.call('SADD', reverse, hash)
+local held = tag .. ':r:' .. slot
+if last == 0 then
+  redis.call('SADD', held, '')
+elseif redis.call('EXISTS', held) == 0 then
+  return 'gap'
 end
-for at = 1, #removed, 16 do
-  local hash = string.sub(removed, at, at + 15)
-  local key = tag .. ':b:' .. hash
-  redis.call('SETBIT', key, bit, 0)
-  if redis.call('BITCOUNT', key) == 0 then redis.call('DEL', key) end
-  redis.call('SREM', reverse, hash)
+local function apply(command, hashes)
+  local members = {}
+  for at = 1, #hashes, 16 do members[#members + 1] = string.sub(hashes, at, at + 15) end
+  if #members > 0 then redis.call(command, held, unpack(members)) end
 end
-redis.call('PEXPIRE', reverse, 2 * tonumber(ttl))
+apply('SADD', ARGV[5])
+apply('SREM', ARGV[6])
+redis.call('PEXPIRE', held, ARGV[4])
 redis.call('SET', tag .. ':q:' .. slot, sequence)
 return 'ok'
 """
@@ -218,8 +186,7 @@ end
 return found
 """
 
-# ARGV: slot, bit, most hashes. Clears that many; returns 1 when the slot is free again, 0 when more is left, -1 when it
-# is leased.
+# ARGV: slot. Returns 1 when the slot is free again, -1 when it is leased.
 SWEEP: Final = (
     _BUMP
     + """
@@ -227,13 +194,7 @@ local tag, slot = KEYS[1], ARGV[1]
 if redis.call('EXISTS', tag .. ':w:' .. slot) == 1 then return -1 end
 local owner = redis.call('HGET', tag .. ':slots', slot)
 if not owner then return -1 end
-local reverse = tag .. ':r:' .. slot
-for _, hash in ipairs(redis.call('SPOP', reverse, ARGV[3])) do
-  local key = tag .. ':b:' .. hash
-  redis.call('SETBIT', key, ARGV[2], 0)
-  if redis.call('BITCOUNT', key) == 0 then redis.call('DEL', key) end
-end
-if redis.call('EXISTS', reverse) == 1 then return 0 end
+redis.call('UNLINK', tag .. ':r:' .. slot)
 local worker = string.match(owner, '^[^\\n]*')
 if redis.call('HGET', tag .. ':owners', worker) == slot then redis.call('HDEL', tag .. ':owners', worker) end
 redis.call('HDEL', tag .. ':slots', slot)
@@ -245,18 +206,47 @@ return 1
 """
 )
 
-# ARGV: hashes in one string. Returns the epoch and each block's bitmap in one string, each after its length in two
-# bytes: a client in Python takes one long reply in a fraction of the time that an array of short ones needs.
-FETCH: Final = """
-local tag, hashes = KEYS[1], ARGV[1]
-local keys = {tag .. ':epoch'}
-for at = 1, #hashes, 16 do keys[#keys + 1] = tag .. ':b:' .. string.sub(hashes, at, at + 15) end
-local values = redis.call('MGET', unpack(keys))
-for at = 1, #keys do
-  local value = values[at] or ''
-  values[at] = struct.pack('>Hc0', #value, value)
+# ARGV: a chain of hashes in one string, distance of the probes, slots. Returns the epoch, and for each slot the number
+# of the chain's leading blocks that it holds.
+#
+# A slot with the first block is asked for every n-th block and the last, and then for those before the first that is
+# missing. A cache evicts leaves first, so a worker that holds a block nearly always holds those before it.
+LOOKUP: Final = """
+local tag, hashes, stride = KEYS[1], ARGV[1], tonumber(ARGV[2])
+local count = #hashes / 16
+local function members(first, last, step)
+  local found = {}
+  for at = first, last, step do found[#found + 1] = string.sub(hashes, 16 * at - 15, 16 * at) end
+  if step > 1 and last % step > 0 then found[#found + 1] = string.sub(hashes, 16 * last - 15, 16 * last) end
+  return found
 end
-return table.concat(values)
+local probes, between = members(stride, count, stride), {}
+local function leading(key, asked)
+  if #asked == 0 then return 0 end
+  local held = redis.call('SMISMEMBER', key, unpack(asked))
+  for at = 1, #asked do
+    if held[at] == 0 then return at - 1 end
+  end
+  return #asked
+end
+local depths, first = {}, string.sub(hashes, 1, 16)
+for index = 3, #ARGV do
+  local key, depth = tag .. ':r:' .. ARGV[index], 0
+  if redis.call('SISMEMBER', key, first) == 1 then
+    local passed = leading(key, probes)
+    if passed == #probes then
+      depth = count
+    else
+      depth = passed * stride
+      if not between[passed] then
+        between[passed] = members(depth + 1, math.min(depth + stride, count) - 1, 1)
+      end
+      depth = depth + leading(key, between[passed])
+    end
+  end
+  depths[#depths + 1] = depth
+end
+return {redis.call('GET', tag .. ':epoch') or '', table.concat(depths, ' ')}
 """
 
 # Registry. ARGV: worker id, incarnation, facts, lease ms, "1" when this incarnation has just begun.

@@ -18,9 +18,9 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.kv.hashing import block_hashes, chain_key
 from pdserve.prefix.embedded import EmbeddedRedis
 from pdserve.prefix.publisher import GRACE_LEASES
-from pdserve.prefix.redis_index import RedisIndex, _between, _probes
+from pdserve.prefix.redis_index import ALL_BLOCKS, LOOKUP_SLOTS, RedisIndex, _stride
 from pdserve.prefix.registry import Registry
-from pdserve.prefix.schema import bit_offset, fingerprint_of, index_tag, owner_of, slots_bits
+from pdserve.prefix.schema import fingerprint_of, index_tag
 from tests.support.tcp_redis import listen_on_tcp
 from tests.unit.prefix.given import SEED, chain, crash, following, publisher, publishing, until, until_found
 
@@ -62,7 +62,8 @@ async def test_depths_are_exact_for_chains_of_any_length(url: str, length: int) 
         await asyncio.gather(*(worker.stop() for worker in workers))
 
 
-async def test_bitmaps_of_more_than_64_workers(url: str) -> None:
+async def test_more_workers_than_one_script_asks_for(url: str) -> None:
+    assert LOOKUP_SLOTS < 72
     blocks = chain(80)
     async with following(url) as index:
         workers = [publisher(url, f"w{number}", lease_s=30.0) for number in range(72)]
@@ -111,8 +112,8 @@ async def test_a_crash_is_masked_when_the_lease_ends_without_any_cleanup(url: st
         await until_found(index, blocks, {"w": 4})
         await crash(worker)
         await until_found(index, blocks, {})
-        with redis.Redis.from_url(url) as client:  # the bits are still there: they were masked, not cleared
-            assert slots_bits(client.get(TAG.encode() + b":b:" + blocks[0])) == 1
+        with redis.Redis.from_url(url) as client:  # the blocks are still there: they were masked, not deleted
+            assert client.smembers(f"{TAG}:r:0") == {b"", *blocks}
 
 
 async def test_a_clean_stop_is_visible_at_once(url: str) -> None:
@@ -134,7 +135,6 @@ async def test_a_slot_is_reused_only_after_its_sweep(url: str) -> None:
         with redis.Redis.from_url(url) as client:
             assert client.scard(f"{TAG}:free") == 0
             await until(lambda: client.scard(f"{TAG}:free") == 1)
-            assert list(client.scan_iter(TAG.encode() + b":b:*")) == []
             assert client.exists(f"{TAG}:r:1") == 0
         await until(lambda: sweeper._sweeper.num_swept_slots == 1)
         async with publishing(url, "other") as other:
@@ -422,7 +422,7 @@ async def test_blocks_expire_unless_republished(url: str) -> None:
         assert await index.lookup(chain(2)) == {"w": 2}
         await crash(worker)
         with redis.Redis.from_url(url) as client:
-            await until(lambda: not list(client.scan_iter(TAG.encode() + b":b:*")))
+            await until(lambda: not client.exists(f"{TAG}:r:0"))
 
 
 async def test_offers_may_come_from_another_thread(url: str) -> None:
@@ -474,20 +474,57 @@ def test_a_password_is_not_shown() -> None:
     assert "secret" not in str(caught.value)
 
 
-def test_bit_numbers_are_slots_for_any_value_length(url: str) -> None:
-    with redis.Redis.from_url(url) as client:
-        for slot in (0, 7, 8, 63, 64, 100, 4095):
-            client.setbit("key", bit_offset(slot), 1)
-        assert slots_bits(client.get("key")) == sum(1 << slot for slot in (0, 7, 8, 63, 64, 100, 4095))
-    assert slots_bits(None) == 0
+@pytest.mark.parametrize("length", [63, 64, 65, 300])
+async def test_a_missing_block_ends_the_prefix_where_probes_can_tell(url: str, length: int) -> None:
+    """A block in the middle may be gone after its KV was found damaged. All of a short chain are examined."""
+    blocks = chain(length)
+    async with following(url) as index, publishing(url, "w") as worker:
+        worker.offer(stored=blocks)
+        await until_found(index, blocks, {"w": length})
+        missing = length // 2 if length <= ALL_BLOCKS else _stride(length) - 1
+        worker.offer(removed=[blocks[missing]])
+        await until_found(index, blocks, {"w": missing})
+        worker.offer(removed=blocks[:1])
+        await until_found(index, blocks, {})
 
 
-def test_only_uncertain_parts_of_long_chains_are_read() -> None:
-    assert _probes(64) == list(range(64))
-    probes = _probes(1000)
-    assert len(probes) < 40
-    assert probes[-1] == 999
-    holders = {at: 0b01 if at < 500 else 0b00 for at in probes} | {at: 0b11 for at in probes if at < 100}
-    between = _between(probes, holders, 0b11)
-    assert len(between) == 2 * (probes[1] - probes[0] - 1)
-    assert owner_of("w", "1") == "w\n1"
+async def test_a_set_that_redis_has_evicted_is_sent_again(url: str) -> None:
+    blocks = chain(40)
+    async with following(url) as index, publishing(url, "w") as worker:
+        worker.offer(stored=blocks[:39])
+        await until_found(index, blocks, {"w": 39})
+        with redis.Redis.from_url(url) as client:
+            assert client.delete(f"{TAG}:r:{worker._index.slot}") == 1
+        worker.offer(stored=blocks[39:])
+        await until_found(index, blocks, {"w": 40})
+        worker.offer(removed=blocks)  # a set without blocks is not a missing one
+        await until_found(index, blocks, {})
+        worker.offer(stored=blocks[:1])
+        await until_found(index, blocks, {"w": 1})
+        assert worker.num_snapshots == 2
+
+
+async def test_a_worker_of_an_earlier_build_is_found(url: str) -> None:
+    """It also sets a bit for each block, in a key of its own, and its set has no empty text."""
+    blocks = chain(100)
+    async with following(url) as index, publishing(url, "w") as worker:
+        await until(lambda: worker._index.slot == 0)
+        with redis.Redis.from_url(url) as client:
+            client.sadd(f"{TAG}:r:0", *blocks)
+            client.setbit(TAG.encode() + b":b:" + blocks[0], 7, 1)
+        await until_found(index, blocks, {"w": 100})
+
+
+async def test_long_chains_cost_few_scripts(url: str) -> None:
+    """Of a prompt of 30,000 tokens: two for a publication, and one for a lookup."""
+    blocks = chain(1875)
+    async with following(url) as index, publishing(url, "w", lease_s=60.0) as worker:
+        await until(lambda: index.is_available)
+        worker.offer(stored=blocks)
+        await until_found(index, blocks, {"w": 1875})
+        assert worker.num_sent_batches == 2
+        index._refreshing.cancel()  # type: ignore[union-attr]
+        with redis.Redis.from_url(url) as client:
+            before = client.info("commandstats")["cmdstat_evalsha"]["calls"]
+            assert await index.lookup([*blocks[:1000], *chain(875, "other")]) == {"w": 1000}
+            assert client.info("commandstats")["cmdstat_evalsha"]["calls"] == before + 1
