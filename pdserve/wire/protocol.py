@@ -103,11 +103,13 @@ def encode_request(
     """Encodes a router's command. `sequence` is that of its request; only Reserve and Prefill need it."""
     match command:
         case pr.Reserve():
-            reserve = worker_pb2.Reserve(sequence=_at(sequence, command), is_local=command.is_local)
-            return worker_pb2.AttachRequest(reserve=reserve)
+            request = worker_pb2.AttachRequest(reserve=worker_pb2.Reserve(is_local=command.is_local))
+            _write_at(request.reserve.sequence, sequence, command)
+            return request
         case pr.Prefill():
-            prefill = worker_pb2.Prefill(sequence=_at(sequence, command), grant=command.grant)
-            return worker_pb2.AttachRequest(prefill=prefill)
+            request = worker_pb2.AttachRequest(prefill=worker_pb2.Prefill(grant=command.grant))
+            _write_at(request.prefill.sequence, sequence, command)
+            return request
         case _:
             name, codec = _REQUESTS[type(command)]
             return worker_pb2.AttachRequest(**{name: codec.encode(command)})
@@ -120,17 +122,15 @@ def decode_adapter_command(request: worker_pb2.AttachRequest) -> pr.AdapterComma
     return None if codec is None else codec.decode(getattr(request, name))
 
 
-def _at(sequence: worker_pb2.Sequence | None, command: pr.Reserve | pr.Prefill) -> worker_pb2.Sequence:
-    """The sequence with the data of this attempt."""
+def _write_at(now: worker_pb2.Sequence, sequence: worker_pb2.Sequence | None, command: pr.Reserve | pr.Prefill) -> None:
+    """Writes the sequence, with the data of this attempt, where it will be sent: each copy of a long prompt counts."""
     assert sequence is not None, "the runtime keeps it as long as the request lives"
-    now = worker_pb2.Sequence()
     now.CopyFrom(sequence)
     now.attempt = command.attempt
     now.output_token_ids.extend(command.output_token_ids)
     if command.deadline_s is not None:
         now.deadline_s = command.deadline_s
     now.waited_s = command.waited_s
-    return now
 
 
 def _tokens(worker_id: str, message: worker_pb2.Tokens) -> pr.TokensArrived:

@@ -50,9 +50,10 @@ def extend_hashes(known: list[bytes], token_ids: Sequence[int], block_size: int,
     hashes = list(known)
     parent = known[-1] if known else _ROOT
     width = 4 * block_size
+    keyed = blake2b(digest_size=HASH_BYTES, key=key)  # a copy costs less than another one
     for at in range(0, len(data), width):
-        digest = blake2b(parent, digest_size=HASH_BYTES, key=key)
-        digest.update(data[at : at + width])
+        digest = keyed.copy()
+        digest.update(parent + data[at : at + width])
         parent = digest.digest()
         hashes.append(parent)
     return hashes
@@ -71,8 +72,8 @@ def tail_hash(hashes: Sequence[bytes], token_ids: Sequence[int], block_size: int
     return digest.digest()
 
 
-def _packed(token_ids: Sequence[int]) -> memoryview:
+def _packed(token_ids: Sequence[int]) -> bytes:
     packed = array(_UINT32, token_ids)
     if sys.byteorder == "big":  # pragma: no cover
         packed.byteswap()
-    return memoryview(packed).cast("B")
+    return packed.tobytes()
