@@ -27,11 +27,18 @@ ENTERED: ContextVar[EnteredRequest | None] = ContextVar("pdserveENTERED", defaul
 class EnteredRequest:
     """Notes how the cluster decided, once."""
 
-    __slots__ = ("_is_decided", "caller", "gate", "priority")
+    __slots__ = ("_has_waited", "_is_decided", "began_s", "caller", "gate", "priority")
 
     def __init__(self, gate: LoadGate, caller: str, priority: int) -> None:
         self.gate, self.caller, self.priority = gate, caller, priority
-        self._is_decided = False
+        self.began_s = gate.clock()
+        self._has_waited = self._is_decided = False
+
+    def reached_router(self) -> None:
+        """From the gateway of the router's process, for the first of its calls."""
+        if not self._has_waited:
+            self._has_waited = True
+            self.gate.core.waited(self.gate.clock() - self.began_s)
 
     def accepted(self) -> None:
         if not self._is_decided:
@@ -72,6 +79,7 @@ class LoadGate:
         """Runs a request that `check` has let pass."""
         outer = self._outer()
         if outer is not None:
+            outer.reached_router()
             yield outer
             return
         entered = EnteredRequest(self, caller, priority)

@@ -99,6 +99,7 @@ class Gate:
         self._num_entered = self._num_retries = 0
         self._began_s: float | None = None  # of the interval
         self._late_s, self._num_ticks, self._busy_s = 0.0, 0, 0.0
+        self._wait_s, self._num_waits = 0.0, 0
 
     @property
     def running(self) -> int:
@@ -155,6 +156,11 @@ class Gate:
         if flow.level_s < 0.0:
             self._short.add(flow)
 
+    def waited(self, seconds: float) -> None:
+        """A request has waited in this process before its work began, which adds to the event loop's delay."""
+        self._wait_s += seconds
+        self._num_waits += 1
+
     def observe(self, late_s: float, busy_s: float, now_s: float) -> None:
         """A timer of the event loop was called `late_s` late; the loop has used `busy_s` of CPU time since the last
         call."""
@@ -168,7 +174,8 @@ class Gate:
         if passed_s < INTERVAL_S:
             return
         self._measure_cost()
-        self._follow(self._late_s / self._num_ticks, self._busy_s / passed_s, now_s)
+        late_s = self._late_s / self._num_ticks + self._wait_s / max(self._num_waits, 1)
+        self._follow(late_s, self._busy_s / passed_s, now_s)
         for flow in [one for one in self._short if self._level_s(one, now_s) >= 0.0]:
             self._short.remove(flow)
         self._restart(now_s)
@@ -190,6 +197,7 @@ class Gate:
     def _restart(self, now_s: float | None) -> None:
         self._began_s = now_s
         self._late_s, self._num_ticks, self._busy_s = 0.0, 0, 0.0
+        self._wait_s, self._num_waits = 0.0, 0
         self._num_entered, self._most_running, self._has_rejected = 0, self._shares.total, False
 
     def _measure_cost(self) -> None:

@@ -294,3 +294,14 @@ def test_callers_share_a_limit(gate: Gate) -> None:
     gate.accepted(caller_of("flood"), 1, now_s)
     assert gate.check(caller_of("flood"), 0, now_s) is not None
     assert gate.check(caller_of("flood"), 1, now_s) is None
+
+
+def test_a_wait_in_the_process_counts_as_its_delay(gate: Gate) -> None:
+    """Turns of the loop are short, but few of the waiting requests begin in each."""
+    for number in range(100):
+        gate.enter(OPERATOR, 0, number * 0.001)
+    for tick in range(1, 101):
+        now_s = tick * TICK_S
+        gate.waited(0.1 + now_s)
+        gate.observe(0.001, 0.8 * TICK_S, now_s)
+    assert gate.limit is not None

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import grpc
 import pytest
 
+from pdserve.config import GatewayConfig
+from pdserve.core.access.gate import ACCEPTED_S
 from pdserve.core.access.shares import OPERATOR
 from pdserve.core.errors import LoadShed, Overloaded, PdserveError
+from pdserve.gateway.server import GatewayServer
 from pdserve.telemetry.metrics import Metrics
 from pdserve.v1 import inference_pb2
 from pdserve.wire import status
@@ -73,3 +78,26 @@ async def test_a_rejection_by_the_state_uses_the_budget(connect: Connect, start:
     [flow] = gate._callers[OPERATOR].values()
     assert flow.level_s < 0.0
     assert flow.retry_s == pytest.approx(error.retry_after_s)
+
+
+async def test_a_gateway_in_the_routers_process_enters_each_request_once(
+    connect: Connect, slow_decode: Program
+) -> None:
+    front = await connect(slow_decode)
+    gate = front.server.gate.core
+    gateway = GatewayServer(GatewayConfig(router="", port=0), front.server.transport, gate=front.server.gate)
+    host, port = (await gateway.start()).rsplit(":", 1)
+    try:
+        reader, writer = await asyncio.open_connection(host, int(port))
+        body = b'{"prompt": "hello", "max_tokens": 20, "stream": true}'
+        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        assert b" 200 " in await reader.readline()
+        assert gate.running == 1
+        assert b"[DONE]" in await reader.read()
+        writer.close()
+        await until(lambda: gate.running == 0)
+        [flow] = gate._callers[OPERATOR].values()
+        assert 0.0 < flow.accepted_rps <= 1.0 / ACCEPTED_S
+    finally:
+        await gateway.stop()
