@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Final, final
 
-from pdserve.core.access.gate import Gate
+from pdserve.core.access.gate import DEFAULT_TTFT_S, Gate
 from pdserve.core.errors import LoadShed
 
 PERIOD_S: Final = 0.02  # of the timer
@@ -57,12 +57,13 @@ class LoadGate:
 
     def __init__(
         self,
+        ttft_s: float = DEFAULT_TTFT_S,
         *,
         clock: Callable[[], float] = time.monotonic,
         busy: Callable[[], float] = time.thread_time,
     ) -> None:
-        """`busy`: CPU time of the event loop's thread."""
-        self.core = Gate()
+        """`ttft_s`: the default TTFT target. `busy`: CPU time of the event loop's thread."""
+        self.core = Gate(ttft_s)
         self.clock = clock
         self._busy = busy
         self._timer: asyncio.TimerHandle | None = None

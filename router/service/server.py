@@ -101,7 +101,7 @@ class RouterServer:
         )
         state = RouterState(self._settings)
         self._limits = _limits(config, _sampling_defaults(config))
-        self.gate = LoadGate()  # a gateway in this process shares it
+        self.gate = LoadGate(config.slo_ttft_s)  # a gateway in this process shares it
         self._held = Shares(config.max_held_bytes, BYTES_WEIGHT)
         if config.group:
             check_private("group", Path(config.group))
@@ -235,6 +235,7 @@ class RouterServer:
         if self._admission is not None:
             self._admission.limits = self._limits
         self._held.limit = config.max_held_bytes
+        self.gate.core.ttft_s = config.slo_ttft_s
         self._tracing.share = config.trace_share
 
     async def stop(self) -> None:

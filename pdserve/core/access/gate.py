@@ -10,12 +10,12 @@ of that. While a flow's budget is used up, its requests pass at the rate at whic
 CHOICE more, and as many as the returning budget allows. So no flow whose requests are accepted is rejected, whatever
 others send, and the cluster always has more requests to choose from than it accepts.
 
-**front.** The event loop cannot keep up: in ON_INTERVALS intervals in a row, and for ON_LASTS_S, timers were at least
-ON_S late and did not recover, the loop itself used OWN_SHARE of a core, and at least LEAST_RUNNING requests were
-running. One long pause, a slow start, or a machine that is busy with other work does not meet all of these. The
-number of running requests is then limited, first to what the loop kept up with before. The limit follows the delay:
-it is cut while the delay is above TARGET_S, and raised while it is below and requests are rejected. It is dropped
-once it has rejected nothing for OFF_S. Callers share it as they share connections (shares.py).
+**front.** The event loop cannot keep up: in ON_INTERVALS intervals in a row, and for ON_LASTS_S, its delay was at least
+ON_SHARE of the default TTFT target and did not recover, the loop itself used OWN_SHARE of a core, and LEAST_RUNNING
+requests were running. A pause, a slow start, or a few requests on a machine that is busy with other work do not meet
+all of these. The number of running requests is then limited, first to what the loop kept up with before. The limit
+follows the delay: it is cut while the delay is above TARGET_S, and raised while it is below and requests are rejected.
+It is dropped once it has rejected nothing for OFF_S. Callers share it as they share connections (shares.py).
 
 The CPU time of a running request is what its tokens cost, so a limit on running requests also holds for long answers.
 
@@ -46,12 +46,13 @@ RECENT_S: Final = 60.0  # in which a priority counts as used
 MAX_CALLERS: Final = 1024
 MAX_PRIORITIES: Final = 8  # of one caller
 
+DEFAULT_TTFT_S: Final = 2.0  # of a gateway that does not know the router's
 INTERVAL_S: Final = 0.1
-ON_S: Final = 0.1
+ON_SHARE: Final = 0.05
 ON_INTERVALS: Final = 3
 ON_LASTS_S: Final = 0.5
 RECOVERING: Final = 0.9  # a delay below this share of the one before
-OWN_SHARE: Final = 0.2
+OWN_SHARE: Final = 0.05
 LEAST_RUNNING: Final = 64
 TARGET_S: Final = 0.007
 CUT: Final = 0.9
@@ -82,7 +83,9 @@ class _Flow:
 class Gate:
     """`enter` each request that `check` lets pass, and `leave` at its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, ttft_s: float = DEFAULT_TTFT_S) -> None:
+        """`ttft_s`: the default TTFT target."""
+        self.ttft_s = ttft_s  # may change
         self.request_s = 0.0  # mean CPU time of a request; 0 before the first measurement
         self._callers: OrderedDict[str, dict[int, _Flow]] = (
             OrderedDict()
@@ -210,9 +213,10 @@ class Gate:
         """Sets the limit after an interval with this mean delay and this share of a core."""
         is_own = share >= OWN_SHARE
         if self._limit is None:
-            is_late = late_s >= ON_S and is_own and self._most_running >= LEAST_RUNNING
-            if late_s < ON_S:
+            is_late = late_s >= ON_SHARE * self.ttft_s
+            if not is_late:
                 self._kept_up = self._most_running
+            is_late &= is_own and self._most_running >= LEAST_RUNNING
             if not is_late or late_s < RECOVERING * self._last_late_s:
                 self._num_late, self._late_since_s = 0, now_s
             self._num_late += is_late

@@ -261,6 +261,13 @@ def test_an_overloaded_loop_sheds_what_it_cannot_serve(gate: Gate, load: float, 
     assert {one.cause for one in front.shed} == {"front"}
 
 
+def test_a_loose_target_is_not_at_risk() -> None:
+    """The same overload, with a target that such delays do not endanger."""
+    front = Front(Gate(ttft_s=600.0))
+    front.serve(poisson(1.2 * CAPACITY_RPS, 5.0))
+    assert front.shed == []
+
+
 def test_shedding_ends_with_the_overload(gate: Gate) -> None:
     front = Front(gate)
     front.serve(poisson(2.0 * CAPACITY_RPS, 8.0))
