@@ -53,6 +53,7 @@ GENERATION_CONFIGS: Final = ("auto", "none")
 RANK_POOLS: Final = ("auto", "own")
 MAX_SERVED_NAMES: Final = 64
 _SERVED_NAME: Final = re.compile(r"[^\s,]{1,256}")
+GATEWAY_CONNECTIONS: Final = 3072  # of a gateway, by default
 MAX_ADAPTERS: Final = 4096
 LARGEST_LORA_RANK: Final = 512  # that vLLM computes
 MAX_ROUTERS: Final = 32  # of one launcher
@@ -411,7 +412,10 @@ class GatewayConfig(CallerTlsSettings):
         "maximum size of a request line and its headers", 16_384, within=(1024, LARGEST_COUNT)
     )
     max_connections: int = setting(
-        "maximum number of open connections; each needs a file descriptor", 512, within=(1, LARGEST_COUNT)
+        "maximum number of open connections; each needs a file descriptor, and the limit of open files lowers the "
+        "default",
+        GATEWAY_CONNECTIONS,
+        within=(1, LARGEST_COUNT),
     )
     header_s: float = setting(
         "time that a client has to send a request line and headers", 10.0, within=(0.1, DAY_S), is_live=True

@@ -11,12 +11,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import os
 import socket
+from dataclasses import replace
 from typing import Any, Final
 
-from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig, gateway_of
+from pdserve.config import GATEWAY_CONNECTIONS, GatewayConfig, RouterConfig, WorkerConfig, gateway_of
 from pdserve.core.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 HELD_ENV: Final = "PDSERVE_HELD_PORTS"  # set by the launcher for its processes: the ports that it keeps bound
 
@@ -76,16 +80,37 @@ WORKER_CONNECTIONS: Final = 512 + 256  # to a worker's gRPC port and to its KV p
 # the ones that are accepted in a turn of its event loop, and are closed in the next turn.
 MAX_LINGERING: Final = 128
 MAX_ACCEPTED: Final = 128
+LEAST_CONNECTIONS: Final = 512  # that the default of a gateway's connections needs
 
 
 def needed_by(config: WorkerConfig | RouterConfig | GatewayConfig) -> int:
     if isinstance(config, WorkerConfig):
         return OF_A_PROCESS + WORKER_CONNECTIONS
     if isinstance(config, GatewayConfig):
-        return OF_A_PROCESS + config.max_connections + MAX_LINGERING + MAX_ACCEPTED
+        most = config.max_connections
+        return (
+            OF_A_PROCESS + MAX_LINGERING + MAX_ACCEPTED + (LEAST_CONNECTIONS if most == GATEWAY_CONNECTIONS else most)
+        )
     gateway = gateway_of(config)
     http = 0 if gateway is None else needed_by(gateway)
     return OF_A_PROCESS + config.max_connections + len(config.workers) + http
+
+
+def with_allowed_connections(config: GatewayConfig, num_reserved: int = 0) -> GatewayConfig:
+    """The default number of connections, lowered to what the hard limit of open files leaves beside `num_reserved`. A
+    number that was set is kept: allow_descriptors() then says what it needs."""
+    if resource is None or config.max_connections != GATEWAY_CONNECTIONS:
+        return config
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    room = hard - num_reserved - (needed_by(config) - LEAST_CONNECTIONS)
+    if hard == resource.RLIM_INFINITY or room >= GATEWAY_CONNECTIONS:
+        return config
+    lowered = max(room, LEAST_CONNECTIONS)
+    log.warning(
+        "the limit of open files lowers the number of HTTP connections; raise it with `ulimit -n`",
+        extra={"open_files": hard, "connections": lowered},
+    )
+    return replace(config, max_connections=lowered)
 
 
 def allow_descriptors(needed: int, process: str) -> None:

@@ -25,7 +25,7 @@ from pdserve.gateway.app import Gateway
 from pdserve.gateway.arrivals import Arrivals, Handshake
 from pdserve.gateway.connection import BUSY, Connection, ConnectionLimits, Connections, set_options
 from pdserve.gateway.door import Shutdown
-from pdserve.listening import bind_error, ignore_poller_races, share_port
+from pdserve.listening import bind_error, ignore_poller_races, share_port, with_allowed_connections
 from pdserve.load_gate import LoadGate
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics
@@ -276,7 +276,7 @@ class GatewayHost:
 
 
 def make_gateway(config: GatewayConfig) -> GatewayHost:
-    return GatewayHost(config)
+    return GatewayHost(with_allowed_connections(config))
 
 
 def _connection_limits(config: GatewayConfig) -> ConnectionLimits:

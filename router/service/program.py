@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 from pdserve.config import OF_GATEWAY, RouterConfig, gateway_of
 from pdserve.core.durations import clamped_s
 from pdserve.core.errors import ConfigError, InternalError
-from pdserve.listening import ignore_poller_races
+from pdserve.listening import ignore_poller_races, needed_by, with_allowed_connections
 from router.service.server import STOP_GRACE_S, RouterServer
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class RouterHost:
         """With the gateway of `gateway_of(config)`, if there is one. Raises ConfigError, as RouterServer and
         GatewayServer do. A fatal error calls `on_fatal`."""
         self._server = RouterServer(config, on_crash=self._crashed)
-        self._gateway_config = gateway_of(config)
+        self._config, self._gateway_config = config, gateway_of(config)
         self._gateway: GatewayServer | None = None
         self._is_ending = False
         self._drain_s = config.drain_s
@@ -104,9 +104,10 @@ class RouterHost:
             # Imported here, because a router without it needs none of its packages.
             from pdserve.gateway.server import GatewayServer
 
-            server = self._server
+            server, num_reserved = self._server, needed_by(self._config) - needed_by(self._gateway_config)
+            gateway_config = with_allowed_connections(self._gateway_config, num_reserved)
             self._gateway = GatewayServer(
-                self._gateway_config, server.transport, gate=server.gate, on_end=self._gateway_ended
+                gateway_config, server.transport, gate=server.gate, on_end=self._gateway_ended
             )
             try:
                 await self._gateway.start()

@@ -10,7 +10,14 @@ import pytest
 
 from kvtransfer.link import receiver
 from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
-from pdserve.listening import MAX_ACCEPTED, MAX_LINGERING, OF_A_PROCESS, WORKER_CONNECTIONS, needed_by
+from pdserve.listening import (
+    LEAST_CONNECTIONS,
+    MAX_ACCEPTED,
+    MAX_LINGERING,
+    OF_A_PROCESS,
+    WORKER_CONNECTIONS,
+    needed_by,
+)
 from pdserve.worker import host
 
 WAIT_S = 60.0
@@ -21,6 +28,26 @@ def test_a_process_needs_one_for_each_connection() -> None:
     assert needed_by(WorkerConfig(model="toy", worker_id="p0")) == OF_A_PROCESS + WORKER_CONNECTIONS
     assert needed_by(RouterConfig(model="toy", max_connections=7, workers=("h:1", "h:2"))) == OF_A_PROCESS + 9
     assert needed_by(GatewayConfig(router="h:1", max_connections=7)) == OF_A_PROCESS + 7 + MAX_LINGERING + MAX_ACCEPTED
+    of_default = OF_A_PROCESS + LEAST_CONNECTIONS + MAX_LINGERING + MAX_ACCEPTED
+    assert needed_by(GatewayConfig(router="h:1")) == of_default
+
+
+@pytest.mark.parametrize(
+    ("hard", "given", "expected"), [(20_000, 3072, 3072), (2000, 3072, 1616), (900, 3072, 516), (900, 600, 600)]
+)
+def test_default_connections_fit_the_hard_limit(hard: int, given: int, expected: int) -> None:
+    code = (
+        "from pdserve.config import GatewayConfig\n"
+        "from pdserve.listening import with_allowed_connections\n"
+        f"config = GatewayConfig(router='h:1', max_connections={given})\n"
+        "print(with_allowed_connections(config).max_connections)"
+    )
+    _, own = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if own != resource.RLIM_INFINITY and own < hard:
+        pytest.skip(f"the hard limit here is {own}")
+    done = limited(hard, hard, "-c", code)
+    assert done.stdout == f"{expected}\n"
+    assert bool(done.stderr) is (expected != given)
 
 
 def limited(soft: int, hard: int, *command: str) -> subprocess.CompletedProcess[str]:
