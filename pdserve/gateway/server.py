@@ -106,9 +106,13 @@ class GatewayServer:
         log.info("gateway is up", extra={"address": self.address, "router": config.router or "in this process"})
         return self.address
 
-    async def drain(self) -> None:
+    async def drain(self, *, leaves_port: bool = False) -> None:
         """Finishes running requests, for at most drain_s, and ends. The port stays open until then, so that new
-        requests and health checks get an answer."""
+        requests and health checks get an answer. `leaves_port`: other processes that listen there get them."""
+        if leaves_port and self._arrivals is not None:
+            self._arrivals.close()
+            for one in list(self._connections.idle):
+                one.end_idle()
         await self._shutdown.drain(self._config.drain_s)
         await self.stop()
 

@@ -210,7 +210,7 @@ class RouterServer:
         if self._is_closing:
             return
         self._is_closing = True
-        draining = None if gateway is None else asyncio.create_task(gateway.drain())
+        draining = None if gateway is None else asyncio.create_task(gateway.drain(leaves_port=bool(self._config.group)))
         await self._health.enter_graceful_shutdown()
         self._runtime.submit(RouterClosing())
         if self._config.group:  # clients begin new calls on new connections, which the other routers get

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,8 @@ def cluster(records: list[Path], tmp_path_factory: pytest.TempPathFactory) -> It
     )
     keys.chmod(0o600)
     flags = (
+        "--http",
+        "0",
         "--model",
         "toy",
         "--routers",
@@ -162,6 +166,47 @@ def test_the_other_serves_while_a_killed_one_is_started_again(cluster: Cluster, 
     with_both = connected(cluster)
     for client in with_both.values():
         until(partial(has_both_workers, client))
+        client.close()
+
+
+def complete(connection: HTTPConnection, number: int) -> int:
+    """Requests until the answer is complete, and returns how often. As clients do, it asks again after a rejection, or
+    if its connection has ended before the answer."""
+    headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json"}
+    body = json.dumps({"prompt": f"number {number}", "max_tokens": 3})
+    for attempt in range(1, 4):
+        try:
+            connection.request("POST", "/v1/completions", body, headers)
+            answer = connection.getresponse()
+            found = json.loads(answer.read())
+        except (HTTPException, OSError):
+            connection.close()
+            continue
+        if answer.status == 200:
+            assert found["usage"]["completion_tokens"] == 3
+            return attempt
+        assert answer.status == 503, found
+    raise AssertionError("three attempts have failed")
+
+
+def test_http_is_served_while_one_drains_and_is_started_again(cluster: Cluster, clients: dict[str, Client]) -> None:
+    host, port = cluster.running.http_url.removeprefix("http://").removesuffix("/v1").split(":")
+    drained = cluster.running.pid("router-0")
+    running = clients["router-0"].stream("busy", max_tokens=100)
+    next(running)
+    kept = [HTTPConnection(host, int(port), timeout=WITHIN_S) for _ in range(8)]
+    assert [complete(one, number) for number, one in enumerate(kept)] == [1] * 8
+    os.kill(drained, signal.SIGTERM)
+    turns = 0
+    while cluster.running.pid("router-0") == drained:
+        for number, one in enumerate(kept):
+            complete(one, number)
+        turns += 1
+    assert turns > 1
+    for one in kept:
+        one.close()
+    assert sum(len(piece.token_ids) for piece in running) == 99, "a running request ends as usual"
+    for client in connected(cluster).values():
         client.close()
 
 
