@@ -374,6 +374,9 @@ def with_ports(spec: ClusterSpec, held: HeldPorts, *, ray: str | None = None) ->
     try:
         for name, address, port in ports(filled, are_workers_here=ray is None):
             held.hold(name, address, port)
+        shared = [filled.port] if filled.http is None else [filled.port, filled.http]
+        if spec.routers > 1 and not set(shared) <= set(held.ports):
+            raise ConfigError("routers", spec.routers, "1: this system lets no two processes listen on one port")
     except ConfigError:
         held.release()
         raise

@@ -22,7 +22,9 @@ from pdserve.core.access.hosts import join
 from pdserve.core.errors import ConfigError
 from pdserve.gateway.server import GatewayHost
 from pdserve.launch import ports
+from pdserve.launch.local import with_ports
 from pdserve.launch.ports import HeldPorts, claim, free_ports, user_of_port, with_user_of_port
+from pdserve.launch.spec import ClusterSpec
 from pdserve.listening import HELD_ENV, PortInUse, bind_error
 from pdserve.owned_folder import OwnedFolder, sweep
 from pdserve.telemetry.metrics import MetricsServer
@@ -267,3 +269,6 @@ def test_a_kernel_that_shares_no_port_after_its_bind_gets_none_held(monkeypatch:
     held.hold("port", "127.0.0.1", port)
     assert held.ports == ()
     assert ports.is_free("127.0.0.1", port)
+    with pytest.raises(ConfigError, match="routers: got 2, expected 1: this system lets no two processes listen"):
+        with_ports(ClusterSpec(model="toy", port=0, routers=2), held)
+    assert held.ports == ()

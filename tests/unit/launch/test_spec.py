@@ -68,6 +68,41 @@ def test_workers_of_a_host_share_its_cores(cores: int, workers: int, share: int)
     assert ("OMP_NUM_THREADS", str(share)) in processes(one)[0].env
 
 
+def test_routers_share_their_ports_alone() -> None:
+    several = spec(routers=3, http=8000, metrics=9500, group="/run/x", settings={"router": {"record": "/r/run.jsonl"}})
+    *_, first, second, third = processes(several)
+    configs: list[Any] = [first.config, second.config, third.config]
+    assert [one.name for one in (first, second, third)] == ["router-0", "router-1", "router-2"]
+    assert [(one.router_id, one.member, one.group) for one in configs] == [
+        (f"router-{member}", member, "/run/x") for member in range(3)
+    ]
+    assert {(one.port, gateway_of(one).port) for one in configs} == {(50051, 8000)}  # type: ignore[union-attr]
+    assert [one.record for one in configs] == [f"/r/run-{member}.jsonl" for member in range(3)]
+    metrics = [one.metrics_port for one in configs] + [gateway_of(one).metrics_port for one in configs]  # type: ignore[union-attr]
+    workers = [one.config.metrics_port for one in processes(several)[:2]]
+    assert sorted([*metrics, *workers]) == list(range(9501, 9501 + several.num_processes))
+    listed = [port for _, _, port in ports(several, are_workers_here=True)]
+    assert len(listed) == len(set(listed)), "each is held once"
+
+
+def test_metrics_ports_of_routers_follow_a_given_one() -> None:
+    several = spec(routers=2, http=8000, settings={"router": {"metrics_port": 9600}, "gateway": {"metrics_port": 9700}})
+    configs: list[Any] = [one.config for one in processes(several)[-2:]]
+    assert [one.metrics_port for one in configs] == [9600, 9601]
+    assert [gateway_of(one).metrics_port for one in configs] == [9700, 9701]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("count", [0, 33])
+def test_the_number_of_routers_is_bounded(count: int) -> None:
+    with pytest.raises(ConfigError, match=r"routers: got .*, expected a number from 1 to 32"):
+        spec(routers=count)
+
+
+def test_a_gateway_process_has_one_router() -> None:
+    with pytest.raises(ConfigError, match="http_process: got True, expected one router"):
+        spec(routers=2, http=8000, http_process=True)
+
+
 def test_threads_spin_briefly_by_default() -> None:
     assert waiting_env({}) == {"GOMP_SPINCOUNT": "1000"}
     assert waiting_env({"GOMP_SPINCOUNT": "7", "HOME": "/"}) == {"GOMP_SPINCOUNT": "7"}
