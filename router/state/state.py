@@ -17,6 +17,7 @@ replayed (router/recording/replay.py), and the simulator runs the same class. Mo
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, final
@@ -148,11 +149,11 @@ class RouterState:
     def handle(self, event: Event, now_s: float) -> list[Command]:
         """Handles one event and returns the commands to execute, in order. `now_s` is from any monotonic clock."""
         cluster = self._cluster
-        commands = _apply_endings(cluster, self._due(now_s))
+        commands = self._due(now_s)
         commands += _apply_endings(cluster, _HANDLERS[type(event)](cluster, event))
         newcomer = cluster.requests.get(event.request_id) if isinstance(event, RequestArrived) else None
-        commands += _apply_endings(cluster, placing.place(cluster, newcomer))
-        commands += self._set_alarm()
+        commands += placing.place(cluster, newcomer)
+        self._set_alarm(commands)
         return commands
 
     # -- for inspection ----------------------------------------------------------------------------------------------
@@ -238,21 +239,24 @@ class RouterState:
         if gap_s > self.settings.worker_silence_s:
             # While workers are connected, alarms are at most half of this apart, so this process was suspended.
             cluster.fleet.excuse_silence(gap_s)
-        cluster.now_s = max(cluster.now_s, now_s)
-        if _is_due(timers.wake_at_s, cluster.now_s):
+        if now_s > cluster.now_s:
+            cluster.now_s = now_s
+        now_s = cluster.now_s
+        if timers.wake_at_s is not None and timers.wake_at_s <= now_s:
             timers.wake_at_s = None
-        if _is_due(timers.silence_at_s, cluster.now_s):
+        if timers.silence_at_s is not None and timers.silence_at_s <= now_s:
             timers.silence_at_s = None
             commands += attempts.on_silence(cluster)
-        while (request_id := timers.deadlines.pop_due(cluster.now_s)) is not None:
+        while (request_id := timers.deadlines.pop_due(now_s)) is not None:
             commands += apply_ending(cluster, Expire(cluster.requests[request_id]))
             cluster.is_placing_due = True
         cluster.forget_overdue()
-        if _is_due(timers.backoffs.next_at_s, cluster.now_s):
+        backoff_at_s = timers.backoffs.next_at_s
+        if backoff_at_s is not None and backoff_at_s <= now_s:
             cluster.is_placing_due = True
         return commands
 
-    def _set_alarm(self) -> Iterable[WakeAt]:
+    def _set_alarm(self, commands: list[Command]) -> None:
         """Requests TimePassed for the earliest due time, unless that was requested already."""
         cluster, timers = self._cluster, self._cluster.timers
         if timers.silence_at_s is None:
@@ -261,14 +265,16 @@ class RouterState:
             if ends:  # if all workers are beyond the limit, attempts that were placed late are checked again
                 ahead = [at_s for at_s in ends if at_s > cluster.now_s]
                 timers.silence_at_s = min(ahead, default=cluster.now_s + max(0.25 * limit_s, SHORTEST_WAKE_S))
-        alarms = (timers.retry_at_s, timers.silence_at_s, timers.deadlines.next_at_s, timers.backoffs.next_at_s)
-        due = [at_s for at_s in alarms if at_s is not None]
-        if due:
-            at_s = max(min(due), cluster.now_s + SHORTEST_WAKE_S)
-            if timers.wake_at_s is None or at_s < timers.wake_at_s:
+        wake_at_s = math.inf if timers.wake_at_s is None else timers.wake_at_s
+        first_s = wake_at_s
+        for at_s in (timers.retry_at_s, timers.silence_at_s, timers.deadlines.next_at_s, timers.backoffs.next_at_s):
+            if at_s is not None and at_s < first_s:
+                first_s = at_s
+        if first_s < wake_at_s:
+            at_s = max(first_s, cluster.now_s + SHORTEST_WAKE_S)
+            if at_s < wake_at_s:
                 timers.wake_at_s = at_s
-                return (WakeAt(at_s=at_s),)
-        return ()
+                commands.append(WakeAt(at_s=at_s))
 
 
 def _apply_endings(cluster: ClusterState, results: Iterable[Command | Ending]) -> list[Command]:
@@ -281,10 +287,6 @@ def _apply_endings(cluster: ClusterState, results: Iterable[Command | Ending]) -
         else:
             commands += apply(cluster, one)
     return commands
-
-
-def _is_due(at_s: float | None, now_s: float) -> bool:
-    return at_s is not None and at_s <= now_s
 
 
 def _on_arrived(cluster: ClusterState, event: RequestArrived) -> Iterable[Command | Ending]:
