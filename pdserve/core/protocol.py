@@ -257,7 +257,8 @@ class TokenRow(_AboutAttempt):
     cached_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# As TokenRow.
+@dataclass(slots=True, kw_only=True)
 class TokensArrived:
     """The tokens of one decode step, for all requests of this router on a worker."""
 

@@ -208,7 +208,8 @@ class RequestAttributes:
 _ATTRIBUTES: Final = tuple(one.name for one in fields(RequestAttributes))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Never changed, but not frozen: that would triple the time of creation, and there is one for each token.
+@dataclass(slots=True, kw_only=True)
 class TokenOut:
     """One sampled token, or a scored one of the prompt."""
 

@@ -182,7 +182,8 @@ class FailKind(Enum):
 # -- to clients --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Never changed, but not frozen, as TokenOut.
+@dataclass(slots=True, kw_only=True)
 class EmitTokens:
     """Tokens for the client; contiguous over all attempts of a request."""
 
