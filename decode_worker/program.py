@@ -52,12 +52,15 @@ def join_rows(rows: Iterable[TokenRow]) -> list[TokenRow]:
     for row in rows:
         last = joined[-1] if joined else None
         if last is None or last.key != row.key:
-            joined.append(replace(row))
+            joined.append(row)
             continue
-        last.tokens += row.tokens
-        last.finish = row.finish
-        last.decode_s += row.decode_s
-        last.preemptions += row.preemptions
+        joined[-1] = replace(
+            last,
+            tokens=last.tokens + row.tokens,
+            finish=row.finish,
+            decode_s=last.decode_s + row.decode_s,
+            preemptions=last.preemptions + row.preemptions,
+        )
     return joined
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import final
 
 from decode_worker.decode_sequence import DecodeMove, DecodeSequence, DecodeStage
@@ -172,23 +171,22 @@ class StepResults:
         num_output = num_tokens - sequence.prompt_len
         finish = self._end_rule.finish(attempt.sampling, token.token_id, num_output, num_tokens)
         sampled = TokenRow(key=sequence.key, output_index=num_output - 1, tokens=(token,), finish=finish)
+        results.rows.append(sampled)
         if sequence.decoding_since_s is None:
-            sampled = self._begun(sequence, sampled, now_s)
+            self._begin(sequence, sampled, now_s)
         elif sequence.preempted_at_s is not None:
-            decode_s = sequence.preempted_at_s - sequence.decoding_since_s
-            sampled = replace(sampled, decode_s=decode_s, preempted_s=now_s - sequence.preempted_at_s)
+            sampled.decode_s = sequence.preempted_at_s - sequence.decoding_since_s
+            sampled.preempted_s = now_s - sequence.preempted_at_s
             sequence.decoding_since_s, sequence.preempted_at_s = now_s, None
         if sequence.unreported_preemptions:
-            sampled = replace(sampled, preemptions=sequence.unreported_preemptions)
+            sampled.preemptions = sequence.unreported_preemptions
             sequence.unreported_preemptions = 0
         if finish is None:
             size = self._block_size
             sequence.plain_until = min(num_tokens + -num_tokens % size, sequence.ends_at - 1)
-            results.rows.append(sampled)
             return
         assert sequence.decoding_since_s is not None
-        decode_s = sampled.decode_s + now_s - sequence.decoding_since_s
-        results.rows.append(replace(sampled, decode_s=decode_s))
+        sampled.decode_s = sampled.decode_s + now_s - sequence.decoding_since_s
         self._sequences.remove(sequence)
         results.after.append(Released(key=sequence.key))
 
@@ -197,20 +195,18 @@ class StepResults:
         if now_s > self._ended_s:
             self._begun_s, self._ended_s = self._ended_s, now_s
 
-    def _begun(self, sequence: DecodeSequence, sampled: TokenRow, now_s: float) -> TokenRow:
+    def _begin(self, sequence: DecodeSequence, sampled: TokenRow, now_s: float) -> None:
         """Adds the waiting time and the time of the prompt to the attempt's first row."""
         if not sequence.is_local:  # a remote attempt joined the step that has just ended
             sequence.decoding_since_s = max(sequence.ready_s, self._begun_s)
-            return replace(sampled, decode_queue_s=sequence.decoding_since_s - sequence.ready_s)
+            sampled.decode_queue_s = sequence.decoding_since_s - sequence.ready_s
+            return
         assert sequence.started_s is not None
         sequence.decoding_since_s = now_s
         sequence.began_output(now_s)
-        return replace(
-            sampled,
-            queue_s=sequence.started_s - sequence.attempt.arrived_s,
-            prefill_s=now_s - sequence.started_s,
-            cached_tokens=min(sequence.cached, len(sequence.attempt.prompt_ids)),
-        )
+        sampled.queue_s = sequence.started_s - sequence.attempt.arrived_s
+        sampled.prefill_s = now_s - sequence.started_s
+        sampled.cached_tokens = min(sequence.cached, len(sequence.attempt.prompt_ids))
 
 
 # --- scheduler ------------------------------------------------------------------------------------------------
