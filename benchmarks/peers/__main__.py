@@ -30,7 +30,7 @@ import psutil  # type: ignore[import-untyped]
 
 from benchmarks.peers.client import LoadResult, run_load
 from benchmarks.peers.report import Load, Row, markdown, row_of
-from benchmarks.peers.systems import DYNAMO, SMG, SYSTEMS, System, cpu_s, install_commands, running
+from benchmarks.peers.systems import DYNAMO, LAUNCHER, SMG, SYSTEMS, System, cpu_s, install_commands, running
 from pdserve.build import FULL_VERSION
 from pdserve.core.json_text import to_json
 
@@ -125,7 +125,9 @@ def ask(system: System, workload: str, rate_rps: float, seconds: float, seed: st
 
 
 def used(system: System) -> Mapping[str, float]:
-    return {name: cpu_s(pid) for name, pid in {**system.engines, **system.routing}.items()}
+    """All processes are the launcher's children, so it counts alone."""
+    pids = {**system.engines, **system.routing}
+    return {name: cpu_s(pid, has_children=name != LAUNCHER) for name, pid in pids.items()}
 
 
 def busy_s() -> float:

@@ -117,16 +117,15 @@ def running(name: str, peers: Path, logs: Path) -> Iterator[System]:
         )
 
 
-def cpu_s(pid: int) -> float:
-    """CPU time of a process, its ended children and its running ones, which render templates. `children()` of psutil
-    also finds grandchildren."""
+def cpu_s(pid: int, *, has_children: bool = True) -> float:
+    """CPU time of a process, and of its children if `has_children`: those of the router render templates."""
     total = 0.0
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        for one in (process, *process.children(recursive=True)):
+        for one in (process, *(process.children(recursive=True) if has_children else ())):
             with contextlib.suppress(psutil.NoSuchProcess):
                 times = one.cpu_times()
-                total += times.user + times.system + times.children_user + times.children_system
+                total += times.user + times.system
     return total
 
 
