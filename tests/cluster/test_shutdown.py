@@ -76,9 +76,9 @@ async def ends(cluster: Running, act: Callable[[], None]) -> list[str]:
         return list(await asyncio.gather(*streams))
 
 
-@pytest.mark.parametrize("is_hurried", [False, True])
-def test_every_stream_ends_complete_or_with_the_error_event(is_hurried: bool) -> None:
-    with Running.start(*FLAGS) as cluster:
+@pytest.mark.parametrize(("is_hurried", "form"), [(False, ()), (True, ()), (True, ("--http-process",))])
+def test_every_stream_ends_complete_or_with_the_error_event(is_hurried: bool, form: tuple[str, ...]) -> None:
+    with Running.start(*FLAGS, *form) as cluster:
 
         def end() -> None:
             cluster.process.send_signal(signal.SIGTERM)
@@ -94,7 +94,7 @@ def test_every_stream_ends_complete_or_with_the_error_event(is_hurried: bool) ->
 
 
 def test_the_streams_of_a_killed_router_end_with_an_error_event() -> None:
-    with Running.start(*FLAGS) as cluster:
+    with Running.start(*FLAGS, "--http-process") as cluster:
         found = asyncio.run(ends(cluster, lambda: os.kill(cluster.pid("router"), signal.SIGKILL)))
         assert "cut" not in found, "each has an error"
         assert set(found) != {"complete"}
