@@ -68,9 +68,10 @@ class Door:
         self._checks: dict[bytes, asyncio.Task[Caller]] = {}
 
     def known(self, token: str | None) -> Caller | None:
-        """The caller of a token that the router has accepted lately."""
+        """The caller of a token that the router has accepted at its last check, which may be over: enough to reject a
+        request, not to admit it."""
         known = None if token is None and self._needs_token else self._known.get(_key_of(token))
-        return known[0] if known is not None and self._clock() < known[1] else None
+        return None if known is None else known[0]
 
     async def admit(self, token: str | None) -> Caller:
         """Raises Unauthenticated, Unavailable if the router does not answer, and Overloaded."""

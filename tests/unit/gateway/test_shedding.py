@@ -8,8 +8,11 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from pdserve.core.access.gate import Gate
 from pdserve.core.access.shares import OPERATOR
+from pdserve.gateway import door
 from pdserve.gateway.connection import SHED_BYTES
 from pdserve.gateway.server import GatewayHost
 from tests.unit.gateway.conftest import Served, gateway, serve
@@ -60,6 +63,22 @@ def test_a_shed_request_keeps_its_connection(toy: Served, raw: Connect) -> None:
         assert status_of(read_one(connection)) == 200
         assert gate_of(host).running == 0
         assert 'cause="cluster"} 3.0' in host._server._metrics.text()
+
+
+def test_a_caller_is_shed_without_a_check_of_its_token(
+    toy: Served, raw: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A check asks the router, which is what overload must not wait for."""
+    monkeypatch.setattr(door, "REMEMBER_S", 0.0)
+    with gateway(toy.router) as host:
+        connection = raw(host.address)
+        connection.sendall(post(connection="keep-alive"))
+        assert status_of(read_one(connection)) == 200
+        close_gate(gate_of(host))
+        connection.sendall(post(connection="keep-alive"))
+        answer = read_one(connection)
+        assert code_of(answer) == "load_shed"
+        assert b"connection: close" not in answer
 
 
 def test_the_body_of_a_shed_request_is_dropped_as_it_comes(toy: Served, raw: Connect) -> None:
