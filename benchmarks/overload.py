@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Final
@@ -51,6 +52,7 @@ class OverloadRow:
     failed: int  # otherwise
     rejections_s: tuple[float, ...]  # sorted
     late_start_s: float  # worst delay of a send: the client's own saturation
+    client_cores: float = 0.0  # that the client took from the cluster
 
     def verdict(self, capacity_rps: float) -> str:
         """ "met", or the bars that were missed; "" for a load without bars."""
@@ -69,7 +71,8 @@ class OverloadRow:
         return "missed: " + ", ".join(missed) if missed else "met"
 
 
-def row_of(load: float, seconds: float, seen: OfferedLoad, slo: Slo) -> OverloadRow:
+def row_of(load: float, seconds: float, seen: OfferedLoad, slo: Slo, client_s: float = 0.0) -> OverloadRow:
+    """`client_s`: CPU time of the client."""
     good = [one for one in seen.answers if is_kept(one, slo)]
     return OverloadRow(
         load=load,
@@ -82,6 +85,7 @@ def row_of(load: float, seconds: float, seen: OfferedLoad, slo: Slo) -> Overload
         failed=seen.failed - len(seen.rejections),
         rejections_s=tuple(sorted(one.after_s for one in seen.rejections)),
         late_start_s=seen.late_start_s,
+        client_cores=client_s / seen.wall_s if seen.wall_s else 0.0,
     )
 
 
@@ -111,7 +115,8 @@ def render(capacity_rps: float, capacity_tps: float, slo: Slo, rows: Sequence[Ov
         cells = [f"{one.load:g}", one.sent, f"{rate_rps:.1f}", *shares, one.late, one.rejected, one.failed, spread]
         lines.append("| " + " | ".join(map(str, cells)) + f" | {one.verdict(capacity_rps)} |")
     worst_s = max((one.late_start_s for one in rows), default=0.0)
-    lines += ["", f"worst delay of a send: {1e3 * worst_s:.0f} ms"]
+    most_cores = max((one.client_cores for one in rows), default=0.0)
+    lines += ["", f"worst delay of a send: {1e3 * worst_s:.0f} ms; the client took at most {most_cores:.2f} cores"]
     return "\n".join(lines)
 
 
@@ -134,8 +139,9 @@ async def measure(target: str, args: argparse.Namespace, slo: Slo) -> tuple[floa
     for number, load in enumerate(args.loads):
         rate_rps, seed = load * capacity_rps, args.seed + 10 * number
         await open_loop(target, rate_rps, args.warm, PROMPTS, ANSWER, seed + 2, slo=slo)
+        began_s = time.process_time()
         seen = await open_loop(target, rate_rps, args.seconds, PROMPTS, ANSWER, seed + 3, slo=slo)
-        rows.append(row_of(load, args.seconds, seen, slo))
+        rows.append(row_of(load, args.seconds, seen, slo, time.process_time() - began_s))
         print(f"overload: load {load:g} done", file=sys.stderr, flush=True)
     return capacity_rps, capacity_tps, rows
 
