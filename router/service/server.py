@@ -47,9 +47,8 @@ from router.service.child_pool import GrammarCheck
 from router.service.cluster import ClusterServicer, Watching
 from router.service.inference import InferenceServicer
 from router.service.measure import Gauges, Measure
-from router.service.router_group import RouterGroup, check_private, socket_of
+from router.service.router_group import RouterGroup, SharedCountsFile, check_private, socket_of
 from router.service.runtime import Runtime
-from router.service.shared_counts import SharedCountsFile
 from router.service.tenants import Quotas
 from router.service.tokenizing import launching_child
 from router.service.workers import Workers

@@ -1,7 +1,7 @@
 """What a tenant may use, and what separates tenants: quotas, labels of metrics, salts of the prefix cache. Pure.
 
 Quotas limit tokens per minute and answers in progress. Routers of one launcher share the counts
-(router/service/shared_counts.py); other routers count on their own.
+(router/service/router_group.py); other routers count on their own.
 
 A tenant's token bucket has room for the tokens of BURST_S seconds, and fills evenly. A call needs its prompt tokens
 and, for each answer, RESERVED_TOKENS of output (or `max_tokens`, if that is less). It is admitted if the bucket has as

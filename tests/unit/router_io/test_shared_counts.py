@@ -11,8 +11,8 @@ import pytest
 
 from pdserve.core.access.key_file import Tenant
 from pdserve.core.errors import Overloaded, QuotaExceeded
-from router.service import shared_counts
-from router.service.shared_counts import SharedCountsFile
+from router.service import router_group
+from router.service.router_group import SharedCountsFile
 from router.service.tenants import AnswerClaim, Quotas
 
 ACME = Tenant(name="acme", tokens_per_minute=600, max_concurrent=3)  # ten tokens per second
@@ -95,7 +95,7 @@ def test_new_limits_apply_in_all_routers(routers: list[Quotas]) -> None:
 
 
 def test_rows_of_idle_tenants_are_used_again(routers: list[Quotas], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_counts, "MAX_ROWS", 2)
+    monkeypatch.setattr(router_group, "MAX_ROWS", 2)
     first, second, _ = routers
     names = [Tenant(name=name, tokens_per_minute=600, max_concurrent=3) for name in ("a", "b", "c", "d")]
     begin(first, 10, 10, 1.0, names[0]).release(1.0)
