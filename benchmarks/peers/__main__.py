@@ -21,7 +21,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -53,7 +53,7 @@ def main() -> int:
     parser.add_argument("--report", type=Path, metavar="FILE", help="only print the tables of such a file")
     flags = parser.parse_args()
     if flags.report is not None:
-        print(markdown([row_of(one) for one in json.loads(flags.report.read_text())["rows"]]))
+        report(json.loads(flags.report.read_text()))
         return 0
     systems = tuple(filter(None, flags.systems.split(",")))
     if unknown := [one for one in systems if one not in SYSTEMS]:
@@ -76,8 +76,12 @@ def main() -> int:
                 print(line(row), flush=True)
                 if flags.out is not None:
                     flags.out.write_text(to_json(found) + "\n")
-    print("", markdown([row_of(json.loads(to_json(one))) for one in rows]), sep="\n")
+    report(json.loads(to_json(found)))
     return 0
+
+
+def report(found: Mapping[str, Any]) -> None:
+    print("", markdown(found["conditions"], [row_of(one) for one in found["rows"]]), sep="\n")
 
 
 def load_of(text: str) -> Load:
@@ -85,11 +89,10 @@ def load_of(text: str) -> Load:
     return workload.lower(), float(rate)
 
 
-def measure(name: str, repetition: int, loads: list[Load], flags: argparse.Namespace, logs: Path) -> list[Row]:
+def measure(name: str, repetition: int, loads: list[Load], flags: argparse.Namespace, logs: Path) -> Iterator[Row]:
     with running(name, flags.peers or Path(), logs) as system:
         for workload, rate_rps in {load[0]: load for load in sorted(loads, reverse=True)}.values():
             ask(system, workload, rate_rps, min(flags.seconds / 4, WARM_UP_S), f"warm {repetition}")
-        rows = []
         for workload, rate_rps in loads:
             before, began, began_s = used(system), busy_s(), time.perf_counter()
             result = ask(system, workload, rate_rps, flags.seconds, f"{repetition} {rate_rps:g}")
@@ -98,20 +101,17 @@ def measure(name: str, repetition: int, loads: list[Load], flags: argparse.Names
             spent = {one: after[one] - before[one] for one in before}
             own_s = sum(spent.values()) + result.client_cpu_s * result.sent
             sent = max(result.sent, 1)
-            rows.append(
-                Row(
-                    system=name,
-                    repetition=repetition,
-                    workload=workload,
-                    rate_rps=rate_rps,
-                    seconds=flags.seconds,
-                    result=result,
-                    routing_cpu_s={one: spent[one] / sent for one in system.routing},
-                    engine_cpu_s={one: spent[one] / sent for one in system.engines},
-                    foreign_cores=max(0.0, busy_s() - began - own_s) / wall_s,
-                )
+            yield Row(
+                system=name,
+                repetition=repetition,
+                workload=workload,
+                rate_rps=rate_rps,
+                seconds=flags.seconds,
+                result=result,
+                routing_cpu_s={one: spent[one] / sent for one in system.routing},
+                engine_cpu_s={one: spent[one] / sent for one in system.engines},
+                foreign_cores=max(0.0, busy_s() - began - own_s) / wall_s,
             )
-        return rows
 
 
 def ask(system: System, workload: str, rate_rps: float, seconds: float, seed: str) -> LoadResult:

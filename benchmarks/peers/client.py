@@ -75,6 +75,7 @@ class Connection(asyncio.Protocol):
         self.is_open = False
         self._transport: asyncio.Transport | None = None
         self._done: asyncio.Future[Outcome] | None = None
+        self._early = b""  # what the server sends before a request: that it takes none
 
     def connection_made(self, transport: Any) -> None:
         self._transport, self.is_open = transport, True
@@ -91,6 +92,10 @@ class Connection(asyncio.Protocol):
         self._done = asyncio.get_running_loop().create_future()
         self._sent_s = time.perf_counter()
         self._transport.write(request)
+        if self._early:
+            self.data_received(self._early)
+        if not self.is_open:
+            self._end("closed")
         return self._done
 
     def close(self) -> None:
@@ -100,6 +105,9 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now_s = time.perf_counter()
+        if self._done is None:
+            self._early += data
+            return
         if not self._status:
             self._head += data
             head, end, data = self._head.partition(b"\r\n\r\n")

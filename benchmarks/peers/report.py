@@ -56,11 +56,17 @@ def row_of(held: Mapping[str, Any]) -> Row:
     return Row(**{**held, "result": LoadResult(**result)})
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def markdown(conditions: Mapping[str, Any], rows: Sequence[Row]) -> str:
     parts = [
-        quietness(rows),
-        "CPU of the routing processes, ms per request:",
-        by_load(rows, lambda row: f"{row.cpu_s * 1e3:.1f}"),
+        f"{conditions['date']}, pdserve {conditions['version']}, {conditions['cores']} cores shared by all, Python "
+        f"{conditions['python']}, {conditions['seconds']:g} s for each load; repetitions follow each other in a cell. "
+        + quietness(rows),
+        "CPU of the routing processes, ms per request that was sent. A star: not all were served, and the others cost "
+        "less.",
+        by_load(
+            [row for row in rows if row.routing_cpu_s],
+            lambda row: f"{row.cpu_s * 1e3:.1f}{'' if is_all_served(row) else '*'}",
+        ),
         "Of pdserve, by process:",
         by_load(
             [row for row in rows if row.system in OWN],
@@ -100,11 +106,18 @@ def bars(rows: Sequence[Row]) -> str:
     for system in OWN:
         for load, most in CPU_BARS.items():
             seen = ratios(rows, system, DYNAMO, load, lambda row: row.cpu_s)
-            lines += _bar(system, load, "CPU over Dynamo's", most, seen)
+            lines += _bar(system, load, "CPU over Dynamo's", most, seen, is_served=is_served(rows, system, load))
         for load, allowed in TTFT_BARS.items():
             for index, most in enumerate(allowed):
                 seen = ratios(rows, system, SMG, load, lambda row, at=index: row.result.ttft_s[at])  # type: ignore[misc]
-                lines += _bar(system, load, f"TTFT p{(50, 95)[index]} over smg's", most, seen)
+                lines += _bar(
+                    system,
+                    load,
+                    f"TTFT p{(50, 95)[index]} over smg's",
+                    most,
+                    seen,
+                    is_served=is_served(rows, system, load),
+                )
     return "\n".join(lines)
 
 
@@ -116,10 +129,20 @@ def ratios(rows: Sequence[Row], system: str, peer: str, load: Load, figure: Call
     return [ours / theirs for ours, theirs in pairs]
 
 
-def _bar(system: str, load: Load, figure: str, most: float, seen: Sequence[float]) -> list[str]:
+def is_all_served(row: Row) -> bool:
+    return row.served == row.result.sent
+
+
+def is_served(rows: Sequence[Row], system: str, load: Load) -> bool:
+    return all(is_all_served(row) for row in rows if row.system == system and row.load == load)
+
+
+def _bar(system: str, load: Load, figure: str, most: float, seen: Sequence[float], *, is_served: bool) -> list[str]:
+    """A figure over fewer requests than were sent meets no bar."""
     if not seen:
         return []
     verdict = "met" if statistics.median(seen) <= most else "**missed**"
+    verdict = verdict if is_served else "**not all served**"
     at = f"{load[0].upper()} {load[1]:g}/s"
     return [table_row([system, at, figure, f"{most:g}", " / ".join(f"{one:.2f}" for one in seen), verdict])]
 
@@ -148,4 +171,4 @@ def overload(rows: Sequence[Row]) -> str:
 def held(rows: Sequence[Row], system: str, repetition: int) -> float:
     """The highest rate, in requests per second, at which all requests were served; 0 if there is none."""
     mine = [row for row in rows if row.system == system and row.repetition == repetition]
-    return max((row.served / row.seconds for row in mine if row.served == row.result.sent), default=0.0)
+    return max((row.served / row.seconds for row in mine if is_all_served(row)), default=0.0)

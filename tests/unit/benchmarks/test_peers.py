@@ -76,6 +76,11 @@ def test_ratios_are_within_a_repetition() -> None:
     assert "| pdserve | W1 100/s | TTFT p95 over smg's | 4 | 1.00 | met |" in bars(rows)
 
 
+def test_a_figure_over_fewer_requests_meets_no_bar() -> None:
+    rows = [row("pdserve", cpu_ms=1.0, outcomes={"served": 60, "429": 40}), row("dynamo")]
+    assert "| pdserve | W1 100/s | CPU over Dynamo's | 1 | 0.25 | **not all served** |" in bars(rows)
+
+
 @pytest.mark.parametrize(
     ("outcomes", "rejected_s", "verdict"),
     [
@@ -94,8 +99,9 @@ def test_overload_is_judged_by_what_was_held_before(outcomes: dict[str, int], re
 
 def test_a_report_is_the_same_from_its_file() -> None:
     rows = [row("pdserve"), row("dynamo"), row("smg", ttft_s=(math.nan,) * 3)]
-    text = markdown(rows)
-    assert markdown([row_of(json.loads(to_json(one))) for one in rows]) == text
+    conditions = {"date": "today", "version": "1.2", "cores": 2, "python": "3.11", "seconds": 20.0}
+    text = markdown(conditions, rows)
+    assert markdown(conditions, [row_of(json.loads(to_json(one))) for one in rows]) == text
     assert "| pdserve | redis 2.0, router 2.0 |" in text
     assert quietness(rows).startswith("The machine was quiet")
 
@@ -116,12 +122,14 @@ def test_missing_peers_get_commands_that_install_them(tmp_path: Path) -> None:
         (b"429 Too Many\r\nconnection: close\r\ncontent-length: 2\r\n\r\n{}", "429"),
         (b"200 OK\r\ncontent-length: 14\r\n\r\ndata: [DONE]\n\n", "cut"),
         (b"200 OK\r\ntransfer-encoding: chunked\r\n\r\n15\r\n" + b'data: {"content":"a"}\r\n0\r\n\r\n', "cut"),
+        (b"503 Busy\r\nconnection: close\r\ncontent-length: 2\r\n\r\n{}", "503"),  # before the request
         (b"", "closed"),
     ],
 )
 async def test_the_client_names_how_a_request_ended(answer: bytes, kind: str) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
+        if not answer.startswith(b"503"):
+            await reader.readuntil(b"\r\n\r\n")
         writer.write(answer and b"HTTP/1.1 " + answer)
         await writer.drain()
         if not answer:
