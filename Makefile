@@ -173,7 +173,7 @@ proto: $(STAMP)
 	scripts/proto.sh
 
 bench: $(STAMP)
-	$(BIN)/python -m benchmarks.router
+	$(BIN)/python -m benchmarks.peers --systems pdserve,direct --loads w1:25,w1:100 --seconds 8 --repetitions 1
 	$(BIN)/python -m benchmarks.decision
 	$(BIN)/python -m benchmarks.transfer
 	$(BIN)/python -m benchmarks.prefix
