@@ -184,8 +184,6 @@ def read(
             raise ConfigError(key, taken, "a name other than the model's, which requests choose by it")
     _check_reports(processes(spec))  # all processes' settings are checked before any process is started
     gateway_config(spec)
-    if spec.http_process and spec.http is None:
-        raise ConfigError("http_process", True, "http beside it, the port of the HTTP API")
     log_level, log_dir = found.get("log_level", "info"), found.get("log_dir")
     if log_level not in LOG_LEVELS:
         raise ConfigError("log_level", log_level, f"one of {', '.join(LOG_LEVELS)}")

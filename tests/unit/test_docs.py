@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.config import GatewayConfig
+from pdserve.config import GatewayConfig, HttpRouterConfig
 
 ROOT = Path(__file__).parents[2]
 OURS = ("benchmarks", "decode_worker", "examples", "kvtransfer", "pdserve", "prefill_worker", "router", "simulator")
@@ -101,8 +101,9 @@ def source(module: str) -> str:
     code = file_of(module)
     for shared in re.findall(r"^from ([\w.]+) import .*\b(?:parse|add)_flags\b", code, re.MULTILINE):
         code += file_of(shared)
-    if module == "pdserve.gateway":  # its flags are the fields of its config
-        code += "".join(f'"--{one.name.replace("_", "-")}"' for one in dataclasses.fields(GatewayConfig))
+    kind = {"pdserve.gateway": GatewayConfig, "router": HttpRouterConfig}.get(module)
+    if kind is not None:  # its flags are the fields of its config
+        code += "".join(f'"--{one.name.replace("_", "-")}"' for one in dataclasses.fields(kind))
     return code
 
 
