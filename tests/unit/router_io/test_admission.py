@@ -51,7 +51,7 @@ class GatedTokenizer:
         self.has_begun = threading.Event()
         self._toy = ToyTokenizer()
 
-    def encode(self, text: str, *, has_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, has_special_tokens: bool = True, salt: bytes | None = None) -> list[int]:
         if len(text) > prompts.QUICK_CHARS:
             self.has_begun.set()
             assert self.gate.wait(30)
