@@ -87,24 +87,19 @@ class Fit:
 
         Other models predict `known_s` of the `seconds`. Errors stay relative to the whole.
         """
-        if not NO_TIME_S < seconds <= LONGEST_S or not any(features):
+        usable = math.isfinite(seconds) and NO_TIME_S < seconds <= LONGEST_S
+        if not usable or not all(math.isfinite(f) and 0.0 <= f <= 1e15 for f in features) or not any(features):
             return False
-        for feature in features:
-            if not 0.0 <= feature <= 1e15:  # also if it is no number
-                return False
         predicted = self._floored(features, known_s, seconds)
-        ratio = math.log(seconds / predicted)
-        if self._has_changed(ratio):
+        if self._has_changed(math.log(seconds / predicted)):
             predicted = self._floored(features, known_s, seconds)
-            ratio = math.log(seconds / predicted)
+        ratio = math.log(seconds / predicted)
         if self._recent < CHANGE_STREAK:
             believed = math.exp(ratio)  # the first samples after a change determine its size
         else:
             believed = 1.0 + math.tanh(_clip(ratio, CLIP_SIGMAS * self.error))
         x = [feature / scale / predicted for feature, scale in zip(features, self._scales, strict=True)]
-        residual = believed - known_s / predicted - sum(map(mul, self._theta, x))
-        if len(x) != 3 or not self._correct_three(x, residual):
-            self._correct(x, residual)
+        self._correct(x, believed - known_s / predicted - sum(map(mul, self._theta, x)))
         shown = _clip(ratio, CLIP_SIGMAS * self.error)
         # The first residuals come from a model that is still learning, and FIRST_ERROR is only an assumption. The n-th
         # sample has weight n, so both count little by the time the error is used.
@@ -150,7 +145,7 @@ class Fit:
 
     def _believe(self, theta: list[float]) -> None:
         self._theta = theta
-        self.coefficients = tuple([one / scale for one, scale in zip(theta, self._scales, strict=True)])
+        self.coefficients = tuple(one / scale for one, scale in zip(theta, self._scales, strict=True))
 
     def _correct(self, x: list[float], residual: float) -> None:
         covariance, noise = self._covariance, NOISE**2
@@ -183,35 +178,9 @@ class Fit:
             self._covariance = updated
             self._believe(theta)
 
-    def _correct_three(self, x: Sequence[float], residual: float) -> bool:
-        """`_correct` for three features, as both models of a worker have, without loops: a worker learns from each of
-        its steps. False, without a change, if a coefficient would become negative."""
-        (c00, c01, c02), (c10, c11, c12), (c20, c21, c22) = self._covariance
-        x0, x1, x2 = x
-        p0 = c00 * x0 + c01 * x1 + c02 * x2
-        p1 = c10 * x0 + c11 * x1 + c12 * x2
-        p2 = c20 * x0 + c21 * x1 + c22 * x2
-        denominator = NOISE**2 + (x0 * p0 + x1 * p1 + x2 * p2)
-        g0, g1, g2 = p0 / denominator, p1 / denominator, p2 / denominator
-        t0, t1, t2 = self._theta
-        theta = [t0 + g0 * residual, t1 + g1 * residual, t2 + g2 * residual]
-        if not (0.0 <= theta[0] <= LONGEST_S and 0.0 <= theta[1] <= LONGEST_S and 0.0 <= theta[2] <= LONGEST_S):
-            return False
-        w0, w1, w2 = self._widest
-        forget = FORGETTING if c00 < w0 and c11 < w1 and c22 < w2 else 1.0
-        u00 = min(max((c00 - g0 * p0) / forget, 1e-12 * w0), w0)
-        u11 = min(max((c11 - g1 * p1) / forget, 1e-12 * w1), w1)
-        u22 = min(max((c22 - g2 * p2) / forget, 1e-12 * w2), w2)
-        u01 = _clip(0.5 * ((c10 - g1 * p0) / forget + (c01 - g0 * p1) / forget), 0.999 * math.sqrt(u11 * u00))
-        u02 = _clip(0.5 * ((c20 - g2 * p0) / forget + (c02 - g0 * p2) / forget), 0.999 * math.sqrt(u22 * u00))
-        u12 = _clip(0.5 * ((c21 - g2 * p1) / forget + (c12 - g1 * p2) / forget), 0.999 * math.sqrt(u22 * u11))
-        self._covariance = [[u00, u01, u02], [u01, u11, u12], [u02, u12, u22]]
-        self._believe(theta)
-        return True
-
 
 def _clip(value: float, bound: float) -> float:
-    return -bound if value < -bound else min(value, bound)
+    return min(max(value, -bound), bound)
 
 
 # --- cost models ----------------------------------------------------------------------------------------------

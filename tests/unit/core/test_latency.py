@@ -403,19 +403,3 @@ def test_several_models_predict_as_each_of_them(uncached: float, chunk_tokens: t
     expected = [one.prefill_s(uncached, 0.0, chunk) for one, chunk in zip(models, chunk_tokens, strict=True)]
     assert several.prefill_s(uncached) == pytest.approx(expected, rel=1e-12)
     assert several.least_decode_s(100.0) == pytest.approx(min(one.decode_s(1.0, 100.0) for one in models), rel=1e-12)
-
-
-def test_three_features_are_corrected_like_any_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same samples with and without the shorter form, including corrections that stop at zero, and changes."""
-    rng = random.Random(5)
-    samples = []
-    for index in range(3000):
-        rows = rng.randint(1, 64)
-        context_tokens = rows * 1000 + rng.choice([0, rng.randint(0, 50_000)])  # mostly proportional to the rows
-        samples.append(((1.0, rows, context_tokens), 0.02 * rng.lognormvariate(0.0, 0.5) * (1 + index // 1000)))
-    with_loops, without = (Fit((0.01, 1e-4, 1e-7), (1.0, 16.0, 16.0 * 1024.0)) for _ in range(2))
-    short = [without.observe(*sample) for sample in samples]
-    monkeypatch.setattr(Fit, "_correct_three", lambda *_: False)
-    assert [with_loops.observe(*sample) for sample in samples] == short
-    assert without.coefficients == pytest.approx(with_loops.coefficients, rel=1e-6, abs=1e-12)
-    assert without.error == pytest.approx(with_loops.error, rel=1e-6)
