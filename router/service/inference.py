@@ -87,16 +87,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._write_s = write_s
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
-        if self._sheds(request, context):
+        tenant = self._let_in(request, context)
+        if tenant is None:
             return
         model = self._model()
         traceparent = trace_context.extract(context.invocation_metadata())
         with self._measure.call_span(request, "" if model is None else model.name, traceparent) as span:
             try:
-                tenant = current_tenant()
-                caller = caller_of(tenant.name)
                 with (
-                    self._gate.enter(caller, request.priority) as entered,
+                    self._gate.enter(caller_of(tenant.name), request.priority) as entered,
                     self._claim(tenant, least_tokens(request)) as claim,
                     self._hold(tenant, request),
                 ):
@@ -197,17 +196,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Counts the bytes of the request for its caller. Raises Overloaded."""
         return self._held.body(caller_of(tenant.name), request.ByteSize())
 
-    def _sheds(self, request: inference_pb2.GenerateRequest, context: Any) -> bool:
-        """Whether the gate rejects the call, which has then ended. It has no span and no line in the log."""
+    def _let_in(self, request: inference_pb2.GenerateRequest, context: Any) -> Tenant | None:
+        """The caller's tenant. None if the gate rejects the call, which has then ended. It has no span and no line in
+        the log."""
         try:
-            error: PdserveError | None = self._gate.check(caller_of(current_tenant().name), request.priority)
+            tenant = current_tenant()
+            error: PdserveError | None = self._gate.check(caller_of(tenant.name), request.priority)
         except PdserveError as found:  # the caller's key was removed
             error = found
         if error is None:
-            return False
+            return tenant
         self._measure.shed(error)
         status.end(context, error)
-        return True
+        return None
 
     async def _generate(
         self,

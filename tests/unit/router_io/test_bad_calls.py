@@ -16,7 +16,7 @@ from pdserve.telemetry.metrics import Metrics
 from pdserve.v1 import inference_pb2
 from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
 from pdserve.wire import status
-from router.service.inference import InferenceServicer
+from router.service import inference
 from tests.unit.router_io.conftest import Connect, until
 from tests.unit.router_io.processes import Program, Start
 
@@ -112,18 +112,15 @@ def test_grpcs_error_text_is_not_a_method_name() -> None:
 
 
 class BrokenStream:
-    """A call's context after its client has disconnected: gRPC fails the write that was pending."""
+    """A call's stream after its client has disconnected: gRPC fails the write that was pending."""
 
-    def __init__(self, context: Any) -> None:
-        self._context = context
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._context, name)
+    def __init__(self, write: Any) -> None:
+        self._write = write
 
     async def write(self, message: inference_pb2.GenerateResponse) -> None:
         if message.HasField("delta"):
             raise grpc.aio.InternalError("Failed execute_batch")
-        await self._context.write(message)
+        await self._write(message)
 
 
 async def test_a_write_that_fails_is_a_disconnect(
@@ -131,12 +128,12 @@ async def test_a_write_that_fails_is_a_disconnect(
 ) -> None:
     metrics = Metrics("router")
     front = await connect(decode, metrics=metrics)
-    stream = InferenceServicer._stream
+    write_answer = inference.write_answer
 
-    async def broken(self: InferenceServicer, answer: Any, context: Any) -> None:
-        await stream(self, answer, BrokenStream(context))
+    async def broken(answer: Any, write: Any, *more: Any) -> None:
+        await write_answer(answer, BrokenStream(write).write, *more)
 
-    monkeypatch.setattr(InferenceServicer, "_stream", broken)
+    monkeypatch.setattr(inference, "write_answer", broken)
     call = front.stub.Generate(request(max_tokens=8))
     assert (await call.read()).HasField("started")
     await until(front.all_free)

@@ -82,7 +82,8 @@ def test_text_imports_no_torch_and_toy_does_not_load_the_tokenizers_library() ->
 def test_a_long_text_leaves_other_threads_running() -> None:
     """The router tokenises beside its event loop; a call that kept the interpreter would stop every stream."""
     tokenizer = load_tokenizer(str(next((Path(__file__).parents[3] / "pdserve/models").glob("stdlib-*"))))
-    text = "def value(self, name):\n    return self\n" * 20_000
+    tokenizer.warm_up()
+    text = "".join(f"def value{one}(self, name{7 * one}):\n    return self\n" for one in range(40_000))
     worker = threading.Thread(target=tokenizer.encode, args=(text,))
     longest_s, last_s = 0.0, time.perf_counter()
     began_s = last_s
