@@ -59,7 +59,6 @@ CUT: Final = 0.9
 RAISE: Final = 0.02
 LEAST_LIMIT: Final = 8
 OFF_S: Final = 2.0
-PRIORITY_ROOM: Final = 1.5  # multiple of the limit for requests above the caller's lowest priority
 
 CLUSTER_RETRY_S: Final = (0.5, 30.0)
 FRONT_RETRY_S: Final = 1.0
@@ -116,7 +115,6 @@ class Gate:
     def check(self, caller: str, priority: int | None, now_s: float) -> LoadShed | None:
         """The error of a request that must not enter. `priority` None: not known yet."""
         flows = self._callers.get(caller)
-        is_raised = False
         if flows:
             recent = [one for one, flow in flows.items() if now_s - flow.used_s <= RECENT_S]
             if priority is None:
@@ -126,12 +124,9 @@ class Gate:
             flow = flows.get(priority)
             if flow is not None and self._level_s(flow, now_s) < 0.0 and flow.passes < 1.0:
                 return LoadShed("cluster", self._spread_s(clamped_s(flow.retry_s, *CLUSTER_RETRY_S)))
-            is_raised = any(one < priority for one in recent)
-        if self._limit is not None:
-            limit = int(self._limit * (PRIORITY_ROOM if is_raised else 1.0))
-            if not self._shares.fits(caller, 1, limit):
-                self._rejected_s, self._has_rejected = now_s, True
-                return LoadShed("front", self._spread_s(FRONT_RETRY_S))
+        if not self._shares.fits(caller, 1):
+            self._rejected_s, self._has_rejected = now_s, True
+            return LoadShed("front", self._spread_s(FRONT_RETRY_S))
         return None
 
     def enter(self, caller: str, priority: int, now_s: float) -> None:
