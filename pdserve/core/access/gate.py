@@ -12,10 +12,11 @@ others send, and the cluster always has more requests to choose from than it acc
 
 **front.** The event loop cannot keep up: in ON_INTERVALS intervals in a row, and for ON_LASTS_S, its delay was at least
 ON_SHARE of the default TTFT target and did not recover, the loop itself used OWN_SHARE of a core, and LEAST_RUNNING
-requests were running. A pause, a slow start, or a few requests on a machine that is busy with other work do not meet
-all of these. The number of running requests is then limited, first to what the loop kept up with before. The limit
-follows the delay: it is cut while the delay is above TARGET_S, and raised while it is below and requests are rejected.
-It is dropped once it has rejected nothing for OFF_S. Callers share it as they share connections (shares.py).
+requests were running. A pause, a slow start, a burst whose backlog drains, or a few requests on a machine that is busy
+with other work do not meet all of these. The number of running requests is then limited, first to CUT of them,
+or to what the loop kept up with before if they have multiplied since the delay began. The limit follows the delay: it is cut while the delay is above TARGET_S, and raised
+while it is below and requests are rejected; after LIFT_INTERVALS below it is not under what runs. It is dropped once it
+has rejected nothing for OFF_S. Callers share it as they share connections (shares.py).
 
 The CPU time of a running request is what its tokens cost, so a limit on running requests also holds for long answers.
 
@@ -26,6 +27,7 @@ lately, the request passes, and the gateway asks again when it knows the priorit
 from __future__ import annotations
 
 import math
+import statistics
 from collections import OrderedDict
 from typing import Final, final
 
@@ -52,6 +54,7 @@ ON_SHARE: Final = 0.05
 ON_INTERVALS: Final = 3
 ON_LASTS_S: Final = 0.5
 RECOVERING: Final = 0.9  # a delay below this share of the one before
+GROWING: Final = 1.5  # running requests, as a multiple of those when the delay began
 OWN_SHARE: Final = 0.05
 LEAST_RUNNING: Final = 64
 TARGET_S: Final = 0.007
@@ -59,6 +62,10 @@ CUT: Final = 0.9
 RAISE: Final = 0.02
 LEAST_LIMIT: Final = 8
 OFF_S: Final = 2.0
+LIFT_INTERVALS: Final = 3  # without delay, after which the limit is not below what runs
+HEADROOM: Final = 0.125  # share of the running requests; more than the part that is kept for operators
+LEAST_WAITS: Final = 4  # of an interval in which waits count
+DRAINING: Final = 0.75  # requests that entered, as a share of those whose waits ended; below it a backlog drains
 
 CLUSTER_RETRY_S: Final = (0.5, 30.0)
 FRONT_RETRY_S: Final = 1.0
@@ -95,13 +102,15 @@ class Gate:
         self._kept_up = 0  # the most requests that ran in the last interval in which the loop kept up
         self._is_cut = False  # a cut of the limit has not had its effect yet
         self._num_late, self._late_since_s, self._last_late_s = 0, 0.0, 0.0  # intervals in a row; the last one's delay
+        self._late_running = 0  # when the first of them ended
         self._rejected_s = 0.0  # last rejection by the limit
         self._has_rejected = False  # in the interval
         self._most_running = 0  # in the interval
         self._num_entered = self._num_retries = 0
         self._began_s: float | None = None  # of the interval
         self._late_s, self._num_ticks, self._busy_s = 0.0, 0, 0.0
-        self._wait_s, self._num_waits = 0.0, 0
+        self._waits_s: list[float] = []
+        self._num_in_time = 0  # intervals in a row with a limit and without delay
 
     @property
     def running(self) -> int:
@@ -156,8 +165,7 @@ class Gate:
 
     def waited(self, seconds: float) -> None:
         """A request has waited in this process before its work began, which adds to the event loop's delay."""
-        self._wait_s += seconds
-        self._num_waits += 1
+        self._waits_s.append(seconds)
 
     def observe(self, late_s: float, busy_s: float, now_s: float) -> None:
         """A timer of the event loop was called `late_s` late; the loop has used `busy_s` of CPU time since the last
@@ -172,8 +180,7 @@ class Gate:
         if passed_s < INTERVAL_S:
             return
         self._measure_cost()
-        late_s = self._late_s / self._num_ticks + self._wait_s / max(self._num_waits, 1)
-        self._follow(late_s, self._busy_s / passed_s, now_s)
+        self._follow(self._late_s / self._num_ticks + self._usual_wait_s(), self._busy_s / passed_s, now_s)
         for flow in [one for one in self._short if self._level_s(one, now_s) >= 0.0]:
             self._short.remove(flow)
         self._restart(now_s)
@@ -195,7 +202,7 @@ class Gate:
     def _restart(self, now_s: float | None) -> None:
         self._began_s = now_s
         self._late_s, self._num_ticks, self._busy_s = 0.0, 0, 0.0
-        self._wait_s, self._num_waits = 0.0, 0
+        self._waits_s.clear()
         self._num_entered, self._most_running, self._has_rejected = 0, self._shares.total, False
 
     def _measure_cost(self) -> None:
@@ -203,6 +210,13 @@ class Gate:
             return
         found_s = min(self._busy_s / self._num_entered, MOST_COST_S)
         self.request_s += COST_WEIGHT * (found_s - self.request_s) if self.request_s else found_s
+
+    def _usual_wait_s(self) -> float:
+        """The median, so that no single request sets it. 0 while a backlog drains: it ends by itself."""
+        num_waits = len(self._waits_s)
+        if num_waits < LEAST_WAITS or self._num_entered < DRAINING * num_waits:
+            return 0.0
+        return statistics.median_low(self._waits_s)
 
     def _follow(self, late_s: float, share: float, now_s: float) -> None:
         """Sets the limit after an interval with this mean delay and this share of a core."""
@@ -215,11 +229,15 @@ class Gate:
             if not is_late or late_s < RECOVERING * self._last_late_s:
                 self._num_late, self._late_since_s = 0, now_s
             self._num_late += is_late
+            if self._num_late == 1:
+                self._late_running = self.running
             self._last_late_s = late_s
             if self._num_late >= ON_INTERVALS and now_s - self._late_since_s >= ON_LASTS_S:
-                self._num_late, self._rejected_s, self._is_cut = 0, now_s, True
-                self._set_limit(self._kept_up)
+                self._num_late, self._num_in_time, self._rejected_s, self._is_cut = 0, 0, now_s, True
+                is_growing = self.running > GROWING * self._late_running
+                self._set_limit(self._kept_up if is_growing else max(self._kept_up, CUT * self.running))
             return
+        self._num_in_time = 0 if late_s > TARGET_S else self._num_in_time + 1
         if now_s - self._rejected_s > OFF_S:
             self._set_limit(None)
         elif late_s > TARGET_S:
@@ -228,6 +246,9 @@ class Gate:
             if is_own and not self._is_cut:
                 self._is_cut = True
                 self._set_limit(CUT * self._limit)
+        elif self._num_in_time >= LIFT_INTERVALS and self.running > self._limit:
+            self._is_cut = False
+            self._set_limit((1.0 + HEADROOM) * self.running + LEAST_LIMIT)
         elif self._has_rejected:
             self._is_cut = False
             self._set_limit(self._limit + max(RAISE * self._limit, 1.0))

@@ -308,6 +308,87 @@ def test_a_wait_in_the_process_counts_as_its_delay(gate: Gate) -> None:
         gate.enter(OPERATOR, 0, number * 0.001)
     for tick in range(1, 101):
         now_s = tick * TICK_S
+        gate.enter(OPERATOR, 0, now_s)
         gate.waited(0.1 + now_s)
         gate.observe(0.001, 0.8 * TICK_S, now_s)
     assert gate.limit is not None
+
+
+def test_a_few_long_waits_set_no_limit(gate: Gate) -> None:
+    """One request of six waits for a second, the others do not."""
+    for _ in range(100):
+        gate.enter(OPERATOR, 0, 0.0)
+    for tick in range(1, 201):
+        now_s = tick * TICK_S
+        for wait_s in (0.0002, 1.0) if tick % 5 == 0 else (0.0002,):
+            gate.enter(OPERATOR, 0, now_s)
+            gate.leave(OPERATOR)
+            gate.waited(wait_s)
+        gate.observe(0.0005, 0.002, now_s)
+    assert gate.limit is None
+
+
+@pytest.mark.parametrize(
+    ("count", "enter_s", "begin_s"),
+    [(200, 0.0005, 0.002), (400, 0.0004, 0.001), (1000, 0.0003, 0.001), (1000, 0.0003, 0.0005), (1000, 0.0003, 0.002)],
+)
+@pytest.mark.parametrize("spread_s", [0.0, 0.5])
+def test_a_burst_of_long_answers_costs_another_tenant_at_most_a_second(
+    gate: Gate, count: int, enter_s: float, begin_s: float, spread_s: float
+) -> None:
+    """`count` answers of a minute, all begun within `spread_s`. Entering takes `enter_s`; of those that have entered,
+    four begin in each turn. The other tenant sends 20 requests a second."""
+    burst, calm = caller_of("burst"), caller_of("calm")
+    arrivals_s = [1.0 + spread_s * number / count for number in range(count)]
+    now_s, due_s, used_s, next_s, shed_s = 0.0, TICK_S, 0.0, 0.0, []
+    queue: list[float] = []
+    while now_s < 20.0:
+        began_s, turn_s = now_s, 0.0
+        while arrivals_s and arrivals_s[0] <= began_s:
+            del arrivals_s[0]
+            if gate.check(burst, 0, began_s + turn_s) is None:
+                gate.enter(burst, 0, began_s + turn_s)
+                queue.append(began_s + turn_s)
+                turn_s += enter_s
+        for entered_s in queue[:4]:
+            gate.waited(began_s + turn_s - entered_s)
+            turn_s += begin_s
+        del queue[:4]
+        now_s += max(turn_s, 0.001)
+        used_s += turn_s + 0.0003
+        if now_s >= next_s:
+            next_s += 0.05
+            if gate.check(calm, 0, now_s) is None:
+                gate.enter(calm, 0, now_s)
+                queue.append(now_s)
+                gate.leave(calm)
+            else:
+                shed_s.append(now_s)
+        if now_s >= due_s:
+            gate.observe(now_s - due_s, used_s, now_s)
+            due_s, used_s = now_s + TICK_S, 0.0
+    assert len(shed_s) <= 20
+    assert gate.limit is None
+
+
+def test_a_limit_below_what_runs_is_lifted_once_the_loop_keeps_up(gate: Gate) -> None:
+    """500 long answers run, and nothing ends."""
+    flood, calm = caller_of("flood"), caller_of("calm")
+    now_s = 0.0
+    for _ in range(500):
+        gate.enter(flood, 0, 0.0)
+    while gate.limit is None and now_s < 5.0:
+        now_s += rules.INTERVAL_S
+        gate.observe(0.2 + now_s, 0.1, now_s)
+    assert gate.limit is not None
+    assert gate.limit >= 0.8 * 500
+    until_s = now_s + 0.6
+    while now_s < until_s:
+        now_s += rules.INTERVAL_S
+        gate.check(calm, 0, now_s)
+        gate.observe(0.001, 0.02, now_s)
+    assert gate.check(calm, 0, now_s) is None
+    while now_s < until_s + rules.OFF_S + 0.5:
+        now_s += rules.INTERVAL_S
+        gate.observe(0.001, 0.02, now_s)
+    assert gate.limit is None
