@@ -13,10 +13,11 @@ others send, and the cluster always has more requests to choose from than it acc
 **front.** The event loop cannot keep up: in ON_INTERVALS intervals in a row, and for ON_LASTS_S, its delay was at least
 ON_SHARE of the default TTFT target and did not recover, the loop itself used OWN_SHARE of a core, and LEAST_RUNNING
 requests were running. A pause, a slow start, a burst whose backlog drains, or a few requests on a machine that is busy
-with other work do not meet all of these. The number of running requests is then limited, first to CUT of them,
-or to what the loop kept up with before if they have multiplied since the delay began. The limit follows the delay: it is cut while the delay is above TARGET_S, and raised
-while it is below and requests are rejected; after LIFT_INTERVALS below it is not under what runs. It is dropped once it
-has rejected nothing for OFF_S. Callers share it as they share connections (shares.py).
+with other work do not meet with other work do not meet all of these. The number of running requests is then limited, first to CUT of them, or to
+what the loop kept up with before if they have multiplied since the delay began. The limit follows the delay: it is cut
+while the delay is above TARGET_S, and raised while it is below and requests are rejected; after LIFT_INTERVALS below it
+is not under what runs. It is dropped once it has rejected nothing for OFF_S. Callers share it as they share connections
+(shares.py).
 
 The CPU time of a running request is what its tokens cost, so a limit on running requests also holds for long answers.
 
