@@ -3,17 +3,18 @@
 Reading, tokenizing and placing a request costs the front (gateway and router) CPU time, also if the cluster then
 rejects it. A gate before that work rejects for one of two causes:
 
-**cluster.** Each flow, the requests of one caller with one priority, has a budget of CPU time for requests that the
-cluster rejects: BURST_S at once, and REJECTED_SHARE of a core, which all flows that have used theirs up divide. Each
-rejection by the cluster takes the mean CPU time of a request from the budget, and each accepted request returns a part
-of that. While a flow's budget is used up, its requests pass at the rate at which the cluster has accepted them lately,
-CHOICE more, and as many as the returning budget allows. So no flow whose requests are accepted is rejected, whatever
-others send, and the cluster always has more requests to choose from than it accepts.
+**cluster.** Each caller has a budget of CPU time for requests that the cluster rejects: BURST_S at once, and
+REJECTED_SHARE of a core, which all callers that have used theirs up divide. Each rejection by the cluster takes the
+mean CPU time of a request from the budget, and each accepted request returns a part of that. Once a budget is used up,
+its flows, the caller's requests of one priority, have debts, and what returns is divided among these. While a flow has
+a debt, its requests pass at the rate at which the cluster has accepted them lately, CHOICE more, and as many as the
+returning budget allows. So no flow whose requests are accepted is rejected, whatever others send, and the cluster
+always has more requests to choose from than it accepts.
 
 **front.** The event loop cannot keep up: in ON_INTERVALS intervals in a row, and for ON_LASTS_S, its delay was at least
 ON_SHARE of the default TTFT target and did not recover, the loop itself used OWN_SHARE of a core, and LEAST_RUNNING
 requests were running. A pause, a slow start, a burst whose backlog drains, or a few requests on a machine that is busy
-with other work do not meet with other work do not meet all of these. The number of running requests is then limited, first to CUT of them, or to
+with other work do not meet all of these. The number of running requests is then limited, first to CUT of them, or to
 what the loop kept up with before if they have multiplied since the delay began. The limit follows the delay: it is cut
 while the delay is above TARGET_S, and raised while it is below and requests are rejected; after LIFT_INTERVALS below it
 is not under what runs. It is dropped once it has rejected nothing for OFF_S. Callers share it as they share connections
@@ -75,13 +76,26 @@ _UNLIMITED: Final = 2**31
 
 
 @final
-class _Flow:
-    __slots__ = ("accepted_rps", "at_s", "level_s", "passes", "retry_s", "used_s")
+class _Budget:
+    """Of one caller."""
+
+    __slots__ = ("at_s", "indebted", "level_s")
 
     def __init__(self, now_s: float) -> None:
         self.level_s = BURST_S  # CPU time that is left, at `at_s`
+        self.at_s = now_s
+        self.indebted: set[_Flow] = set()  # a budget without any is refilled
+
+
+@final
+class _Flow:
+    __slots__ = ("accepted_rps", "at_s", "budget", "level_s", "passes", "retry_s", "used_s")
+
+    def __init__(self, budget: _Budget, now_s: float) -> None:
+        self.budget = budget
+        self.level_s = 0.0  # a debt of CPU time is below 0, at `at_s`
         self.accepted_rps = 0.0  # at `at_s`
-        self.passes = 0.0  # requests that may pass while no CPU time is left, at `at_s`
+        self.passes = 0.0  # requests that may pass while there is a debt, at `at_s`
         self.at_s = self.used_s = now_s
         self.retry_s = 0.0  # that the cluster last gave
 
@@ -97,7 +111,7 @@ class Gate:
         self._callers: OrderedDict[str, dict[int, _Flow]] = (
             OrderedDict()
         )  # flows by priority; least recently used first
-        self._short: set[_Flow] = set()  # flows that have used up their budgets
+        self._short: set[_Budget] = set()  # that are used up
         self._shares = Shares(_UNLIMITED, COUNT_WEIGHT)
         self._limit: float | None = None  # on running requests
         self._kept_up = 0  # the most requests that ran in the last interval in which the loop kept up
@@ -131,7 +145,7 @@ class Gate:
                 if len(recent) > 1:
                     return None
                 priority = recent[0] if recent else 0
-            flow = flows.get(priority)
+            flow = flows.get(_flow_of(flows, priority))
             if flow is not None and self._level_s(flow, now_s) < 0.0 and flow.passes < 1.0:
                 return LoadShed("cluster", self._spread_s(clamped_s(flow.retry_s, *CLUSTER_RETRY_S)))
         if not self._shares.fits(caller, 1):
@@ -153,16 +167,24 @@ class Gate:
     def accepted(self, caller: str, priority: int, now_s: float) -> None:
         """The cluster has begun to answer a request."""
         flow = self._flow(caller, priority, now_s)
-        flow.level_s = min(self._level_s(flow, now_s) + CHOICE * self.request_s, BURST_S)
+        level_s = self._level_s(flow, now_s) + CHOICE * self.request_s
+        flow.level_s = min(level_s, 0.0)
+        if level_s >= 0.0:
+            flow.budget.level_s = min(flow.budget.level_s + level_s, BURST_S)
+            self._settle(flow)
         flow.accepted_rps += 1.0 / ACCEPTED_S
 
     def rejected(self, caller: str, priority: int, retry_after_s: float, now_s: float) -> None:
         """The cluster has rejected a request as overloaded."""
         flow = self._flow(caller, priority, now_s)
-        flow.level_s = max(self._level_s(flow, now_s) - self.request_s, -MOST_DEBT_S)
+        level_s, budget = self._level_s(flow, now_s), flow.budget
+        paid_s = min(budget.level_s, self.request_s) if level_s >= 0.0 else 0.0
+        budget.level_s -= paid_s
+        flow.level_s = max(level_s - (self.request_s - paid_s), -MOST_DEBT_S)
         flow.retry_s = retry_after_s
         if flow.level_s < 0.0:
-            self._short.add(flow)
+            budget.indebted.add(flow)
+            self._short.add(budget)
 
     def waited(self, seconds: float) -> None:
         """A request has waited in this process before its work began, which adds to the event loop's delay."""
@@ -182,8 +204,8 @@ class Gate:
             return
         self._measure_cost()
         self._follow(self._late_s / self._num_ticks + self._usual_wait_s(), self._busy_s / passed_s, now_s)
-        for flow in [one for one in self._short if self._level_s(one, now_s) >= 0.0]:
-            self._short.remove(flow)
+        for flow in [one for budget in self._short for one in budget.indebted]:
+            self._level_s(flow, now_s)
         self._restart(now_s)
 
     def pause(self) -> None:
@@ -196,6 +218,8 @@ class Gate:
         self._shares.check()
         assert len(self._callers) <= MAX_CALLERS, "too many callers"
         assert all(len(flows) <= MAX_PRIORITIES for flows in self._callers.values()), "too many priorities"
+        budgets = {one.budget for flows in self._callers.values() for one in flows.values()}
+        assert self._short == {one for one in budgets if one.indebted}, "budgets that are used up"
         assert self._limit is None or self._limit >= LEAST_LIMIT, "a limit that lets nothing in"
 
     # ------------------------------------------------------------------------------------------------------------
@@ -261,27 +285,48 @@ class Gate:
     def _flow(self, caller: str, priority: int, now_s: float) -> _Flow:
         flows = self._callers.setdefault(caller, {})
         self._callers.move_to_end(caller)
-        flow = flows.get(priority)
+        number = _flow_of(flows, priority)
+        flow = flows.get(number)
         if flow is None:
-            flow = flows[priority] = _Flow(now_s)
-            if len(flows) > MAX_PRIORITIES:
-                del flows[min(flows, key=lambda one: (flows[one].used_s, one == priority))]
+            budget = next((one.budget for one in flows.values()), None)
+            flow = flows[number] = _Flow(_Budget(now_s) if budget is None else budget, now_s)
             if len(self._callers) > MAX_CALLERS:
-                self._callers.popitem(last=False)
+                _, evicted = self._callers.popitem(last=False)
+                self._short -= {one.budget for one in evicted.values()}
         flow.used_s = now_s
         return flow
 
     def _level_s(self, flow: _Flow, now_s: float) -> float:
-        passed_s = max(now_s - flow.at_s, 0.0)
+        """Brings the flow and its budget up to date."""
+        budget = flow.budget
         share = REJECTED_SHARE / max(len(self._short), 1)
-        flow.level_s = min(flow.level_s + passed_s * share, BURST_S)
+        if not budget.indebted:
+            budget.level_s = min(budget.level_s + max(now_s - budget.at_s, 0.0) * share, BURST_S)
+        budget.at_s = max(budget.at_s, now_s)
+        passed_s = max(now_s - flow.at_s, 0.0)
+        share /= max(len(budget.indebted), 1)
+        flow.level_s = min(flow.level_s + passed_s * share, 0.0)
         flow.accepted_rps *= math.exp(-passed_s / ACCEPTED_S)
         rate_rps = (1.0 + CHOICE) * flow.accepted_rps + (share / self.request_s if self.request_s else 0.0)
         flow.passes = min(flow.passes + passed_s * rate_rps, 1.0 + AT_ONCE_S * rate_rps)
         flow.at_s = max(flow.at_s, now_s)
+        self._settle(flow)
         return flow.level_s
+
+    def _settle(self, flow: _Flow) -> None:
+        if flow.level_s >= 0.0:
+            flow.budget.indebted.discard(flow)
+            if not flow.budget.indebted:
+                self._short.discard(flow.budget)
 
     def _spread_s(self, retry_s: float) -> float:
         """Between one and two times as long, so that rejected clients do not return together."""
         self._num_retries += 1
         return retry_s * (1.0 + self._num_retries * _GOLDEN % 1.0)
+
+
+def _flow_of(flows: dict[int, _Flow], priority: int) -> int:
+    """The number of the flow for a priority: beyond MAX_PRIORITIES the nearest one that exists."""
+    if priority in flows or len(flows) < MAX_PRIORITIES:
+        return priority
+    return min(flows, key=lambda one: (abs(one - priority), one))

@@ -146,6 +146,35 @@ def test_rejected_clients_do_not_return_together(gate: Gate) -> None:
     assert max(later - former for former, later in itertools.pairwise(waits_s)) < 0.1
 
 
+@pytest.mark.parametrize("count", [1, 2, 8, 10, 100])
+def test_priorities_of_a_caller_divide_its_budget(gate: Gate, count: int) -> None:
+    now_s, passed = learn_cost(gate), 0
+    for number in range(5000):  # 500 a second
+        now_s += 0.002
+        passed += reject(gate, OPERATOR, 1, now_s, priority=number % count)
+    most_s = rules.BURST_S + 10.0 * rules.REJECTED_SHARE + rules.MAX_PRIORITIES * COST_S
+    assert passed * COST_S <= 1.1 * most_s
+
+
+def test_floods_of_one_caller_take_no_share_of_another(gate: Gate) -> None:
+    """Two callers flood, one of them with eight priorities."""
+    now_s = learn_cost(gate)
+    many, one = caller_of("many"), caller_of("one")
+    passed = dict.fromkeys((many, one), 0)
+    for number in range(10_000):
+        now_s += 0.001
+        passed[many] += reject(gate, many, 1, now_s, priority=number % 8)
+        passed[one] += reject(gate, one, 1, now_s)
+    assert passed[one] == pytest.approx(passed[many], rel=0.2)
+
+
+def test_callers_that_are_forgotten_take_no_share(gate: Gate) -> None:
+    now_s = learn_cost(gate)
+    for number in range(rules.MAX_CALLERS + 100):
+        reject(gate, caller_of(str(number)), 100, now_s)
+    gate.check_state()
+
+
 def test_any_number_of_callers_and_priorities_is_bounded(gate: Gate) -> None:
     for number in range(3 * rules.MAX_CALLERS):
         gate.rejected(caller_of(str(number)), 0, 1.0, 1.0)
