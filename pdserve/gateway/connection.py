@@ -128,7 +128,8 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
         self._is_open = False
         self._num_answers = 0
         self._left_bytes = LINGER_BYTES  # that are still read and dropped
-        self._shed = b""  # the answer to the request whose body is being read and dropped
+        self._shed: ErrorReply | None = None  # the answer to the request whose body is being read and dropped
+        self._has_shed = False  # a request that ended in the data that is being read
         self._is_chunked = False  # the body that is being read
         self._body_bytes = self._framing_bytes = self._trailer_bytes = 0  # of that body
 
@@ -153,12 +154,14 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
         super().connection_lost(error)
 
     def data_received(self, data: bytes) -> None:
+        self._has_shed = False
         if len(data) <= PIECE_BYTES:
             self._feed(data)
             return
         view = memoryview(data)
         while view:
-            is_counted = self._is_in_head or self._is_chunked
+            # A shed request leaves no cycle that would keep the parser from what follows its body.
+            is_counted = self._is_in_head or self._is_chunked or self._shed is not None
             size = PIECE_BYTES if is_counted and not self._ignores_rest else len(view)
             self._feed(view[:size])
             view = view[size:]
@@ -169,7 +172,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
             if self._left_bytes < 0:
                 self.drop()
             return
-        if self._is_in_head or not (self._shed or self.cycle.more_body):  # blank lines may follow a body
+        if self._is_in_head or not (self._shed is not None or self.cycle.more_body):  # blank lines may follow a body
             # All earlier data belongs to the headers; this data may also contain a part of the body.
             if self._head_bytes > self._all.limits.max_header_bytes:
                 self._reject_head() if self._is_in_head else self._ignore_rest()
@@ -186,7 +189,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
             super().data_received(data)
 
     def on_message_begin(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
+        if self._has_shed or self._is_answering():
             # It could queue thousands. HTTP/1.1 lets a server answer fewer requests and then close the connection.
             raise httptools.HttpParserError("pipelined requests are not supported")
         self._is_in_head = True
@@ -216,26 +219,25 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
             return
         self._is_in_head, self._head_bytes = False, 0
         self._body_bytes = self._framing_bytes = self._trailer_bytes = 0
+        self._shed = self._shed_answer()
+        if self._shed is not None:  # it stays among the idle ones, because it is in no caller's share
+            self._wait(self._all.limits.header_s, self._end_shed)
+            return
         self._stop_waiting()
         self._all.idle.pop(self, None)
-        self._shed = self._shed_answer()
-        if self._shed:
-            self._wait(self._all.limits.header_s)
-            return
         super().on_headers_complete()
         self.cycle.transport = _AnswerTransport(self)
         self.transport.is_head_next = True
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
-        if not self._ignores_rest and not self._shed:
+        if not self._ignores_rest and self._shed is None:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self._shed and not self._ignores_rest:
-            self.transport.write(self._shed)
-            self._shed = b""
-            self._num_answers += 1
+        if self._shed is not None and not self._ignores_rest:
+            self._send_shed(self._shed)
+            self._has_shed = True
             self._await_request()
         elif not self._ignores_rest and not self._offers_protocol():
             super().on_message_complete()
@@ -258,6 +260,10 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
     def send_400_response(self, msg: str) -> None:
         if self._ignores_rest:
             return
+        if self._has_shed:  # its answer has been sent
+            self._ignores_rest = True
+            self._linger()
+            return
         if self._is_answering() and not self.cycle.more_body:
             self._ignore_rest()  # an error message would be inserted into the running answer
             return
@@ -279,10 +285,19 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
 
     def end_idle(self) -> None:
         """Ends an idle connection, to make room. If it is new, its request may be on its way, so it gets an answer."""
-        if self._num_answers:
+        if self._shed is not None:
+            self._end_shed()
+        elif self._num_answers:
             self.drop()  # clients know that a connection that they use again may be closed
         else:
             self._reject_busy()
+
+    def shutdown(self) -> None:
+        """By uvicorn, which does not know of a shed request."""
+        if self._shed is not None:
+            self._end_shed()
+        else:
+            super().shutdown()
 
     def end_answer(self) -> None:
         """Closes the connection after its answer. While a client sends its body, that would make the kernel reset the
@@ -301,23 +316,32 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
         self._all.idle[self] = self._host
         self._wait(self._all.limits.idle_s)
 
-    def _shed_answer(self) -> bytes:
-        """The whole answer to a request that is rejected by its head alone; empty: it is served. A request of unknown
-        or large size, or whose client does not read its answers, is served, and then rejected within it."""
+    def _shed_answer(self) -> ErrorReply | None:
+        """The answer to a request that is rejected by its head alone; None: it is served. A request of unknown or large
+        size, or whose client does not read its answers, is served, and then rejected within it."""
         is_plain = self.parser.get_method() == b"POST" and not self._is_chunked and self.parser.should_keep_alive()
         if not is_plain or self.expect_100_continue or self.flow.write_paused or self._is_answering():
-            return b""
+            return None
         sizes = [value for name, value in self.headers if name == b"content-length"]
         if not (len(sizes) == 1 and sizes[0].isdigit() and len(sizes[0]) <= 6 and int(sizes[0]) <= SHED_BYTES):
-            return b""
-        found = self._all.shed(self.url, self.headers)
-        if found is None:
-            return b""
+            return None
+        return self._all.shed(self.url, self.headers)
+
+    def _send_shed(self, found: ErrorReply, more_head: bytes = b"") -> None:
         body = sse.to_json(found.body)
         head = [STATUS_LINE[found.status], b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body)]
         head += [b"%s: %s\r\n" % pair for pair in self.server_state.default_headers]
         head += [f"{name}: {value}\r\n".encode() for name, value in found.headers]
-        return b"".join([*head, b"\r\n", body])
+        self.transport.write(b"".join([*head, more_head, b"\r\n", body]))
+        self._shed = None
+        self._num_answers += 1
+
+    def _end_shed(self) -> None:
+        """Answers before the body has come, and closes the connection."""
+        assert self._shed is not None
+        self._send_shed(self._shed, b"connection: close\r\n")
+        self._ignores_rest = True
+        self._linger()
 
     def _offers_protocol(self) -> bool:
         return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"

@@ -12,10 +12,13 @@ import pytest
 
 from pdserve.core.access.gate import Gate
 from pdserve.core.access.shares import OPERATOR
+from pdserve.core.errors import Overloaded
 from pdserve.gateway import door
-from pdserve.gateway.connection import SHED_BYTES
+from pdserve.gateway.api import errors
+from pdserve.gateway.connection import SHED_BYTES, Connection
 from pdserve.gateway.server import GatewayHost
-from tests.unit.gateway.conftest import Served, gateway, serve
+from tests.unit.gateway.conftest import Served, gateway, read_all, serve, until
+from tests.unit.gateway.test_http_rules import Wire, connect
 from tests.unit.gateway.test_limits import OK, code_of, exchange, post, read_one, status_of
 
 Connect = Callable[[str], socket.socket]
@@ -61,7 +64,7 @@ def test_a_shed_request_keeps_its_connection(toy: Served, raw: Connect) -> None:
         open_gate(gate_of(host))
         connection.sendall(request)
         assert status_of(read_one(connection)) == 200
-        assert gate_of(host).running == 0
+        until(lambda: gate_of(host).running == 0)
         assert 'cause="cluster"} 3.0' in host._server._metrics.text()
 
 
@@ -96,14 +99,84 @@ def test_the_body_of_a_shed_request_is_dropped_as_it_comes(toy: Served, raw: Con
         assert status_of(read_one(connection)) == 200
 
 
-def test_a_shed_request_whose_body_does_not_come_is_dropped(toy: Served, raw: Connect) -> None:
+def begin_shed(host: GatewayHost, connection: socket.socket) -> None:
+    """The gateway is reading the body of a shed request, whose last byte does not come."""
+    connection.sendall(post(connection="keep-alive"))
+    assert status_of(read_one(connection)) == 200
+    close_gate(gate_of(host))
+    connection.sendall(post(connection="keep-alive")[:-1])
+    until(lambda: 'cause="cluster"} 1.0' in host._server._metrics.text())
+
+
+def is_answered_early(answer: bytes) -> bool:
+    return (status_of(answer), code_of(answer)) == (429, "load_shed") and b"\r\nconnection: close\r\n" in answer
+
+
+def test_a_shed_request_whose_body_is_late_is_answered(toy: Served, raw: Connect) -> None:
     with gateway(toy.router, header_s=0.2) as host:
         connection = raw(host.address)
-        connection.sendall(post(connection="keep-alive"))
-        read_one(connection)
-        close_gate(gate_of(host))
-        connection.sendall(post(connection="keep-alive")[:-5])
-        assert connection.recv(100) == b""
+        begin_shed(host, connection)
+        assert is_answered_early(read_all(connection))
+
+
+def test_a_shed_request_is_answered_when_the_gateway_ends(toy: Served, raw: Connect) -> None:
+    with gateway(toy.router) as host:
+        connection = raw(host.address)
+        begin_shed(host, connection)
+        host.stop()
+        assert is_answered_early(read_all(connection))
+
+
+def test_shed_requests_without_their_bodies_make_room(toy: Served, raw: Connect) -> None:
+    """They hold no share of any caller, so one caller could take all places."""
+    with gateway(toy.router, max_connections=24) as host:
+        first = raw(host.address)
+        begin_shed(host, first)
+        for _ in range(24):
+            raw(host.address).sendall(post(connection="keep-alive")[:-1])
+        until(lambda: 'cause="cluster"} 25.0' in host._server._metrics.text())
+        health = raw(host.address)
+        health.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        assert status_of(read_all(health)) == 200
+        assert is_answered_early(read_all(first))
+
+
+def shedding() -> tuple[Connection, Wire]:
+    connection, wire = connect()
+    connection._all.shed = lambda url, headers: errors.reply(Overloaded("full", 1.0))
+    return connection, wire
+
+
+async def test_a_request_that_follows_a_shed_one_at_once_is_not_served() -> None:
+    """Answers to thousands of them would hold up the event loop."""
+    connection, wire = shedding()
+    request = post(connection="keep-alive")
+    connection.data_received(request[:-1])
+    connection.data_received(request[-1:] + request * 1000)
+    assert wire.written.count(b"HTTP/1.1 429 ") == 1
+    assert connection in connection._all.lingering
+    connection.connection_lost(None)
+
+
+async def test_requests_that_wait_for_their_answers_are_all_shed() -> None:
+    connection, wire = shedding()
+    for _ in range(3):
+        connection.data_received(post(connection="keep-alive"))
+    assert wire.written.count(b"HTTP/1.1 429 ") == 3
+    connection.connection_lost(None)
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_a_head_after_a_shed_body_is_limited(has_begun: bool) -> None:
+    """`has_begun`: it comes with blank lines that follow the body."""
+    connection, wire = shedding()
+    request = post(connection="keep-alive")
+    connection.data_received(request[:-1])
+    connection.data_received(request[-1:] + b"\r\n" * 100_000 * has_begun)
+    if not has_begun:
+        connection.data_received(b"POST /v1/completions HTTP/1.1\r\n" + b"a:\r\n" * 50_000)
+    assert [part[:3] for part in wire.written.split(b"HTTP/1.1 ")[1:]] == [b"429", b"431"]
+    connection.connection_lost(None)
 
 
 def test_large_and_chunked_requests_are_shed_too(toy: Served, raw: Connect) -> None:
