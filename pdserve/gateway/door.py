@@ -29,6 +29,7 @@ from pdserve.core.access.shares import caller_of
 from pdserve.core.errors import Overloaded, ShuttingDown, Unauthenticated
 
 REMEMBER_S: Final = 10.0
+KNOWN_S: Final = 50.0  # after it, in which the caller's requests can be rejected without a check
 REMEMBER_REJECTED_S: Final = 1.0
 MAX_CALLERS: Final = 1024
 MAX_REJECTED: Final = 1024
@@ -69,9 +70,10 @@ class Door:
 
     def known(self, token: str | None) -> Caller | None:
         """The caller of a token that the router has accepted at its last check, which may be over: enough to reject a
-        request, not to admit it."""
+        request, not to admit it. None after KNOWN_S more, because the token may have been revoked, or may belong to
+        another tenant."""
         known = None if token is None and self._needs_token else self._known.get(_key_of(token))
-        return None if known is None else known[0]
+        return known[0] if known is not None and self._clock() < known[1] + KNOWN_S else None
 
     async def admit(self, token: str | None) -> Caller:
         """Raises Unauthenticated, Unavailable if the router does not answer, and Overloaded."""
@@ -102,8 +104,9 @@ class Door:
 
     def renew_all(self) -> None:
         """The model has other names now."""
-        for key, (caller, _) in self._known.items():
-            self._known[key] = (caller, -math.inf)
+        now_s = self._clock()
+        for key, (caller, expires_s) in self._known.items():
+            self._known[key] = (caller, min(expires_s, now_s))
 
     async def is_open(self) -> bool:
         """Whether the router accepts a made-up token, which means that it needs none. Raises Unavailable."""

@@ -19,7 +19,7 @@ import pytest
 from pdserve import Unauthenticated
 from pdserve.core.access.key_file import key_hash, make_key
 from pdserve.core.errors import Overloaded
-from pdserve.gateway.door import MAX_CALLERS, MAX_CHECKS, MAX_REJECTED, REMEMBER_REJECTED_S, REMEMBER_S, Door
+from pdserve.gateway.door import KNOWN_S, MAX_CALLERS, MAX_CHECKS, MAX_REJECTED, REMEMBER_REJECTED_S, REMEMBER_S, Door
 from tests.unit.gateway.conftest import Served, read_all, serve, until
 from tests.unit.gateway.test_limits import code_of, post, status_of
 
@@ -227,6 +227,27 @@ async def test_accepted_keys_are_checked_during_a_flood() -> None:
     assert {type(one) for one in await asyncio.gather(*flood, return_exceptions=True)} == {Unauthenticated}
     with pytest.raises(Unauthenticated):
         await door.admit("one more")
+
+
+async def test_a_key_is_known_without_a_check_for_a_limited_time() -> None:
+    """A revoked key would otherwise get 429 in place of 401 for as long as requests are shed."""
+    router, clock = GatedRouter({"good"}), SetClock()
+    door = Door(router, needs_token=False, clock=clock)  # type: ignore[arg-type]
+    await door.admit("good")
+    clock.now_s = REMEMBER_S + KNOWN_S - 1.0
+    door.renew_all()  # which does not prolong it
+    assert door.known("good") is not None
+    clock.now_s = REMEMBER_S + KNOWN_S
+    assert door.known("good") is None
+    router.valid.clear()
+    with pytest.raises(Unauthenticated):
+        await door.admit("good")
+    router.valid.add("new")
+    await door.admit("new")
+    door.renew_all()
+    assert door.known("new") is not None
+    clock.now_s += KNOWN_S
+    assert door.known("new") is None
 
 
 async def test_the_number_of_remembered_keys_is_limited() -> None:
