@@ -298,7 +298,8 @@ class RouterConfig(CallerTlsSettings):
         "tenants, and a unix socket of each; none when empty",
         "",
     )
-    member: int = setting("number of this router in its group", 0, within=(0, MAX_ROUTERS - 1))
+    member: int = setting("number of this router in its group, from 0", 0, within=(0, MAX_ROUTERS - 1))
+    members: int = setting("number of routers in the group", 1, within=(1, MAX_ROUTERS))
     policy: str = setting("placement policy", "goodput", choices=POLICIES)
     slo_ttft_s: float = setting(
         "default TTFT target, for requests that set none", 2.0, within=(0.001, DAY_S), is_live=True

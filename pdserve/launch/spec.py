@@ -277,6 +277,7 @@ def router_config(spec: ClusterSpec, workers: Sequence[str], member: int = 0) ->
         unix_socket=spec.unix_socket,
         group=spec.group,
         member=member,
+        members=spec.routers,
         router_id=f"router-{member}",
         **{**_security(spec, "router"), **metrics, **given},  # type: ignore[arg-type]
     )

@@ -2,7 +2,7 @@
 they count what tenants use together.
 
 The kernel gives a connection to any of them. Each therefore also listens on a unix socket in a folder of the launcher,
-which only this user can enter, and finds the others there. A router that does not answer within ANSWER_S is left out
+which only this user can enter, and finds the others there by their numbers. A router that does not answer within ANSWER_S is left out
 of live views and counts; an explanation that nobody has then fails as Unavailable, because that router may have it.
 """
 
@@ -14,7 +14,6 @@ import fcntl
 import logging
 import mmap
 import os
-import re
 from collections.abc import Awaitable, Callable
 from hashlib import blake2b
 from pathlib import Path
@@ -35,7 +34,6 @@ from router.state.history import MAX_ENDED
 log = logging.getLogger(__name__)
 
 ANSWER_S: Final = 1.0
-_SOCKET: Final = re.compile(r"router-(\d{1,2})\.sock")
 _TOTALS: Final = tuple(field.name for field in cluster_pb2.LiveTotals.DESCRIPTOR.fields)
 
 Answer = TypeVar("Answer")
@@ -59,22 +57,24 @@ def socket_of(folder: Path, member: int) -> Path:
 class RouterGroup:
     """Belongs to one event loop. Without a folder, the router is alone."""
 
-    def __init__(self, folder: str, member: int, token: str) -> None:
+    def __init__(self, folder: str, member: int, members: int, token: str) -> None:
+        """Raises ConfigError."""
+        if folder and member >= members:
+            raise ConfigError("member", member, f"less than members, which is {members}")
         self._folder = Path(folder) if folder else None
-        self._member = member
+        self._others = [one for one in range(members) if one != member]
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._channels: dict[int, grpc.aio.Channel] = {}
 
     def others(self) -> dict[int, Any]:
-        """A stub of each other router that has a socket, by its number."""
+        """A stub of each other router, by its number. Calls fail at once while it has no socket."""
         if self._folder is None:
             return {}
-        found = [_SOCKET.fullmatch(path.name) for path in self._folder.glob("router-*.sock")]
-        members = {int(one[1]) for one in found if one is not None} - {self._member}
-        for member in members - self._channels.keys():
-            target = f"unix:{socket_of(self._folder, member)}"
-            self._channels[member] = grpc.aio.insecure_channel(target, _OPTIONS)
-        return {one: cluster_pb2_grpc.ClusterServiceStub(self._channels[one]) for one in sorted(members)}
+        for member in self._others:
+            if member not in self._channels:
+                target = f"unix:{socket_of(self._folder, member)}"
+                self._channels[member] = grpc.aio.insecure_channel(target, _OPTIONS)
+        return {one: cluster_pb2_grpc.ClusterServiceStub(self._channels[one]) for one in self._others}
 
     async def counts(self) -> tuple[int, int]:
         """The queued and running requests of the other routers."""

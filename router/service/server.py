@@ -22,7 +22,7 @@ from pdserve.config import RouterConfig
 from pdserve.core.access.hosts import join
 from pdserve.core.access.proof import ClusterSecret, Identity
 from pdserve.core.access.shares import BYTES_WEIGHT, Shares
-from pdserve.core.errors import ConfigError
+from pdserve.core.errors import ConfigError, ShuttingDown
 from pdserve.core.types import NO_DEFAULTS, Role, SamplingDefaults, Slo
 from pdserve.listening import PortInUse, bind_error, is_held
 from pdserve.load_gate import ENTERED, LoadGate
@@ -67,6 +67,8 @@ CLUSTER: Final = "pdserve.v1.ClusterService"
 STOP_GRACE_S: Final = 1.0
 LATE_CALLS_S: Final = 0.5  # for a gateway, after the last answer of a drain
 READ_CHECK_S: Final = 0.5  # between two checks whether prompts can be read
+WORKERS_S: Final = 5.0  # how long a router of a group waits for its workers before it listens beside the others
+WORKERS_CHECK_S: Final = 0.02
 GRACE_MARGIN_S: Final = 30.0  # for the last messages of a request that has used all of its time
 HANG_UP: Final = 4.0  # multiple of the silence limit; after twice the limit, a worker's requests have moved
 _SERVING, _NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -138,11 +140,12 @@ class RouterServer:
             on_crash=self._crashed,
             tls=self._tls,
         )
-        self._group = RouterGroup(config.group, config.member, config.token)
+        self._group = RouterGroup(config.group, config.member, config.members, config.token)
         self._watching = Watching(self._runtime.state, self._group)
         self._health = make_health_servicer()
         self._server: Any = None
         self._local: LocalServer | None = None  # for a gateway in this process
+        self._group_server: Any = None  # for the other routers, until this one ends: it answers them while it drains
         self._redis_index: RedisIndex | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._readiness = asyncio.Event()
@@ -170,14 +173,19 @@ class RouterServer:
         )
         self._server = grpc.aio.server(interceptors=interceptors, options=_server_options(config))
         self._local = LocalServer(interceptors, config.max_message_bytes, inherited=(ENTERED,))
-        port = self._bind()
+        if config.group:
+            options = [("grpc.max_receive_message_length", config.max_message_bytes)]
+            self._group_server = grpc.aio.server(interceptors=interceptors, options=options)
+            self._bind_unix(self._group_server, socket_of(Path(config.group), config.member), "group")
+        port = 0 if config.group else self._bind()
         admission = await self._load_texts()
         self._add_services(admission)
         await self._health.set(INFERENCE, _NOT_SERVING)
         await self._health.set(CLUSTER, _SERVING)
-        await self._server.start()
-        self.address, self._port = join(config.host, port), port
-        self._measure.listens_at(config.host, port)
+        if self._group_server is None:
+            await self._listen(port)
+        else:
+            await self._group_server.start()
         if config.redis:
             await self._follow_redis()
         self._spawn(self._tenants.watch(), "tenants")
@@ -194,6 +202,9 @@ class RouterServer:
             lambda: self._port,
         )
         self._spawn(gauges.run(), "gauges")
+        if config.group:  # the kernel gives it connections that the others would serve
+            await self._wait_for_workers()
+            await self._listen(self._bind())
         log.info("router is up", extra={"router_id": config.router_id, "address": self.address})
         return self.address
 
@@ -245,7 +256,8 @@ class RouterServer:
         if self._server is not None and self._local is not None:
             await self._health.enter_graceful_shutdown()
             self._watching.close()
-            await asyncio.gather(self._server.stop(STOP_GRACE_S), self._local.stop(STOP_GRACE_S))
+            servers = [self._server, self._local, *([] if self._group_server is None else [self._group_server])]
+            await asyncio.gather(*(one.stop(STOP_GRACE_S) for one in servers))
         await self._group.close()
         self._runtime.close()
         self.gate.close()
@@ -290,23 +302,36 @@ class RouterServer:
         if port == 0:
             host = self._config.host
             raise bind_error("port", host, self._config.port) or PortInUse("port", host, self._config.port)
-        config = self._config
-        if config.unix_socket:
-            self._bind_unix(Path(config.unix_socket), "unix_socket")
-        if config.group:
-            self._bind_unix(socket_of(Path(config.group), config.member), "group")
+        if self._config.unix_socket:
+            self._bind_unix(self._server, Path(self._config.unix_socket), "unix_socket")
         return port
 
-    def _bind_unix(self, path: Path, name: str) -> None:
+    def _bind_unix(self, server: Any, path: Path, name: str) -> None:
         """gRPC first removes the socket file of an ended router. Callers need the token here too, but no certificate,
         because only this user can reach the file."""
         check_private(name, path.parent)
         try:
-            bound = self._server.add_insecure_port(f"unix:{path}")
+            bound = server.add_insecure_port(f"unix:{path}")
         except RuntimeError:
             bound = 0
         if not bound:
             raise ConfigError(name, path, "a path of at most 107 bytes that is free or a socket")
+        path.chmod(0o600)
+
+    async def _listen(self, port: int) -> None:
+        """On the bound port."""
+        await self._server.start()
+        self.address, self._port = join(self._config.host, port), port
+        self._measure.listens_at(self._config.host, port)
+
+    async def _wait_for_workers(self) -> None:
+        """Until all known workers are attached, at most WORKERS_S. Raises ShuttingDown."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(WORKERS_S):
+                while not (self._workers.are_attached or self._is_closing):
+                    await asyncio.sleep(WORKERS_CHECK_S)
+        if self._is_closing:
+            raise ShuttingDown
 
     def _add_services(self, admission: Admission) -> None:
         servicer = InferenceServicer(
@@ -330,7 +355,7 @@ class RouterServer:
             self._group,
             self._config.router_id,
         )
-        for server in (self._server, self._local):
+        for server in filter(None, (self._server, self._local, self._group_server)):
             inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
             cluster_pb2_grpc.add_ClusterServiceServicer_to_server(cluster, server)
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)

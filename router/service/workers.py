@@ -196,6 +196,13 @@ class Workers:
         return self._roles
 
     @property
+    def are_attached(self) -> bool:
+        """Whether a decode worker and each known endpoint is attached."""
+        return Role.DECODE in self._roles.values() and self._tasks.keys() <= {
+            one.endpoint for one in self._attached.values()
+        }
+
+    @property
     def num_unregistered(self) -> int:
         """Number of attached workers that have left the registry."""
         return len(self._unregistered.keys() & self._attached.keys())

@@ -210,6 +210,38 @@ def test_http_is_served_while_one_drains_and_is_started_again(cluster: Cluster, 
         client.close()
 
 
+def ask(host: str, port: str) -> str:
+    """The status of a request on a new connection. A connection may be reset in the instant in which its router leaves
+    the port, and that router may still say that it ends."""
+    connection = HTTPConnection(host, int(port), timeout=WITHIN_S)
+    try:
+        headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps({"prompt": "new", "max_tokens": 1}), headers)
+        answer = connection.getresponse()
+        body = answer.read().decode()
+    except (HTTPException, OSError):
+        return "reset"
+    finally:
+        connection.close()
+    return "served" if answer.status == 200 else body
+
+
+def test_a_rolling_restart_fails_no_new_connection(cluster: Cluster, clients: dict[str, Client]) -> None:
+    host, port = cluster.running.http_url.removeprefix("http://").removesuffix("/v1").split(":")
+    for name in NAMES:
+        before, seen = cluster.running.pid(name), []
+        os.kill(before, signal.SIGTERM)
+        while cluster.running.pid(name) == before:
+            seen.append(ask(host, port))
+        seen += [ask(host, port) for _ in range(30)]
+        failed = [one for one in seen if one not in ("served", "reset") and "shutting" not in one]
+        assert not failed
+        assert seen.count("served") >= len(seen) - 3
+    for client in connected(cluster).values():
+        assert has_both_workers(client), "from its first connection on"
+        client.close()
+
+
 def test_each_records_what_it_has_decided(cluster: Cluster, clients: dict[str, Client], records: list[Path]) -> None:
     for client in clients.values():
         client.generate("recorded", max_tokens=2)

@@ -43,7 +43,17 @@ def folder() -> Iterator[Path]:
 async def connect_two(connect: Connect, folder: Path) -> ConnectTwo:
     async def start(*workers: Program, **settings: Any) -> list[Front]:
         return [
-            await connect(*workers, group=str(folder), member=one, router_id=f"router-{one}", **PATIENT, **settings)
+            await connect(
+                *workers,
+                **{
+                    "group": str(folder),
+                    "member": one,
+                    "members": 2,
+                    "router_id": f"router-{one}",
+                    **PATIENT,
+                    **settings,
+                },
+            )
             for one in range(2)
         ]
 
@@ -74,8 +84,8 @@ async def test_each_explains_the_requests_of_all(connect_two: ConnectTwo, decode
 async def test_an_unknown_request_is_unavailable_while_a_router_is_gone(
     connect_two: ConnectTwo, decode: Program, folder: Path
 ) -> None:
-    first, _ = await connect_two(decode)
-    socket_of(folder, 7).touch()  # of a router that was killed
+    first, _ = await connect_two(decode, members=4)
+    socket_of(folder, 2).touch()  # of a router that was killed; the fourth has none
     with pytest.raises(Unavailable, match="another router does not answer"):
         await first.client.explain("unknown")
     assert (await first.client.topology()).running_requests == 0
@@ -176,6 +186,7 @@ async def test_calls_go_to_the_other_routers_while_one_drains(
                 workers=(slow_decode.address,),
                 group=str(folder),
                 member=member,
+                members=2,
                 router_id=f"router-{member}",
                 **PATIENT,
             )
@@ -215,6 +226,91 @@ async def test_calls_go_to_the_other_routers_while_one_drains(
         for server in servers:
             await server.stop()
         held.release()
+
+
+def in_group(folder: Path, member: int = 0, **settings: Any) -> RouterServer:
+    return RouterServer(
+        RouterConfig(
+            model="toy",
+            port=0,
+            cluster_secret=TEXT,
+            group=str(folder),
+            member=member,
+            members=2,
+            router_id=f"router-{member}",
+            **settings,
+        )
+    )
+
+
+async def test_a_router_takes_connections_once_its_workers_are_attached(
+    folder: Path, decode: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_attach = asyncio.Event()
+    server = in_group(folder, workers=(decode.address,))
+    attached = type(server._workers).are_attached.fget
+    monkeypatch.setattr(
+        type(server._workers), "are_attached", property(lambda self: may_attach.is_set() and attached(self))
+    )
+    starting = asyncio.create_task(server.start())
+    try:
+        async with AsyncClient(f"unix:{socket_of(folder, 0)}", retries=Retries(limit=0)) as other:
+
+            async def knows_its_worker() -> bool:
+                try:
+                    return any(one.is_connected for one in (await other.topology()).workers)
+                except Unavailable:
+                    return False
+
+            await until(knows_its_worker)
+            assert (server.address, starting.done()) == ("", False)
+            may_attach.set()
+            async with AsyncClient(await starting, retries=Retries(limit=0)) as client:
+                assert (await client.generate("at once", max_tokens=1)).usage.completion_tokens == 1
+    finally:
+        await server.stop()
+
+
+async def test_a_router_whose_workers_are_gone_listens_after_a_while(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.service.server.WORKERS_S", 0.1)
+    server = in_group(folder, workers=(f"127.0.0.1:{free_ports(1)[0]}",))
+    async with AsyncClient(await server.start(), retries=Retries(limit=0)) as client:
+        assert (await client.topology()).router_id == "router-0"
+    await server.stop()
+
+
+async def test_a_router_that_is_stopped_while_it_waits_for_workers_does_not_listen(folder: Path) -> None:
+    server = in_group(folder)
+    starting = asyncio.create_task(server.start())
+    await until(lambda: socket_of(folder, 0).exists())
+    await server.stop()
+    with pytest.raises(ShuttingDown):
+        await starting
+    assert not server.address
+
+
+async def test_a_draining_router_is_asked_by_the_others(connect_two: ConnectTwo, slow_decode: Program) -> None:
+    first, second = await connect_two(slow_decode)
+    done = await second.client.generate("ended before", max_tokens=1)
+    stream = second.client.stream("busy", max_tokens=2000)
+    await anext(stream)
+    draining = asyncio.create_task(second.server.drain())
+    await until(lambda: not second.server.is_healthy)
+    assert (await first.client.topology()).running_requests == 1
+    assert (await first.client.explain(done.request_id)).router_id == "router-1"
+    frame = await frame_with(first.client, lambda frame: True)
+    assert frame.running == 1
+    stream.close()
+    await draining
+    with pytest.raises(Unavailable, match="another router does not answer"):
+        await first.client.explain(done.request_id)
+
+
+def test_a_number_beyond_the_group_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="member: got 2, expected less than members, which is 2"):
+        in_group(folder, 2)
 
 
 def test_totals_of_a_router_that_ends_are_kept() -> None:
