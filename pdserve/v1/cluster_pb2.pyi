@@ -200,7 +200,7 @@ class GetWorkerLogResponse(_message.Message):
     def __init__(self, lines: _Optional[_Iterable[_Union[_worker_pb2.LogLine, _Mapping]]] = ...) -> None: ...
 
 class LiveFrame(_message.Message):
-    __slots__ = ("at_s", "queued", "running", "omitted", "totals", "workers", "requests", "version")
+    __slots__ = ("at_s", "queued", "running", "omitted", "totals", "workers", "requests", "version", "incarnation")
     AT_S_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -209,6 +209,7 @@ class LiveFrame(_message.Message):
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     at_s: float
     queued: int
     running: int
@@ -217,7 +218,8 @@ class LiveFrame(_message.Message):
     workers: _containers.RepeatedCompositeFieldContainer[LiveWorker]
     requests: _containers.RepeatedCompositeFieldContainer[LiveRequest]
     version: str
-    def __init__(self, at_s: _Optional[float] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., omitted: _Optional[int] = ..., totals: _Optional[_Union[LiveTotals, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[LiveWorker, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[LiveRequest, _Mapping]]] = ..., version: _Optional[str] = ...) -> None: ...
+    incarnation: str
+    def __init__(self, at_s: _Optional[float] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., omitted: _Optional[int] = ..., totals: _Optional[_Union[LiveTotals, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[LiveWorker, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[LiveRequest, _Mapping]]] = ..., version: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class LiveTotals(_message.Message):
     __slots__ = ("arrived", "served", "late", "rejected", "cancelled", "expired", "failed", "output_tokens", "transfer_bytes")

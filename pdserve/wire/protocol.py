@@ -193,6 +193,7 @@ FRAME: Final = Codec(
             is_lenient=True,
         ),
     ),
+    ignored=("incarnation",),
     is_lenient=True,
 )
 

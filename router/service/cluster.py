@@ -39,8 +39,15 @@ MAX_VIEWERS: Final = 8  # for each router, because a viewer costs it some millis
 
 @final
 class Watching:
-    def __init__(self, state: RouterState, group: RouterGroup, clock: Callable[[], float] = time.monotonic) -> None:
-        self._state, self._group, self._clock = state, group, clock
+    def __init__(
+        self,
+        state: RouterState,
+        group: RouterGroup,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        incarnation: str = "",
+    ) -> None:
+        self._state, self._group, self._clock, self._incarnation = state, group, clock, incarnation
         self._num_viewers = {True: 0, False: 0}  # other routers, for their viewers; viewers
         self._closing = asyncio.Event()
 
@@ -64,7 +71,7 @@ class Watching:
                 frame = self._state.live_frame(self._clock(), num_seen)
                 num_seen = self._state.num_ended
                 response = cluster_pb2.WatchResponse(frame=FRAME.encode(frame))
-                response.frame.version = FULL_VERSION
+                response.frame.version, response.frame.incarnation = FULL_VERSION, self._incarnation
                 if others is not None:
                     others.merge_into(response.frame)
                 yield response

@@ -2,8 +2,9 @@
 they count what tenants use together.
 
 The kernel gives a connection to any of them. Each therefore also listens on a unix socket in a folder of the launcher,
-which only this user can enter, and finds the others there by their numbers. A router that does not answer within ANSWER_S is left out
-of live views and counts; an explanation that nobody has then fails as Unavailable, because that router may have it.
+which only this user can enter, and finds the others there by their numbers. A router that does not answer within
+ANSWER_S is left out of live views and counts; an explanation that nobody has then fails as Unavailable, because that
+router may have it.
 """
 
 from __future__ import annotations
@@ -178,22 +179,31 @@ class FramesOfRouter:
 
     def __init__(self) -> None:
         self._frame: cluster_pb2.LiveFrame | None = None
+        self._is_live = False  # whether the stream of frames is open
         self._ended: list[cluster_pb2.LiveRequest] = []
+        self._known: dict[tuple[str, float], None] = {}  # ended requests; a new stream repeats the recent ones
         self.has_begun = asyncio.Event()  # set by its first frame or its end
         self._past = cluster_pb2.LiveTotals()  # of its earlier processes: a viewer's totals never decrease
 
     def take(self, frame: cluster_pb2.LiveFrame) -> None:
-        self._frame = frame
+        if self._frame is not None and self._frame.incarnation != frame.incarnation:
+            _add(self._past, self._frame.totals)
+            self._known.clear()
+        self._frame, self._is_live = frame, True
         self.has_begun.set()
-        self._ended += [one for one in frame.requests if one.outcome]
+        for one in frame.requests:
+            key = (one.request_id, one.ended_s)
+            if one.outcome and key not in self._known:
+                self._known[key] = None
+                self._ended.append(one)
         del self._ended[:-MAX_ENDED]
+        for key in list(self._known)[: max(len(self._known) - MAX_ENDED, 0)]:
+            del self._known[key]
 
     def ended(self) -> None:
-        """The router has ended, and its requests with it."""
+        """The stream has ended. The router may have ended too, and its requests with it."""
         self.has_begun.set()
-        if self._frame is not None:
-            _add(self._past, self._frame.totals)
-            self._frame = None
+        self._is_live = False
 
     def merge_into(self, frame: cluster_pb2.LiveFrame) -> None:
         _add(frame.totals, self._past)
@@ -202,10 +212,12 @@ class FramesOfRouter:
         found = self._frame
         if found is None:
             return
+        _add(frame.totals, found.totals)
+        if not self._is_live:
+            return
         frame.queued += found.queued
         frame.running += found.running
         frame.omitted += found.omitted
-        _add(frame.totals, found.totals)
         frame.requests.extend(one for one in found.requests if not one.outcome)
         booked = {one.worker_id: one.booked for one in found.workers}
         for worker in frame.workers:

@@ -141,7 +141,7 @@ class RouterServer:
             tls=self._tls,
         )
         self._group = RouterGroup(config.group, config.member, config.members, config.token)
-        self._watching = Watching(self._runtime.state, self._group)
+        self._watching = Watching(self._runtime.state, self._group, incarnation=self._incarnation)
         self._health = make_health_servicer()
         self._server: Any = None
         self._local: LocalServer | None = None  # for a gateway in this process

@@ -313,15 +313,50 @@ def test_a_number_beyond_the_group_is_refused(folder: Path) -> None:
         in_group(folder, 2)
 
 
+def frame_of(incarnation: str, arrived: int, *ended: str, running: int = 0) -> cluster_pb2.LiveFrame:
+    rows = [cluster_pb2.LiveRequest(request_id=one, outcome="served", ended_s=1.0) for one in ended]
+    totals = cluster_pb2.LiveTotals(arrived=arrived)
+    return cluster_pb2.LiveFrame(running=running, totals=totals, requests=rows, incarnation=incarnation)
+
+
+def merged(seen: FramesOfRouter) -> tuple[int, int, list[str]]:
+    frame = frame_of("viewer", 10, running=4)
+    seen.merge_into(frame)
+    return frame.running, frame.totals.arrived, [one.request_id for one in frame.requests]
+
+
 def test_totals_of_a_router_that_ends_are_kept() -> None:
     seen = FramesOfRouter()
-    for arrived in (3, 5):
-        seen.take(cluster_pb2.LiveFrame(running=2, totals=cluster_pb2.LiveTotals(arrived=arrived)))
+    seen.take(frame_of("first", 3, "a", running=2))
+    seen.take(frame_of("first", 5, running=2))
+    assert merged(seen) == (6, 15, ["a"])
     seen.ended()
-    seen.take(cluster_pb2.LiveFrame(running=1, totals=cluster_pb2.LiveTotals(arrived=1)))
-    frame = cluster_pb2.LiveFrame(running=4, totals=cluster_pb2.LiveTotals(arrived=10))
-    seen.merge_into(frame)
-    assert (frame.running, frame.totals.arrived) == (5, 16)
+    assert merged(seen) == (4, 15, [])
+    seen.take(frame_of("second", 1, "a", running=1))
+    assert merged(seen) == (5, 16, ["a"]), "the successor may serve a request of the same id"
+    seen.ended()
+    seen.take(frame_of("third", 2))
+    assert merged(seen) == (4, 10 + 5 + 1 + 2, [])
+
+
+def test_a_new_stream_to_the_same_process_counts_nothing_twice() -> None:
+    seen = FramesOfRouter()
+    seen.take(frame_of("same", 100, "a", "b"))
+    seen.ended()
+    seen.take(frame_of("same", 100, "a", "b"))
+    assert merged(seen) == (4, 110, ["a", "b"])
+    seen.ended()
+    seen.take(frame_of("same", 101, "a", "b", "c"))
+    assert merged(seen) == (4, 111, ["c"])
+
+
+async def test_each_process_has_an_incarnation_in_its_frames(connect_two: ConnectTwo, decode: Program) -> None:
+    found = set()
+    for one in await connect_two(decode):
+        async for message in one.cluster.Watch(cluster_pb2.WatchRequest(period_s=0.1, only_this_router=True)):
+            found.add(message.frame.incarnation)
+            break
+    assert len(found - {""}) == 2
 
 
 def test_what_a_slow_viewer_has_yet_to_see_is_bounded() -> None:
