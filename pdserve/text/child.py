@@ -73,6 +73,7 @@ class _Texts:
         self._tokenizer: HuggingFaceTokenizer | None = None
         if load["folder"] is not None:
             self._tokenizer = HuggingFaceTokenizer(Path(load["folder"]), is_limited=True)
+            self._tokenizer.warm_up()
             if template is not None:
                 self._encoder = ChatEncoder(self._tokenizer, template)
         elif template is not None and load["control_tokens"] is not None:

@@ -49,7 +49,7 @@ class Tokenizer(Protocol):
         ...
 
     def warm_up(self) -> None:
-        """Prepares for long texts, in up to a second of CPU time. Otherwise encode() does so when the first comes."""
+        """Prepares for long texts, in up to a second of CPU time; until then encode() reads them whole."""
         ...
 
     @property
@@ -188,11 +188,10 @@ class HuggingFaceTokenizer:
     def encode(self, text: str, *, has_special_tokens: bool = True, salt: bytes | None = None) -> list[int]:
         self._check_linear()
         around = self._around if has_special_tokens else ((), ())
-        if len(text) < MIN_CHARS or around is None or not self.bounds.word_end:
+        pieces = self._pieces  # not made here, and not waited for: an event loop calls this
+        if pieces is None or len(text) < MIN_CHARS or around is None:
             return self._encode_all([text], has_special_tokens=has_special_tokens)[0]
-        self.warm_up()
-        assert self._pieces is not None
-        return [*around[0], *self._pieces.encode(text, salt), *around[1]]
+        return [*around[0], *pieces.encode(text, salt), *around[1]]
 
     def warm_up(self) -> None:
         if not self.is_linear or not self.bounds.word_end:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from pdserve import tokenizer_json
 from pdserve.text import pieces
+from pdserve.text.child import _Texts, load_message
 from pdserve.text.pieces import ENTRY_BYTES, KeptParts, PieceEncoder
 from pdserve.text.text_bounds import text_bounds
 from pdserve.text.tokenizer import HuggingFaceTokenizer
@@ -93,6 +95,12 @@ def encoder(tokenizer: Tokenizer) -> PieceEncoder:
 @cache
 def encoder_of(name: str) -> PieceEncoder:
     return encoder(made(name))
+
+
+def warm() -> HuggingFaceTokenizer:
+    tokenizer = HuggingFaceTokenizer(BUNDLED)
+    tokenizer.warm_up()
+    return tokenizer
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -184,7 +192,7 @@ def test_the_tokens_around_a_text() -> None:
 
 
 def test_a_long_text_is_that_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = HuggingFaceTokenizer(BUNDLED)
+    tokenizer = warm()
     prose = (Path(__file__).parents[3] / "docs/scheduling.md").read_text()
     code = Path(pieces.__file__).read_text()
     for text in (prose, code, prose.replace("\n", "\r\n"), "the cat sat " * 5_000, "x" * 20_000, "a  b " * 3_000):
@@ -197,7 +205,7 @@ def test_a_long_text_is_that_of_the_library(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_next_turn_of_a_conversation_reads_only_its_end() -> None:
-    tokenizer = HuggingFaceTokenizer(BUNDLED)
+    tokenizer = warm()
     turn = " ".join(f"line {number} of the file has no other name," for number in range(2_000))
     tokenizer.encode(turn, salt=b"a")
     kept = tokenizer.kept
@@ -209,8 +217,46 @@ def test_the_next_turn_of_a_conversation_reads_only_its_end() -> None:
     assert kept.num_found_chars + kept.num_missed_chars == len(turn) + len(longer)
 
 
-def test_another_salt_finds_nothing_and_keeps_its_own() -> None:
+def test_a_text_is_read_whole_while_the_table_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """encode() neither makes the table nor waits for the thread that does, because event loops call it."""
+    is_making, may_end = threading.Event(), threading.Event()
+
+    def make(*args: Any) -> PieceEncoder:
+        is_making.set()
+        assert may_end.wait(30.0)
+        return PieceEncoder(*args)
+
+    monkeypatch.setattr("pdserve.text.tokenizer.PieceEncoder", make)
+    tokenizer, text = HuggingFaceTokenizer(BUNDLED), "the cat sat on the mat. " * 60
+    whole = tokenizer._backend.encode(text).ids
+    with ThreadPoolExecutor() as threads:
+        try:
+            making = threads.submit(tokenizer.warm_up)
+            assert is_making.wait(10.0)
+            assert threads.submit(tokenizer.encode, text, salt=b"").result(10.0) == whole
+            assert tokenizer.kept is None
+        finally:
+            may_end.set()
+        making.result(10.0)
+    assert tokenizer.encode(text, salt=b"") == whole
+    assert tokenizer.kept is not None
+    assert tokenizer.kept.num_missed_chars == len(text)
+
+
+def test_a_text_does_not_make_the_table() -> None:
     tokenizer = HuggingFaceTokenizer(BUNDLED)
+    tokenizer.encode("the cat sat on the mat. " * 1_000, salt=b"")
+    assert tokenizer.kept is None
+
+
+def test_a_child_makes_the_table_before_its_first_text() -> None:
+    texts = _Texts(load_message(None, folder=str(BUNDLED)))
+    assert texts._tokenizer is not None
+    assert texts._tokenizer.kept is not None
+
+
+def test_another_salt_finds_nothing_and_keeps_its_own() -> None:
+    tokenizer = warm()
     text = " ".join(f"the cat sat on mat {number}." for number in range(1_000))
     for salt in (b"", b"one", b"two", b"one,"):
         ids = tokenizer.encode(text, salt=salt)
@@ -246,7 +292,7 @@ def test_kept_ids_are_bounded_in_bytes_and_the_oldest_are_dropped() -> None:
 
 
 def test_threads_share_the_kept_parts() -> None:
-    tokenizer = HuggingFaceTokenizer(BUNDLED)
+    tokenizer = warm()
     turns = ["the cat sat on the mat. " * count for count in (500, 700, 900)]
     whole = [tokenizer._backend.encode(turn).ids for turn in turns]
     wrong: list[str] = []
