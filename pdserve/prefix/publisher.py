@@ -114,7 +114,8 @@ class IndexLease:
 
     async def renew(self) -> None:
         """Raises LeaseLost if it was silent for too long."""
-        if not await self._renew(keys=[self._tag], args=[self._slot, self._owner, self._lease_ms]):
+        args = [self._slot, self._owner, self._lease_ms, self._block_ttl_ms]
+        if not await self._renew(keys=[self._tag], args=args):
             raise LeaseLost(f"slot {self._slot}")
 
     async def apply(self, batch: CacheBatch) -> None:

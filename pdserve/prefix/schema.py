@@ -75,7 +75,8 @@ end
 """
 
 # ARGV: owner, worker id, lease ms, most slots, "1" to give the present slot up.
-# Returns {slot, last sequence, 1 if the slot is new}; slot -1: none left.
+# Returns {slot, last sequence, 1 if the slot is new}; slot -1: none left. A new slot is empty: if Redis has evicted
+# <tag>:next, numbers come again whose sets still hold the blocks of other workers.
 CLAIM: Final = (
     _BUMP
     + """
@@ -102,15 +103,18 @@ redis.call('HSET', tag .. ':slots', slot, owner)
 redis.call('HSET', tag .. ':owners', worker, slot)
 redis.call('SET', tag .. ':w:' .. slot, owner, 'PX', lease)
 redis.call('SET', tag .. ':q:' .. slot, 0)
+redis.call('UNLINK', tag .. ':r:' .. slot)
 bump(tag)
 return {tonumber(slot), 0, 1}
 """
 )
 
-# ARGV: slot, owner, lease ms. Returns 1 while the lease is held.
+# ARGV: slot, owner, lease ms, ttl ms of the set. Returns 1 while the lease is held. A worker must not lose its set
+# because its cache does not change.
 RENEW: Final = """
 local key = KEYS[1] .. ':w:' .. ARGV[1]
 if redis.call('GET', key) ~= ARGV[2] then return 0 end
+redis.call('PEXPIRE', KEYS[1] .. ':r:' .. ARGV[1], ARGV[4])
 return redis.call('PEXPIRE', key, ARGV[3])
 """
 
@@ -138,6 +142,7 @@ if sequence == last then return 'ok' end
 if sequence ~= last + 1 then return 'gap' end
 local held = tag .. ':r:' .. slot
 if last == 0 then
+  redis.call('UNLINK', held)
   redis.call('SADD', held, '')
 elseif redis.call('EXISTS', held) == 0 then
   return 'gap'

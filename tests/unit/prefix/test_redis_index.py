@@ -425,6 +425,36 @@ async def test_blocks_expire_unless_republished(url: str) -> None:
             await until(lambda: not client.exists(f"{TAG}:r:0"))
 
 
+async def test_a_worker_without_cached_blocks_keeps_its_slot(url: str) -> None:
+    """It sends nothing, so only its heartbeats keep the set in Redis."""
+    async with publishing(url, "w", block_ttl_s=60.0, lease_s=0.8) as worker:
+        worker.offer(stored=chain(2))
+        await until(lambda: worker.num_waiting == 0)
+        worker.offer(removed=chain(2))
+        await until(lambda: worker.num_waiting == 0)
+        with redis.Redis.from_url(url) as client:
+            assert client.pexpire(f"{TAG}:r:0", 20_000)  # as if it had been idle
+            await until(lambda: client.pttl(f"{TAG}:r:0") > 40_000)
+
+
+async def test_a_slot_whose_number_comes_again_is_empty(url: str) -> None:
+    """As after Redis has evicted the number of slots."""
+    blocks = chain(50)
+    async with following(url) as index, publishing(url, "old", lease_s=60.0) as old:
+        old.offer(stored=blocks)
+        await until(lambda: old.num_waiting == 0)
+        with redis.Redis.from_url(url) as client:
+            client.delete(f"{TAG}:next")
+            async with publishing(url, "new", lease_s=60.0) as new:
+                assert new._index.slot == old._index.slot == 0
+                assert not client.exists(f"{TAG}:r:0")
+                client.sadd(f"{TAG}:r:0", *blocks)  # as the old owner of a slot, a moment before
+                new.offer(stored=chain(1))
+                await until(lambda: new.num_waiting == 0)
+                assert client.smembers(f"{TAG}:r:0") == {b"", *chain(1)}
+                assert (await index.lookup(blocks)).get("new", 0) == 1
+
+
 async def test_offers_may_come_from_another_thread(url: str) -> None:
     blocks = chain(2000)
     async with publishing(url, "w") as worker, following(url) as index:
