@@ -5,8 +5,8 @@ A text may be cut before a space, by the rule in text_bounds.py (`word_end`). Tw
 - **Words.** What is between two cuts has the same ids wherever it is. Most are words of one token, which a table from
   the vocabulary has; the tokenizer reads each other one once for a text. No text changes the table.
 - **Parts.** The texts of a conversation begin with the same parts. The ids of a part are kept, and found by a keyed
-  hash of its text. The key contains the salt of the request's KV blocks, so the time that a caller waits depends only
-  on texts whose KV it may share.
+  hash of its text. The key contains the salt of the request's KV blocks, so a caller finds only texts whose KV it may
+  share. The space is shared: the texts of other salts may displace its own.
 """
 
 from __future__ import annotations
