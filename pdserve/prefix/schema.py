@@ -1,6 +1,6 @@
 """The Redis schema: names and encodings of all keys, and the scripts that change them atomically. Pure.
 
-Per model of a cluster, under the tag {kv:<cluster>:<fingerprint>} (one hash slot of a Redis Cluster):
+Per model of a cluster, under the tag {kv2:<cluster>:<fingerprint>} (one hash slot of a Redis Cluster):
 
     <tag>:w:<slot>     owner (worker id, incarnation) that the slot is leased to; expires when it falls silent
     <tag>:r:<slot>     set of the hashes that the slot's worker holds, and of an empty text, so that it is never missing
@@ -14,7 +14,9 @@ Per model of a cluster, under the tag {kv:<cluster>:<fingerprint>} (one hash slo
     <tag>:epoch        grows with every change of <tag>:slots
     <tag>:sweeper      lock of the sweeping worker
 
-and per cluster, under {pd:<cluster>}, <tag>:workers (set of ids) and <tag>:worker:<id> (facts, with a lease).
+Another layout needs another tag: {kv:...} had a bitmap of slots for each block, which a sweep had to clear.
+
+And per cluster, under {pd:<cluster>}, <tag>:workers (set of ids) and <tag>:worker:<id> (facts, with a lease).
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def fingerprint_of(hash_seed: bytes) -> str:
 
 
 def index_tag(cluster: str, fingerprint: str) -> str:
-    return f"{{kv:{checked_name('cluster', cluster)}:{checked_name('fingerprint', fingerprint)}}}"
+    return f"{{kv2:{checked_name('cluster', cluster)}:{checked_name('fingerprint', fingerprint)}}}"
 
 
 def registry_tag(cluster: str) -> str:

@@ -455,6 +455,19 @@ async def test_a_slot_whose_number_comes_again_is_empty(url: str) -> None:
                 assert (await index.lookup(blocks)).get("new", 0) == 1
 
 
+async def test_the_slots_of_builds_with_bitmaps_are_not_swept(url: str) -> None:
+    """They had bits to clear, under the tag {kv:...}; a slot freed without that gives them to its next owner."""
+    old = TAG.replace("{kv2:", "{kv:")
+    with redis.Redis.from_url(url) as client:
+        client.hset(f"{old}:slots", "0", "w\n1")
+        client.hset(f"{old}:dead", "0", 0)
+        client.sadd(f"{old}:r:0", *chain(2))
+        async with publishing(url, "sweeper") as worker:
+            await worker._sweeper.sweep()
+        assert client.hlen(f"{old}:slots") == 1
+        assert client.scard(f"{old}:r:0") == 2
+
+
 async def test_offers_may_come_from_another_thread(url: str) -> None:
     blocks = chain(2000)
     async with publishing(url, "w") as worker, following(url) as index:
