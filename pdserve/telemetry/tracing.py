@@ -60,6 +60,7 @@ class OpenSpan:
     marks the span as failed.
 
     `traceparent` is the parent for other processes. `is_kept` becomes True if the trace turns out to be worth keeping.
+    After its end, a span no longer changes.
     """
 
     __slots__ = (
@@ -91,6 +92,8 @@ class OpenSpan:
         if error is not None and not isinstance(error, GeneratorExit | asyncio.CancelledError):
             self.fail(str(getattr(error, "reason", type(error).__name__)))
         self._on_end(self)
+        self.is_recording = False
+        self._waiting.clear()
 
     @property
     def trace_id(self) -> str:
@@ -107,10 +110,13 @@ class OpenSpan:
             self.when_kept(partial(self.attributes.update, attributes))
 
     def when_kept(self, record: Callable[[], None]) -> None:
-        """Calls `record` now or when the trace is kept, in the order of the calls; never if it is dropped."""
+        """Calls `record` now or when the trace is kept, in the order of the calls; never if it is dropped or has
+        ended."""
+        if not self.is_recording:
+            return
         if self.is_kept:
             record()
-        elif self.is_recording:
+        else:
             self._waiting.append(record)
 
     def keep(self) -> None:
@@ -142,8 +148,17 @@ class OpenSpan:
 class Tracing:
     """Exports spans. Never blocks on the network."""
 
-    def __init__(self, service: Service, exporter: Any = None, processor: Any = None, share: float = 1.0) -> None:
+    def __init__(
+        self,
+        service: Service,
+        exporter: Any = None,
+        processor: Any = None,
+        share: float = 1.0,
+        limited: Callable[[Mapping[str, Any]], Any] = dict,
+    ) -> None:
+        """`limited` copies the attributes of a span, and cuts them to the limits."""
         self._service, self._exporter, self._processor, self.share = service, exporter, processor, share
+        self._limited = limited
         self._resource_of = functools.lru_cache(MAX_SERVICES)(_resource_of)
 
     @classmethod
@@ -225,9 +240,10 @@ class Tracing:
             **({"status": _failed()} if has_failed else {}),
         )
 
-    def _send(self, processor: Any, service: Service, **facts: Any) -> None:
-        resource = self._resource_of(service)
-        processor.on_end(_span_class()(resource=resource, instrumentation_scope=_scope(), **facts))
+    def _send(self, processor: Any, service: Service, attributes: Mapping[str, Any], **facts: Any) -> None:
+        # Copied, because another thread encodes the span later.
+        facts |= {"resource": self._resource_of(service), "attributes": self._limited(attributes)}
+        processor.on_end(_span_class()(instrumentation_scope=_scope(), **facts))
 
 
 def make_tracing(service: Service, otlp_endpoint: str, *, share: float = 1.0) -> Tracing:
@@ -258,12 +274,25 @@ def make_tracing(service: Service, otlp_endpoint: str, *, share: float = 1.0) ->
         schedule_delay_millis=EXPORT_INTERVAL_S * 1e3,
         max_export_batch_size=EXPORT_BATCH,
     )
-    return Tracing(service, exporter, processor, share)
+    return Tracing(service, exporter, processor, share, _limits())
 
 
 def _otel(name: str) -> Any:
     """A module of OpenTelemetry, by its name: the extra `otel` is optional, and the light client imports this file."""
     return importlib.import_module(f"opentelemetry.{name}")
+
+
+def _limits() -> Callable[[Mapping[str, Any]], Any]:
+    """The SDK's limits of a span's attributes. They come from the environment."""
+    limits, bounded = _otel("sdk.trace").SpanLimits(), _otel("attributes").BoundedAttributes
+    count, length = limits.max_span_attributes, limits.max_span_attribute_length
+
+    def limited(attributes: Mapping[str, Any]) -> Any:
+        if length is None and (count is None or len(attributes) <= count):
+            return dict(attributes)  # BoundedAttributes takes 2 to 9 us, also if it cuts nothing
+        return bounded(count, attributes, max_value_len=length)
+
+    return limited
 
 
 def _resource_of(service: Service) -> Any:

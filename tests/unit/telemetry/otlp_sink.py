@@ -28,6 +28,7 @@ class SeenSpan:
     end_ns: int
     is_failed: bool
     attributes: dict[str, Any]
+    num_dropped: int  # attributes beyond the limit
     schema_url: str
 
     @property
@@ -103,6 +104,7 @@ def _seen(request: trace_service_pb2.ExportTraceServiceRequest) -> Iterator[Seen
                     end_ns=span.end_time_unix_nano,
                     is_failed=span.status.code == trace_pb2.Status.STATUS_CODE_ERROR,
                     attributes=_attributes(span.attributes),
+                    num_dropped=span.dropped_attributes_count,
                     schema_url=scope.schema_url,
                 )
 

@@ -18,7 +18,7 @@ from tests.unit.telemetry.otlp_sink import OtlpSink
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 UNSAMPLED = PARENT[:-1] + "0"
 ROUTER = Service("pdserve-router", "router-0")
-QUEUE, PREFILL = names.PHASE_SPANS[Phase.QUEUE], names.PHASE_SPANS[Phase.PREFILL]
+QUEUE, PREFILL, TRANSFER_WAIT = (names.PHASE_SPANS[one] for one in (Phase.QUEUE, Phase.PREFILL, Phase.TRANSFER_WAIT))
 
 
 def call(tracing: Tracing, traceparent: str = "", *, is_slow: bool = False) -> str:
@@ -153,6 +153,50 @@ def test_attributes_wait_until_their_trace_is_kept(sink: OtlpSink) -> None:
         off.when_kept(lambda: order.append("off"))
         off.keep()
     assert order == ["kept"]
+
+
+def test_a_span_that_has_ended_no_longer_changes(sink: OtlpSink) -> None:
+    tracing, order = make_tracing(ROUTER, sink.endpoint), list[str]()
+    with tracing.span(names.SPAN_REQUEST, "chat m") as span:
+        span.set({names.REQUEST_ID: "r1"})
+        attributes, part = span.attributes, {names.WORKER_ID: "p0"}
+        span.add(PREFILL, span.started_s, span.started_s + 0.5, part)
+    # All before the processor encodes the spans.
+    span.set({names.REQUEST_ID: "r2"})
+    span.fail("LATE")
+    span.add(QUEUE, span.started_s, span.started_s + 0.5)
+    span.when_kept(lambda: order.append("late"))
+    assert (span.attributes, len(span.parts), order) == ({names.REQUEST_ID: "r1"}, 1, [])
+    assert span.exemplar == span.trace_id
+    attributes[names.REQUEST_ID] = part[names.WORKER_ID] = "changed"
+    tracing.close()
+    [request], [prefill] = sink.named(names.SPAN_REQUEST), sink.named(PREFILL)
+    assert (request.attributes, prefill.attributes) == ({names.REQUEST_ID: "r1"}, {names.WORKER_ID: "p0"})
+    assert len(sink.spans) == 2
+    with make_tracing(ROUTER, sink.endpoint, share=0.0).span(names.SPAN_REQUEST, "dropped") as dropped:
+        dropped.set({names.REQUEST_ID: "r3"})
+    dropped.keep()
+    assert (dropped.exemplar, dropped.attributes) == ("", {})
+
+
+@pytest.mark.parametrize("count_of", ["OTEL_ATTRIBUTE_COUNT_LIMIT", "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT"])
+@pytest.mark.parametrize("length_of", ["OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT", "OTEL_SPAN_ATTRIBUTE_VALUE_LENGTH_LIMIT"])
+def test_attributes_have_the_limits_of_the_sdk(
+    sink: OtlpSink, monkeypatch: pytest.MonkeyPatch, count_of: str, length_of: str
+) -> None:
+    monkeypatch.setenv(count_of, "2")
+    monkeypatch.setenv(length_of, "3")
+    tracing = make_tracing(ROUTER, sink.endpoint)
+    given = {names.REQUEST_ID: "long", names.REQUEST_MODEL: "model", names.RESPONSE_FINISH_REASONS: ["length", "stop"]}
+    with tracing.span(names.SPAN_REQUEST, "chat m") as span:
+        span.set(given)
+        part = {names.TRANSFER_S: 1.0, names.TRANSFER_KIND: "shm", names.TRANSFER_REASON: "same host"}
+        span.add(TRANSFER_WAIT, span.started_s, span.started_s + 0.5, part)
+    tracing.close()
+    [request], [transfer] = sink.named(names.SPAN_REQUEST), sink.named(TRANSFER_WAIT)
+    assert request.attributes == {names.REQUEST_MODEL: "mod", names.RESPONSE_FINISH_REASONS: ["len", "sto"]}
+    assert transfer.attributes == {names.TRANSFER_KIND: "shm", names.TRANSFER_REASON: "sam"}
+    assert request.num_dropped == transfer.num_dropped == 1
 
 
 def test_disabled_tracing_passes_the_context_through() -> None:
