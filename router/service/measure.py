@@ -129,15 +129,17 @@ class Measure:
         if facts.is_sibling or not facts.span.is_recording:
             return
         given = arrival.attributes().items()
+        # Not `arrival`: it has the hashes of the prompt, and this may wait until the call ends.
+        request_id, num_tokens, max_tokens = arrival.request_id, arrival.num_prompt_tokens, arrival.sampling.max_tokens
         facts.span.when_kept(
             lambda: facts.span.set(
                 {
-                    names.REQUEST_ID: arrival.request_id,
-                    names.RESPONSE_ID: arrival.request_id,
+                    names.REQUEST_ID: request_id,
+                    names.RESPONSE_ID: request_id,
                     names.REQUEST_MODEL: facts.model,
                     names.RESPONSE_MODEL: facts.model,
-                    names.INPUT_TOKENS: arrival.num_prompt_tokens,
-                    names.REQUEST_MAX_TOKENS: arrival.sampling.max_tokens,
+                    names.INPUT_TOKENS: num_tokens,
+                    names.REQUEST_MAX_TOKENS: max_tokens,
                     names.SLO_TTFT_S: facts.slo.ttft_s,
                     names.SLO_TPOT_S: facts.slo.tpot_s,
                     **{names.REQUEST_ATTRIBUTES[name]: value for name, value in given if value},
@@ -263,7 +265,9 @@ class Measure:
         if facts.span.is_recording:
             if is_notable(timings, facts.slo):
                 facts.span.keep()
-            facts.span.when_kept(lambda: self._trace(facts, timings, slices))
+            # Workers may leave before the trace is kept.
+            transport, services = self._transport(timings), [self._service(one.worker_id) for one in slices]
+            facts.span.when_kept(lambda: _trace(facts, timings, slices, services, transport))
         if timings.attempts and self._is_on:
             self._series.queue.observe(timings.phases.queue_s, facts.span.exemplar)
 
@@ -271,35 +275,6 @@ class Measure:
         if timings is not None and self._is_on:
             model = facts.operation, self._models.of(facts.model)
             self._series.gen_ai_duration(reason, *model).observe(timings.total_s, facts.span.exemplar)
-
-    def _trace(self, facts: RequestFacts, timings: Timings, slices: Sequence[Slice]) -> None:
-        """The request's own attributes, and a span for each slice of its time."""
-        span, transport = facts.span, self._transport(timings)
-        if not facts.is_sibling:
-            span.set(
-                {
-                    names.TTFT_S: timings.ttft_s,
-                    names.TPOT_S: timings.tpot_s,
-                    names.QUEUE_S: timings.phases.queue_s,
-                    names.ATTEMPT: timings.attempts,
-                    names.TRANSFER_BYTES: timings.transfer_bytes,
-                    names.PREFILL_WORKER: timings.prefill_worker,
-                    names.DECODE_WORKER: timings.decode_worker,
-                    **({} if timings.path is None else {names.PATH: timings.path.value}),
-                    **transport,
-                }
-            )
-        for one in slices:
-            attributes: dict[str, int | float | str] = {names.ATTEMPT: one.attempt} if one.attempt else {}
-            if one.phase is Phase.TRANSFER_WAIT:
-                attributes |= {names.TRANSFER_S: timings.transfer_s, names.TRANSFER_BUSY_S: timings.transfer_busy_s}
-                attributes |= transport
-            if one.worker_id:
-                attributes[names.WORKER_ID] = one.worker_id
-            begin_s = facts.arrived_s + one.begin_s
-            span.add(
-                names.PHASE_SPANS[one.phase], begin_s, begin_s + one.seconds, attributes, self._service(one.worker_id)
-            )
 
     def _transport(self, timings: Timings) -> dict[str, str]:
         """The transport of the KV; empty if there was no transfer, or the prefill worker has not reported it yet."""
@@ -312,6 +287,40 @@ class Measure:
             return None
         role = self._role_of(worker_id)
         return Service("pdserve-worker" if role is None else f"pdserve-{role.value}", worker_id)
+
+
+def _trace(
+    facts: RequestFacts,
+    timings: Timings,
+    slices: Sequence[Slice],
+    services: Sequence[Service | None],
+    transport: Mapping[str, str],
+) -> None:
+    """The request's own attributes, and a span for each slice of its time. `services` are those of the slices."""
+    span = facts.span
+    if not facts.is_sibling:
+        span.set(
+            {
+                names.TTFT_S: timings.ttft_s,
+                names.TPOT_S: timings.tpot_s,
+                names.QUEUE_S: timings.phases.queue_s,
+                names.ATTEMPT: timings.attempts,
+                names.TRANSFER_BYTES: timings.transfer_bytes,
+                names.PREFILL_WORKER: timings.prefill_worker,
+                names.DECODE_WORKER: timings.decode_worker,
+                **({} if timings.path is None else {names.PATH: timings.path.value}),
+                **transport,
+            }
+        )
+    for one, service in zip(slices, services, strict=True):
+        attributes: dict[str, int | float | str] = {names.ATTEMPT: one.attempt} if one.attempt else {}
+        if one.phase is Phase.TRANSFER_WAIT:
+            attributes |= {names.TRANSFER_S: timings.transfer_s, names.TRANSFER_BUSY_S: timings.transfer_busy_s}
+            attributes |= transport
+        if one.worker_id:
+            attributes[names.WORKER_ID] = one.worker_id
+        begin_s = facts.arrived_s + one.begin_s
+        span.add(names.PHASE_SPANS[one.phase], begin_s, begin_s + one.seconds, attributes, service)
 
 
 def _finish(facts: RequestFacts, end: FinishRequest) -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.core.results import Phase, Slice, Timings, Usage
-from pdserve.core.types import FinishReason, Path, Sampling, Slo
+from pdserve.core.types import FinishReason, Path, Role, Sampling, Slo
 from pdserve.telemetry import names
 from pdserve.telemetry.metrics import Metrics
 from pdserve.telemetry.tracing import Service, Tracing, make_tracing
-from pdserve.v1 import inference_pb2
+from pdserve.v1 import inference_pb2, worker_pb2
 from router.service.measure import Measure, RequestFacts
-from router.state.interface import FailKind, FailRequest, FinishRequest, Outcome, RequestArrived
+from router.state.interface import EndCancelled, FailKind, FailRequest, FinishRequest, Outcome, RequestArrived
 from tests.unit.telemetry.otlp_sink import OtlpSink, running_sink
 
 SAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -80,6 +82,64 @@ def test_a_trace_that_is_kept_later_has_all_of_its_spans(sink: OtlpSink) -> None
     assert (first.trace_id, second.parent_id) == (SAMPLED[3:35], "")
     below = [sorted(one.name for one in sink.spans if one.parent_id == root.span_id) for root in (first, second)]
     assert below[0] == below[1] == ["pdserve.decode", "pdserve.deliver", "pdserve.queue"]
+
+
+def test_spans_have_the_workers_of_their_time(sink: OtlpSink) -> None:
+    """Also if the workers leave between the end of the request and the decision to keep its trace."""
+    roles = {"p0": Role.PREFILL, "d0": Role.DECODE}
+    links = {("p0", "d0"): worker_pb2.KvLink(decode_worker="d0", transport="shm", reason="same host")}
+    tracing = make_tracing(Service("pdserve-router", "r0"), sink.endpoint, share=0.0)
+    measure = Measure(Metrics.off(), tracing, lambda *of: links.get(of), roles.get)
+    slices = (
+        Slice(phase=Phase.PREFILL, attempt=1, begin_s=0.0, seconds=0.5, worker_id="p0"),
+        Slice(phase=Phase.TRANSFER_WAIT, attempt=1, begin_s=0.5, seconds=0.1),
+        Slice(phase=Phase.DECODE, attempt=1, begin_s=0.6, seconds=0.4, worker_id="d0"),
+    )
+    timings = Timings(
+        ttft_s=0.5,
+        tpot_s=0.1,
+        total_s=1.0,
+        path=Path.REMOTE,
+        prefill_worker="p0",
+        decode_worker="d0",
+        attempts=1,
+        transfer_bytes=1000,
+    )
+    with measure.call_span(REQUEST, "m", "") as span:
+        facts = RequestFacts(span=span, arrived_s=span.started_s, slo=Slo(), operation=names.TEXT_COMPLETION, model="m")
+        end = EndCancelled(request_id="r", timings=timings, num_output_tokens=3, slices=slices)
+        measure.cancelled(facts, end)
+        roles.clear()
+        links.clear()
+        span.keep()
+    tracing.close()
+    [request], [transfer] = sink.named(names.SPAN_REQUEST), sink.named("pdserve.transfer_wait")
+    for one in (request, transfer):
+        found = one.attributes.get(names.TRANSFER_KIND), one.attributes.get(names.TRANSFER_REASON)
+        assert found == ("shm", "same host")
+    below = {one.name: (one.service, one.instance) for one in sink.spans if one is not request}
+    assert below["pdserve.prefill"] == ("pdserve-prefill", "p0")
+    assert below["pdserve.decode"] == ("pdserve-decode", "d0")
+    assert below["pdserve.transfer_wait"] == ("pdserve-router", "r0")
+
+
+def test_a_running_call_does_not_hold_the_hashes_of_its_prompt(sink: OtlpSink) -> None:
+    class Arrival(RequestArrived):  # without slots, so that it can be referenced weakly
+        pass
+
+    measure = Measure(Metrics.off(), make_tracing(Service("pdserve-router", "r0"), sink.endpoint, share=0.0))
+    arrival = Arrival(request_id="r", num_prompt_tokens=10, sampling=Sampling(max_tokens=8), slo=Slo())
+    with measure.call_span(REQUEST, "m", "") as span:
+        facts = RequestFacts(span=span, arrived_s=0.0, slo=Slo(), operation=names.TEXT_COMPLETION, model="m")
+        measure.arrived(facts, arrival)
+        held = weakref.ref(arrival)
+        del arrival
+        gc.collect()
+        assert held() is None
+        span.keep()
+        assert span.attributes[names.REQUEST_ID] == "r"
+        assert span.attributes[names.REQUEST_MAX_TOKENS] == 8
+    measure.tracing.close()
 
 
 def test_metrics_of_requests_have_exact_values() -> None:
