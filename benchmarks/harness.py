@@ -1,10 +1,11 @@
-"""What several benchmarks share: values of flags, spreads, tables, processes that answer orders, a cluster at rest.
+"""What several benchmarks share: values of flags, spreads, tables, CPU time, orders to processes, a cluster at rest.
 
 It imports only the standard library: on a borrowed GPU some parts run without gRPC.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -130,6 +131,20 @@ class JsonProcess:
     def _signal(self, number: signal.Signals) -> None:
         if self._is_alone:
             os.killpg(self._process.pid, number)
+
+
+def cpu_s(pid: int, *, has_children: bool = False) -> float:
+    """CPU time of a process with all its threads, and of its running children if `has_children`; 0 if it has ended."""
+    try:
+        total = time.clock_gettime(~pid << 3 | 2)  # the id that clock_getcpuclockid(3) returns
+    except OSError:
+        total = 0.0
+    if has_children:
+        import psutil  # type: ignore[import-untyped]
+
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total += sum(cpu_s(one.pid) for one in psutil.Process(pid).children(recursive=True))
+    return total
 
 
 def unrest(client: Client, num_workers: int, within_s: float) -> str:

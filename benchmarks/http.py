@@ -26,8 +26,7 @@ from functools import partial
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-import psutil  # type: ignore[import-untyped]
-
+from benchmarks.harness import cpu_s
 from benchmarks.openloop import drive, percentile, poisson
 from pdserve import AsyncClient
 from pdserve.core.json_text import to_json
@@ -128,14 +127,14 @@ async def measure(flags: argparse.Namespace, cluster: Running) -> dict[str, Any]
             messages += 1
         return first_s, messages
 
-    router, gateway = psutil.Process(cluster.pid("router")), psutil.Process(cluster.pid("gateway"))
-    servers: dict[str, tuple[Ask, dict[str, Any]]] = {
+    router, gateway = cluster.pid("router"), cluster.pid("gateway")
+    servers: dict[str, tuple[Ask, dict[str, int]]] = {
         "grpc": (over_grpc, {"router": router}),
         "http": (http.ask, {"router": router, "gateway": gateway}),
     }
     peer = HttpClient(flags.peer) if flags.peer else None
     if peer is not None:
-        servers["peer"] = (peer.ask, {"peer": psutil.Process(flags.peer_pid)})
+        servers["peer"] = (peer.ask, {"peer": flags.peer_pid})
     found: dict[str, dict[str, Any]] = {name: {} for name in servers}
     for tokens in (SHORT_TOKENS, LONG_TOKENS):
         seen = {name: Seen() for name in servers}
@@ -143,13 +142,13 @@ async def measure(flags: argparse.Namespace, cluster: Running) -> dict[str, Any]
         sent = dict.fromkeys(servers, 0)
         for number in range(flags.rounds + 1):
             for name, (ask, processes) in servers.items():
-                before_s = {one: cpu_s(process) for one, process in processes.items()}
+                before_s = {one: cpu_s(pid) for one, pid in processes.items()}
                 results = seen[name] if number else Seen()  # the first round warms up
                 count = await turn(ask, flags.rate, flags.seconds if number else 2.0, tokens, number, results)
                 if number:
                     sent[name] += count
-                    for one, process in processes.items():
-                        used[name][one] += cpu_s(process) - before_s[one]
+                    for one, pid in processes.items():
+                        used[name][one] += cpu_s(pid) - before_s[one]
         for name in servers:
             count = max(sent[name], 1)
             found[name][f"{tokens} tokens"] = {
@@ -166,11 +165,6 @@ async def measure(flags: argparse.Namespace, cluster: Running) -> dict[str, Any]
     if peer is not None:
         peer.close()
     return found
-
-
-def cpu_s(process: Any) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from benchmarks.harness import cpu_s
 from pdserve.core import protocol as pr
 from pdserve.core.attempt import Attempt, AttemptKey
 from pdserve.core.kv.hashing import block_hashes, chain_key
@@ -115,14 +116,14 @@ async def _index(chains: list[list[bytes]]) -> dict[str, list[float]]:
         while len(await index.lookup([HELD])) < len(workers):
             await asyncio.sleep(0.01)
         for chain in chains:
-            marks = [_cpu_s(server.pid), time.process_time()]
+            marks = [cpu_s(server.pid), time.process_time()]
             await index.lookup(chain)
-            marks += [_cpu_s(server.pid), time.process_time()]
+            marks += [cpu_s(server.pid), time.process_time()]
             for one in workers:
                 one.offer(stored=chain)
             while any(one.num_waiting for one in workers):
                 await asyncio.sleep(0.005)
-            marks += [_cpu_s(server.pid), time.process_time()]
+            marks += [cpu_s(server.pid), time.process_time()]
             for name, before, after in zip(names, marks, marks[2:], strict=False):
                 times[name].append(after - before)
         for one in workers:
@@ -133,10 +134,6 @@ async def _index(chains: list[list[bytes]]) -> dict[str, list[float]]:
 
 def _registration(name: str) -> Registration:
     return Registration(worker_id=name, incarnation="1", role=Role.DECODE, endpoint="127.0.0.1:1")
-
-
-def _cpu_s(pid: int) -> float:
-    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
 if __name__ == "__main__":

@@ -28,9 +28,10 @@ from typing import Any, Final
 
 import psutil  # type: ignore[import-untyped]
 
+from benchmarks.harness import cpu_s
 from benchmarks.peers.client import LoadResult, run_load
 from benchmarks.peers.report import Load, Row, markdown, row_of
-from benchmarks.peers.systems import DYNAMO, LAUNCHER, SMG, SYSTEMS, System, cpu_s, install_commands, running
+from benchmarks.peers.systems import DYNAMO, LAUNCHER, SMG, SYSTEMS, System, install_commands, running
 from pdserve.build import FULL_VERSION
 from pdserve.core.json_text import to_json
 

@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import psutil  # type: ignore[import-untyped]
-
 from pdserve.launch.running import Running
 from pdserve.launch.settings import bundled_model
 
@@ -115,18 +113,6 @@ def running(name: str, peers: Path, logs: Path) -> Iterator[System]:
             engines=engines,
             start_s=time.monotonic() - began_s,
         )
-
-
-def cpu_s(pid: int, *, has_children: bool = True) -> float:
-    """CPU time of a process, and of its children if `has_children`: those of the router render templates."""
-    total = 0.0
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        for one in (process, *(process.children(recursive=True) if has_children else ())):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                times = one.cpu_times()
-                total += times.user + times.system
-    return total
 
 
 def await_token(port: int, model: str, began_s: float) -> None:
