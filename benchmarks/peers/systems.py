@@ -136,7 +136,7 @@ def _commands(name: str, peers: Path) -> tuple[int, dict[str, list[str]], dict[s
     python = str(python_of(peers, name))
     port, second, third, metrics = ports
     if name == DIRECT:
-        worker = [sys.executable, "-m", "benchmarks.peers.http_worker", "--port", str(port), "--step-s", str(STEP_S)]
+        worker = [sys.executable, "-m", "benchmarks.peers.client", "--port", str(port), "--step-s", str(STEP_S)]
         return port, {"worker": worker}, {}
     if name == SMG:
         script = str(Path(__file__).parent / "smg_worker.py")
