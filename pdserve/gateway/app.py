@@ -170,6 +170,7 @@ class Gateway:
         """`gate`: the router's, in a process with it; by default one of its own."""
         self.config = config
         self.gate = LoadGate() if gate is None else gate
+        self._owns_gate = gate is None  # a router in this process tells its gate itself how the cluster decided
         self._shutdown = shutdown
         self._door = Door(client, needs_token=needs_token)
         self._health = Health(client)
@@ -251,15 +252,15 @@ class Gateway:
                 priority = call.options.get("priority") or 0
                 self._check_gate(caller, priority)
                 with self.gate.enter(caller.share, priority) as entered:
-                    send.on_begin = entered.accepted
+                    if self._owns_gate:
+                        send.on_success = entered.accepted
                     try:
                         return await self._responder.respond(endpoint, call, caller.client, caller.model, receive, send)
                     except InvalidRequest as error:
                         raise call.renamed(error) from None
-                    except QuotaExceeded:
-                        raise
                     except Overloaded as error:
-                        entered.rejected(error.retry_after_s)
+                        if self._owns_gate and not isinstance(error, QuotaExceeded):
+                            entered.rejected(error.retry_after_s)
                         raise
 
         return handle
@@ -369,6 +370,11 @@ class Gateway:
         return handle
 
     # --- what they share
+
+    def close(self) -> None:
+        """Ends what it runs on the event loop."""
+        if self._owns_gate:
+            self.gate.close()
 
     def _check_gate(self, caller: Caller, priority: int | None) -> None:
         """Raises LoadShed. `priority` None: before the body was read."""

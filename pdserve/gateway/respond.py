@@ -220,7 +220,7 @@ class Sender:
         self._send, self._is_last = send, is_last
         self.has_begun = False
         self.has_ended = False
-        self.on_begin: Callable[[], None] = lambda: None
+        self.on_success: Callable[[], None] = lambda: None  # an answer with status 200 begins
         self.first_part_s: float | None = None  # when the first part of a stream was sent
         self.error_frame: Callable[[ErrorReply], Iterable[bytes]] | None = None
 
@@ -230,7 +230,8 @@ class Sender:
             message = {**message, "headers": [*pairs, (b"connection", b"close")]}
         if not self.has_begun:
             self.has_begun = True
-            self.on_begin()
+            if message.get("status") == 200:
+                self.on_success()
         await self._send(message)
         self.has_ended = message["type"] == "http.response.body" and not message.get("more_body", False)
         if self.first_part_s is None and self.error_frame is not None and message.get("more_body", False):

@@ -183,7 +183,7 @@ class GatewayServer:
         finally:
             measuring.cancel()
             if self._gateway is not None:
-                self._gateway.gate.close()
+                self._gateway.close()
             await client.close()
 
     async def _measure_forever(self) -> None:

@@ -223,3 +223,13 @@ def test_an_unknown_token_is_checked_before_it_is_shed() -> None:
         close_gate(gate_of(host))
         assert [status_with(token) for token in ("operator", "wrong", "operator")] == [429, 401, 429]
         connection.close()
+
+
+def test_only_an_answer_counts_as_accepted(toy: Served, raw: Connect) -> None:
+    with gateway(toy.router) as host:
+        too_long = json.dumps({"prompt": "hello", "max_tokens": 10**6}).encode()
+        assert status_of(exchange(raw(host.address), post(too_long))) == 400
+        [flow] = gate_of(host)._callers[OPERATOR].values()
+        assert flow.accepted_rps == 0.0
+        assert status_of(exchange(raw(host.address), post())) == 200
+        assert flow.accepted_rps > 0.0

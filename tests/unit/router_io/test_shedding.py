@@ -8,13 +8,14 @@ import grpc
 import pytest
 
 from pdserve.config import GatewayConfig
-from pdserve.core.access.gate import ACCEPTED_S
+from pdserve.core.access.gate import ACCEPTED_S, BURST_S
 from pdserve.core.access.shares import OPERATOR
 from pdserve.core.errors import LoadShed, Overloaded, PdserveError
 from pdserve.gateway.server import GatewayServer
 from pdserve.telemetry.metrics import Metrics
 from pdserve.v1 import inference_pb2
 from pdserve.wire import status
+from router.service.admission import Admission
 from tests.unit.router_io.conftest import Connect, Front, until
 from tests.unit.router_io.processes import Program, Start
 
@@ -80,18 +81,30 @@ async def test_a_rejection_by_the_state_uses_the_budget(connect: Connect, start:
     assert flow.retry_s == pytest.approx(error.retry_after_s)
 
 
+async def post(address: str, body: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, port = address.rsplit(":", 1)
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+    return reader, writer
+
+
+async def status_of(address: str, body: bytes) -> bytes:
+    reader, writer = await post(address, body)
+    answer = await reader.read()
+    writer.close()
+    return answer.split()[1]
+
+
 async def test_a_gateway_in_the_routers_process_enters_each_request_once(
     connect: Connect, slow_decode: Program
 ) -> None:
     front = await connect(slow_decode)
     gate = front.server.gate.core
     gateway = GatewayServer(GatewayConfig(router="", port=0), front.server.transport, gate=front.server.gate)
-    host, port = (await gateway.start()).rsplit(":", 1)
+    address = await gateway.start()
     try:
-        reader, writer = await asyncio.open_connection(host, int(port))
-        body = b'{"prompt": "hello", "max_tokens": 20, "stream": true}'
-        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
-        writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        reader, writer = await post(address, b'{"prompt": "hello", "max_tokens": 20, "stream": true}')
         assert b" 200 " in await reader.readline()
         assert gate.running == 1
         assert b"[DONE]" in await reader.read()
@@ -101,3 +114,37 @@ async def test_a_gateway_in_the_routers_process_enters_each_request_once(
         assert 0.0 < flow.accepted_rps <= 1.0 / ACCEPTED_S
     finally:
         await gateway.stop()
+
+
+async def test_a_gateway_in_the_routers_process_leaves_the_decision_to_the_router(
+    connect: Connect, decode: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither an error nor a rejection that is not the state's counts."""
+    front = await connect(decode)
+    gate = front.server.gate.core
+    gate.request_s = 3600.0
+    gateway = GatewayServer(GatewayConfig(router="", port=0), front.server.transport, gate=front.server.gate)
+    address = await gateway.start()
+    try:
+        assert await status_of(address, b'{"prompt": "hello", "max_tokens": 1000000}') == b"400"
+
+        async def no_room(*args: object) -> None:
+            raise Overloaded("too many prompts are waiting", 1.0)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Admission, "prepare", no_room)
+            assert await status_of(address, b'{"prompt": "hello"}') == b"429"
+        [flow] = gate._callers[OPERATOR].values()
+        assert (flow.accepted_rps, flow.level_s, flow.budget.level_s) == (0.0, 0.0, BURST_S)
+    finally:
+        await gateway.stop()
+
+
+async def test_a_gateway_that_ends_leaves_the_routers_gate_open(connect: Connect, decode: Program) -> None:
+    front = await connect(decode)
+    gate = front.server.gate
+    gateway = GatewayServer(GatewayConfig(router="", port=0), front.server.transport, gate=gate)
+    await gateway.start()
+    with gate.enter(OPERATOR, 0):
+        await gateway.stop()
+        assert gate._timer is not None
