@@ -16,6 +16,7 @@ from typing import Final, final
 
 from pdserve.core.access.gate import DEFAULT_TTFT_S, Gate
 from pdserve.core.errors import LoadShed
+from pdserve.wire.local_channel import QUEUED_S
 
 PERIOD_S: Final = 0.02  # of the timer
 IDLE_S: Final = 1.0  # without a running request, after which the timer stops
@@ -27,18 +28,19 @@ ENTERED: ContextVar[EnteredRequest | None] = ContextVar("pdserveENTERED", defaul
 class EnteredRequest:
     """Notes how the cluster decided, once."""
 
-    __slots__ = ("_has_waited", "_is_decided", "began_s", "caller", "gate", "priority")
+    __slots__ = ("_has_waited", "_is_decided", "caller", "gate", "priority")
 
     def __init__(self, gate: LoadGate, caller: str, priority: int) -> None:
         self.gate, self.caller, self.priority = gate, caller, priority
-        self.began_s = gate.clock()
         self._has_waited = self._is_decided = False
 
     def reached_router(self) -> None:
-        """From the gateway of the router's process, for the first of its calls."""
+        """From the gateway of the router's process. The wait of its first call counts: further ones wait for each
+        other, and work before the first, such as the tokenizer's, is no delay of the event loop."""
         if not self._has_waited:
             self._has_waited = True
-            self.gate.core.waited(self.gate.clock() - self.began_s)
+            now_s = self.gate.clock()
+            self.gate.core.waited(now_s - QUEUED_S.get(now_s))
 
     def accepted(self) -> None:
         if not self._is_decided:

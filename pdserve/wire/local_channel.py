@@ -22,6 +22,7 @@ import contextlib
 import contextvars
 import inspect
 import logging
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from functools import partial
@@ -39,6 +40,9 @@ PEER: Final = "unix:"
 EOF: Final[Any] = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in its stubs
 _OK: Final = grpc.StatusCode.OK
 _CLOSED: Final = "Cancelling all calls"  # gRPC's text when a server ends
+
+#: When the call that this task serves began to wait for its turn, by time.monotonic().
+QUEUED_S: contextvars.ContextVar[float] = contextvars.ContextVar("pdserveQUEUED_S")
 
 Metadata = Sequence[tuple[str, str | bytes]]
 
@@ -338,6 +342,7 @@ class LocalServer:
             return
         self._running[serving] = channel
         context = self._context.copy()
+        context.run(QUEUED_S.set, time.monotonic())
         for variable in self._inherited:
             if (value := variable.get(None)) is not None:
                 context.run(variable.set, value)

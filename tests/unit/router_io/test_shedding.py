@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import grpc
 import pytest
 
+from pdserve.client.aio import AsyncClient
 from pdserve.config import GatewayConfig
-from pdserve.core.access.gate import ACCEPTED_S, BURST_S
+from pdserve.core.access.gate import ACCEPTED_S, BURST_S, Gate
 from pdserve.core.access.shares import OPERATOR
 from pdserve.core.errors import LoadShed, Overloaded, PdserveError
 from pdserve.gateway.server import GatewayServer
@@ -148,3 +150,32 @@ async def test_a_gateway_that_ends_leaves_the_routers_gate_open(connect: Connect
     with gate.enter(OPERATOR, 0):
         await gateway.stop()
         assert gate._timer is not None
+
+
+async def test_the_time_in_the_tokenizer_is_no_wait_of_a_request(
+    connect: Connect, decode: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer with its prompt (`echo`) has its prompt tokenized before its call."""
+    front = await connect(decode)
+    gate = front.server.gate
+    waits: list[tuple[float, float]] = []
+    ended_s: list[float] = []
+    tokenize = AsyncClient.tokenize
+
+    async def slow(self: AsyncClient, *args: Any) -> list[int]:
+        found = await tokenize(self, *args)
+        await asyncio.sleep(0.01)
+        ended_s.append(gate.clock())
+        return found
+
+    monkeypatch.setattr(AsyncClient, "tokenize", slow)
+    monkeypatch.setattr(Gate, "waited", lambda self, seconds: waits.append((seconds, gate.clock())))
+    gateway = GatewayServer(GatewayConfig(router="", port=0), front.server.transport, gate=gate)
+    address = await gateway.start()
+    try:
+        body = b'{"prompt": "hello", "max_tokens": 1, "echo": true, "logprobs": 1}'
+        assert await status_of(address, body) == b"200"
+    finally:
+        await gateway.stop()
+    [(waited_s, at_s)], [tokenized_s] = waits, ended_s
+    assert 0.0 < waited_s <= at_s - tokenized_s
