@@ -7,7 +7,8 @@ it. Everything runs on one event loop.
   from the client.
 - Messages are passed by reference. A message that was written belongs to its reader, so a handler writes each one once
   and does not change it afterwards. It does not change a request either, because the client may send it again.
-- At most MAX_BEGUN calls begin in one turn of the event loop, because each may compute for some milliseconds.
+- At most MAX_BEGUN calls begin in one turn of the event loop, because each may compute for some milliseconds. Callers
+  take turns, and so do the tasks of a caller, so a request does not wait for all prompts of another one.
 - A writer waits while its reader is more than MAX_AHEAD messages behind.
 - Status, details, deadline and cancellation are those of grpc.aio (tests/unit/wire/test_local_channel.py compares).
 
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 
 MAX_AHEAD: Final = 8  # messages that were written and not read
 MAX_BEGUN: Final = 4  # calls in one turn of the event loop: a client may begin hundreds at once
+STOP_S: Final = 5.0  # in which a handler ends after its cancellation
 #: gRPC's name for a peer on a unix socket: a client of this process counts as one on this host.
 PEER: Final = "unix:"
 EOF: Final[Any] = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in its stubs
@@ -288,6 +290,33 @@ class LocalCall:
             self._serving.cancel()
 
 
+@final
+class _Waiting:
+    """Calls that have not begun, with their requests and contexts. Callers take turns, and within each its tasks."""
+
+    def __init__(self) -> None:
+        self._of: dict[Any, dict[Any, deque[tuple[_Serving, Any, contextvars.Context]]]] = {}  # the next one first
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    def add(self, serving: _Serving, request: Any, context: contextvars.Context) -> None:
+        caller = dict(serving.invocation_metadata()).get("authorization")
+        tasks = self._of.setdefault(caller, {})
+        tasks.setdefault(asyncio.current_task(), deque()).append((serving, request, context))
+
+    def pop(self) -> tuple[_Serving, Any, contextvars.Context]:
+        caller, tasks = next(iter(self._of.items()))
+        task, calls = next(iter(tasks.items()))
+        del self._of[caller], tasks[task]
+        found = calls.popleft()
+        if calls:
+            tasks[task] = calls
+        if tasks:
+            self._of[caller] = tasks
+        return found
+
+
 # --- server, transport and channel ----------------------------------------------------------------------------
 
 
@@ -311,8 +340,7 @@ class LocalServer:
         self._context = contextvars.copy_context()
         self._inherited = inherited
         self._running: dict[_Serving, LocalChannel] = {}  # also those that have not begun
-        #: Calls, their requests and contexts, for the next turns of the loop.
-        self._waiting: deque[tuple[_Serving, Any, contextvars.Context]] = deque()
+        self._unary, self._streams = _Waiting(), _Waiting()  # for the next turns of the loop
         self._num_begun = 0  # in this turn
         self._has_ended = False
 
@@ -323,20 +351,25 @@ class LocalServer:
         self._handlers |= {f"/{service}/{name}": one for name, one in handlers.items()}
 
     async def stop(self, grace_s: float) -> None:
-        """Rejects new calls, and ends those that still run after `grace_s`."""
+        """Rejects new calls and those that have not begun, and ends those that still run after `grace_s`."""
         self._has_ended = True
+        for serving in list(self._running):
+            if serving.task is None:
+                serving.halt(grpc.StatusCode.UNAVAILABLE, _CLOSED)
         if (tasks := self._tasks()) and grace_s > 0:
             await asyncio.wait(tasks, timeout=grace_s)
         for serving in list(self._running):
             serving.halt(grpc.StatusCode.UNAVAILABLE, _CLOSED)
         if tasks := self._tasks():
-            await asyncio.wait(tasks)
+            _, left = await asyncio.wait(tasks, timeout=STOP_S)
+            if left:
+                log.warning("handlers did not end", extra={"calls": len(left), "after_s": STOP_S})
 
     def handler(self, method: str) -> Any:
         """None if there is none."""
         return self._handlers.get(method)
 
-    def begin(self, channel: LocalChannel, serving: _Serving, request: Any) -> None:
+    def begin(self, channel: LocalChannel, serving: _Serving, request: Any, *, is_unary: bool) -> None:
         if self._has_ended:
             serving.halt(grpc.StatusCode.UNAVAILABLE, _CLOSED)
             return
@@ -346,7 +379,7 @@ class LocalServer:
         for variable in self._inherited:
             if (value := variable.get(None)) is not None:
                 context.run(variable.set, value)
-        self._waiting.append((serving, request, context))
+        (self._unary if is_unary else self._streams).add(serving, request, context)
         self._begin_some()
 
     def close(self, channel: LocalChannel) -> None:
@@ -356,8 +389,10 @@ class LocalServer:
 
     def _begin_some(self) -> None:
         loop = asyncio.get_running_loop()
-        while self._waiting and self._num_begun < MAX_BEGUN:
-            serving, request, context = self._waiting.popleft()
+        while (self._unary or self._streams) and self._num_begun < MAX_BEGUN:
+            # One of a stream in each turn, so that others cannot keep all streams waiting.
+            is_unary = self._unary and not (self._streams and self._num_begun == MAX_BEGUN - 1)
+            serving, request, context = (self._unary if is_unary else self._streams).pop()
             if serving.status is not None:  # cancelled
                 del self._running[serving]
                 continue
@@ -407,12 +442,12 @@ class LocalChannel:
     def unary_unary(
         self, method: str, request_serializer: Any, response_deserializer: Any, _registered_method: bool = False
     ) -> Callable[..., LocalCall]:
-        return partial(self._call, method, request_serializer, response_deserializer)
+        return partial(self._call, method, request_serializer, response_deserializer, True)
 
     def unary_stream(
         self, method: str, request_serializer: Any, response_deserializer: Any, _registered_method: bool = False
     ) -> Callable[..., LocalCall]:
-        return partial(self._call, method, request_serializer, response_deserializer)
+        return partial(self._call, method, request_serializer, response_deserializer, False)
 
     async def close(self, grace: float | None = None) -> None:
         self._is_closed = True
@@ -423,6 +458,7 @@ class LocalChannel:
         method: str,
         serialize: Callable[[Any], bytes],
         deserialize: Callable[[bytes], Any],
+        is_unary: bool,
         request: Any,
         *,
         timeout: float | None = None,
@@ -440,7 +476,7 @@ class LocalChannel:
         if timeout is not None and timeout <= 0:
             serving.expire()
         else:
-            self._server.begin(self, serving, request)
+            self._server.begin(self, serving, request, is_unary=is_unary)
         return LocalCall(serving, read)
 
 

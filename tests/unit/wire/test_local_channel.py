@@ -29,8 +29,8 @@ from pdserve.core.errors import (
 )
 from pdserve.owned_folder import OwnedFolder
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
-from pdserve.wire import status
-from pdserve.wire.local_channel import MAX_AHEAD, LocalServer, LocalTransport
+from pdserve.wire import local_channel, status
+from pdserve.wire.local_channel import MAX_AHEAD, MAX_BEGUN, LocalServer, LocalTransport
 from pdserve.wire.peer_server import make_health_servicer
 from pdserve.wire.requests import RequestCheck
 from router.service.auth import AuthInterceptor, current_tenant
@@ -571,3 +571,120 @@ async def test_a_call_inherits_the_variables_that_its_server_names_and_no_others
     async with AsyncClient("localhost:1", transport=LocalTransport(server)) as client:
         await client.detokenize([1])
     assert seen == ["of the client", "unset"]
+
+
+class Order(inference_pb2_grpc.InferenceServiceServicer):
+    """Which calls have begun. None of them ends by itself."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+
+    async def Generate(self, request: Any, context: Any) -> None:
+        self.begun.append(request.text)
+        await asyncio.Event().wait()
+
+    async def Tokenize(self, request: Any, context: Any) -> Any:
+        self.begun.append(request.text)
+        await asyncio.Event().wait()
+
+
+@contextlib.asynccontextmanager
+async def ordered() -> AsyncIterator[tuple[Order, LocalServer, inference_pb2_grpc.InferenceServiceStub]]:
+    order, server = Order(), LocalServer((), MOST_BYTES)
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(order, server)
+    yield order, server, inference_pb2_grpc.InferenceServiceStub(LocalTransport(server).open_aio(None))
+    await server.stop(0)
+
+
+async def turns_until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(SOON_S):
+        while not holds():
+            await asyncio.sleep(0)
+
+
+def metadata_of(caller: str) -> list[tuple[str, str]]:
+    return [("authorization", f"Bearer {caller}")] if caller else []
+
+
+@pytest.mark.parametrize("callers", [("", ""), ("a", "b")], ids=["two tasks of a caller", "two callers"])
+async def test_a_request_does_not_wait_for_all_prompts_of_others(callers: tuple[str, str]) -> None:
+    async with ordered() as (order, _, stub):
+        calls = []
+
+        async def ask(text: str, num: int, caller: str) -> None:
+            request = inference_pb2.GenerateRequest(text=text)
+            calls.extend([stub.Generate(request, metadata=metadata_of(caller)) for _ in range(num)])
+
+        for _ in range(3):
+            await asyncio.create_task(ask("many", 128, callers[0]))
+        before = len(order.begun)
+        await asyncio.create_task(ask("one", 1, callers[1]))
+        await turns_until(lambda: "one" in order.begun)
+        assert len(order.begun) - before <= 4 * MAX_BEGUN
+        await turns_until(lambda: len(order.begun) == len(calls))
+
+
+async def test_each_caller_has_its_turn_however_many_tasks_another_has() -> None:
+    async with ordered() as (order, _, stub):
+        calls = []
+
+        async def ask(caller: str) -> None:
+            request = inference_pb2.GenerateRequest(text=caller)
+            calls.append(stub.Generate(request, metadata=metadata_of(caller)))
+
+        await asyncio.gather(*map(ask, ["a"] * 100 + ["b"] * 10))
+        before = len(order.begun)
+        await turns_until(lambda: order.begun.count("b") == 10)
+        assert len(order.begun) - before <= 2 * 10 + 2 * MAX_BEGUN
+        await turns_until(lambda: len(order.begun) == len(calls))
+
+
+async def test_a_call_with_one_answer_begins_before_streams_and_does_not_stop_them() -> None:
+    async with ordered() as (order, _, stub):
+        stream, whole = inference_pb2.GenerateRequest(text="stream"), inference_pb2.TokenizeRequest(text="whole")
+        calls = [stub.Generate(stream) for _ in range(10 * MAX_BEGUN)]
+        calls += [stub.Tokenize(whole) for _ in range(3 * MAX_BEGUN)]
+        await turns_until(lambda: len(order.begun) >= 3 * MAX_BEGUN)
+        later = order.begun[MAX_BEGUN : 3 * MAX_BEGUN]
+        assert later == (["whole"] * (MAX_BEGUN - 1) + ["stream"]) * 2
+        await turns_until(lambda: len(order.begun) == len(calls))
+
+
+async def test_the_end_of_a_server_does_not_wait_for_calls_that_have_not_begun() -> None:
+    async with ordered() as (order, server, stub):
+        calls = [stub.Generate(inference_pb2.GenerateRequest(text="x")) for _ in range(10 * MAX_BEGUN)]
+        stopping = asyncio.create_task(server.stop(SOON_S))
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await calls[-1].read()
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert not stopping.done()
+        for call in calls:
+            call.cancel()
+        await stopping
+        assert len(order.begun) <= 2 * MAX_BEGUN  # of the turns before it
+        assert not server._running
+
+
+async def test_the_end_of_a_server_does_not_wait_for_a_handler_that_does_not_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(local_channel, "STOP_S", 0.01)
+    has_begun, may_end = asyncio.Event(), asyncio.Event()
+
+    class Deaf(inference_pb2_grpc.InferenceServiceServicer):
+        async def Generate(self, request: Any, context: Any) -> None:
+            has_begun.set()
+            while not may_end.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await may_end.wait()
+
+    server = LocalServer((), MOST_BYTES)
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(Deaf(), server)
+    channel = LocalTransport(server).open_aio(None)
+    call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(inference_pb2.GenerateRequest())
+    await has_begun.wait()
+    async with asyncio.timeout(SOON_S):
+        await server.stop(0)
+    may_end.set()
+    await turns_until(lambda: not server._running)
+    assert call.cancel() is False
