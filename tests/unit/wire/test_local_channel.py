@@ -85,7 +85,7 @@ class Inference(inference_pb2_grpc.InferenceServiceServicer):
     async def do_facts(self, request: Any, context: Any) -> None:
         metadata = dict(context.invocation_metadata())
         self.seen += [metadata.get("authorization"), metadata.get("traceparent"), context.peer()]
-        self.seen += [0.0 < context.time_remaining() <= 5.0, current_tenant().name, VARIABLE.get()]
+        self.seen += [0.0 < context.time_remaining() < 6.0, current_tenant().name, VARIABLE.get()]
         VARIABLE.set("of the handler")
         await self.do_stream(request, context)
 
