@@ -15,6 +15,7 @@ import fcntl
 import logging
 import mmap
 import os
+import time
 from collections.abc import Awaitable, Callable
 from hashlib import blake2b
 from pathlib import Path
@@ -26,6 +27,7 @@ import grpc.aio
 
 from pdserve.config import MAX_ROUTERS, member_socket
 from pdserve.core.errors import ConfigError, Overloaded
+from pdserve.outage_log import OutageLog
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc
 from pdserve.wire import status
 from router.service.tenants import TenantCounts
@@ -242,12 +244,17 @@ def _add(totals: cluster_pb2.LiveTotals, more: cluster_pb2.LiveTotals) -> None:
 # --- counts of tenants ----------------------------------------------------------------------------------------
 # A file in the folder, which each router maps into its memory, and locks for the few microseconds of one use. So a
 # quota holds for all routers together exactly as for one, and costs no message. The kernel releases the lock of a
-# router that ends, even if it is killed.
+# router that ends, even if it is killed. A router that is stopped with the lock keeps it: the others then reject
+# calls of tenants after LOCK_S, and write what has ended once they get the lock.
 #
 # The file has one row for each tenant. Each router has a column for its own answers in progress. When it starts, it
 # clears its column, because its predecessor's answers have ended with that. Until then, they count.
 
 FILE: Final = "tenants"
+LOCK_S: Final = 0.01  # how long the event loop waits for the lock
+LOCK_CHECK_S: Final = 0.0002
+LOCK_RETRY_S: Final = 1.0  # retry time of a rejected call, and for how long the loop then does not wait again
+WRITE_CHECK_S: Final = 0.5
 MAX_ROWS: Final = 16_384  # more than a key file has tenants, with room for those that were removed from it
 _FULL: Final = float("inf")  # the level of a bucket of which nothing was taken
 _NUM_ROWS: Final = Struct("<Q")  # rows in use, at the start of the file
@@ -264,15 +271,26 @@ _RUNNING_AT: Final = _BUCKET_AT + _BUCKET.size
 @final
 class SharedCountsFile:
     def __init__(self, folder: Path, member: int) -> None:
-        """`member`: the number of this router among those that share the folder; no other running router has it."""
+        """`member`: the number of this router among those that share the folder. Raises ConfigError if a running
+        router has it."""
         self._column = _RUNNING_AT + member * _OWN.size
-        self._file = os.open(folder / FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._number = _open(folder / f"router-{member}.lock")
+        try:
+            fcntl.flock(self._number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._number)
+            raise ConfigError("member", member, f"a number that no running router in {folder} has") from None
+        self._file = _open(folder / FILE)
         os.ftruncate(self._file, _FIRST + MAX_ROWS * _ROW.size)  # a file that is not written takes no room
         self.data = mmap.mmap(self._file, 0)
-        self.lock()
-        for at in self._rows():
+        for at in self._rows():  # without the lock, because only this router writes its column
             _OWN.pack_into(self.data, at + self._column, 0)
-        self.unlock()
+        self._wait_again_s = 0.0
+        self._outages = OutageLog(
+            log, "another router keeps the counts of tenants locked", "the counts can be used again"
+        )
+        self._is_locked_out = False
+        self.unwritten: set[SharedCounts] = set()  # changed while the lock could not be had
 
     def counts_of(self, tenant: str) -> TenantCounts:
         return SharedCounts(self, blake2b(tenant.encode(), digest_size=_DIGEST_BYTES).digest(), self._column)
@@ -282,34 +300,71 @@ class SharedCountsFile:
         if not self.data.closed:
             self.data.close()
             os.close(self._file)
+            os.close(self._number)
 
     @property
     def is_closed(self) -> bool:
         return self.data.closed
 
     def lock(self) -> None:
-        fcntl.flock(self._file, fcntl.LOCK_EX)
+        """Raises Overloaded if another router keeps it for longer than LOCK_S."""
+        until_s = None
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                now_s = time.monotonic()
+                if until_s is None:
+                    until_s = now_s + LOCK_S if now_s >= self._wait_again_s else now_s
+                if now_s >= until_s:
+                    self._wait_again_s = max(self._wait_again_s, now_s + LOCK_RETRY_S)
+                    self._is_locked_out = True
+                    self._outages.failed(waited_s=LOCK_S)
+                    message = "another router of this host does not release the counts of tenants"
+                    raise Overloaded(message, LOCK_RETRY_S) from None
+                time.sleep(LOCK_CHECK_S)
+        if self._is_locked_out:
+            self._is_locked_out, self._wait_again_s = False, 0.0
+            self._outages.recovered()
 
     def unlock(self) -> None:
         fcntl.flock(self._file, fcntl.LOCK_UN)
 
+    def write_rest(self) -> None:
+        """What could not be written before. While locked."""
+        while self.unwritten:
+            counts = self.unwritten.pop()
+            with contextlib.suppress(Overloaded):  # no row is left for it
+                counts.read()
+                counts.write()
+
+    async def keep_written(self) -> None:
+        """Runs until it is cancelled."""
+        while True:
+            await asyncio.sleep(WRITE_CHECK_S)
+            if self.unwritten and not self.is_closed:
+                with contextlib.suppress(Overloaded):
+                    self.lock()
+                    self.write_rest()
+                    self.unlock()
+
     def row_of(self, digest: bytes) -> int:
         """The offset of the tenant's row, which may be new. While locked. Raises Overloaded."""
-        end = _FIRST + self._num_rows() * _ROW.size
+        count = self._num_rows()
+        end = _FIRST + count * _ROW.size
         at = self.data.find(digest, _FIRST, end)
         while at >= 0 and (at - _FIRST) % _ROW.size:  # the same bytes, by chance, elsewhere in a row
             at = self.data.find(digest, at + 1, end)
         if at < 0:
-            at = self._new_row()
+            at = end if count < MAX_ROWS else self._longest_idle()
             _ROW.pack_into(self.data, at, digest, _FULL, 0.0, *([0] * MAX_ROUTERS))
+            if at == end:  # last, because this router may be killed before
+                _NUM_ROWS.pack_into(self.data, 0, count + 1)
         return at
 
-    def _new_row(self) -> int:
-        """A row that was never used, or that of the tenant whose last call was the longest ago."""
-        count = self._num_rows()
-        if count < MAX_ROWS:
-            _NUM_ROWS.pack_into(self.data, 0, count + 1)
-            return _FIRST + count * _ROW.size
+    def _longest_idle(self) -> int:
+        """The row of the tenant whose last call was the longest ago."""
         idle = [at for at in self._rows() if not any(_RUNNING.unpack_from(self.data, at + _RUNNING_AT))]
         if not idle:
             raise Overloaded(f"{MAX_ROWS} tenants have answers in progress", 1.0)
@@ -322,16 +377,21 @@ class SharedCountsFile:
         return min(int(_NUM_ROWS.unpack_from(self.data)[0]), MAX_ROWS)
 
 
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
 @final
 class SharedCounts(TenantCounts):
     """One tenant's row, read at the start of a block, written at its end, and locked between."""
 
-    __slots__ = ("_at", "_column", "_digest", "_file")
+    __slots__ = ("_at", "_column", "_digest", "_file", "_owed")
 
     def __init__(self, file: SharedCountsFile, digest: bytes, column: int) -> None:
         super().__init__()
         self._file, self._digest, self._column = file, digest, column
         self._at = _FIRST
+        self._owed = 0.0  # tokens that are not in the file's bucket yet
 
     def __enter__(self) -> None:
         file = self._file
@@ -339,13 +399,7 @@ class SharedCounts(TenantCounts):
             return
         file.lock()
         try:
-            data = file.data
-            if data[self._at : self._at + _DIGEST_BYTES] != self._digest:
-                self._at = file.row_of(self._digest)
-            level, self.at_s = _BUCKET.unpack_from(data, self._at + _BUCKET_AT)
-            self.level = None if level == _FULL else level
-            own = _OWN.unpack_from(data, self._at + self._column)[0]
-            self.others = sum(_RUNNING.unpack_from(data, self._at + _RUNNING_AT)) - own
+            self.read()
         except BaseException:
             file.unlock()
             raise
@@ -354,7 +408,30 @@ class SharedCounts(TenantCounts):
         file = self._file
         if file.is_closed:
             return
-        level = _FULL if self.level is None else self.level
-        _BUCKET.pack_into(file.data, self._at + _BUCKET_AT, level, self.at_s)
-        _OWN.pack_into(file.data, self._at + self._column, max(self.running, 0))
+        self.write()
+        if file.unwritten:
+            file.write_rest()
         file.unlock()
+
+    def defer(self, tokens: float) -> None:
+        self._owed += tokens
+        self._file.unwritten.add(self)
+
+    def read(self) -> None:
+        """While locked. Raises Overloaded."""
+        data = self._file.data
+        if data[self._at : self._at + _DIGEST_BYTES] != self._digest:
+            self._at = self._file.row_of(self._digest)
+        level, self.at_s = _BUCKET.unpack_from(data, self._at + _BUCKET_AT)
+        self.level = None if level == _FULL else level + self._owed
+        self._owed = 0.0
+        own = _OWN.unpack_from(data, self._at + self._column)[0]
+        self.others = sum(_RUNNING.unpack_from(data, self._at + _RUNNING_AT)) - own
+
+    def write(self) -> None:
+        """While locked, after `read`."""
+        data = self._file.data
+        level = _FULL if self.level is None else self.level
+        _BUCKET.pack_into(data, self._at + _BUCKET_AT, level, self.at_s)
+        _OWN.pack_into(data, self._at + self._column, max(self.running, 0))
+        self._file.unwritten.discard(self)

@@ -189,6 +189,8 @@ class RouterServer:
         if config.redis:
             await self._follow_redis()
         self._spawn(self._tenants.watch(), "tenants")
+        if self._shared_counts is not None:
+            self._spawn(self._shared_counts.keep_written(), "counts")
         self._workers.dial(config.workers)
         self._spawn(self._follow_readiness(admission), "readiness")
         self._spawn(admission.children.keep_warm(), "warm")

@@ -21,7 +21,7 @@ from typing import Final, final
 from pdserve.core.access.key_file import DEFAULT_TENANT, RESERVED_NAMES, Tenant
 from pdserve.core.access.proof import ClusterSecret
 from pdserve.core.durations import clamped_s
-from pdserve.core.errors import InvalidRequest, QuotaExceeded
+from pdserve.core.errors import InvalidRequest, Overloaded, QuotaExceeded
 from pdserve.core.protocol import Load
 from router.state.interface import Event, TimePassed, WorkerForgotten, WorkerLost
 
@@ -35,7 +35,8 @@ RETRY_S: Final = (0.05, 30.0)  # shortest and longest retry time for answers in 
 
 
 class TenantCounts:
-    """The counts of one tenant. They are read and changed in a `with` block, because routers may share them."""
+    """The counts of one tenant. They are read and changed in a `with` block, because routers may share them. A block
+    raises Overloaded, before it begins, if they cannot be had now."""
 
     __slots__ = ("at_s", "level", "others", "running")
 
@@ -50,6 +51,9 @@ class TenantCounts:
 
     def __exit__(self, *error: object) -> None:
         pass
+
+    def defer(self, tokens: float) -> None:
+        """After a block could not begin: the next one adds `tokens` to the bucket, and has the new `running`."""
 
 
 @final
@@ -118,8 +122,11 @@ class QuotaAccount:
 
     def add(self, tokens: int) -> None:
         if tokens and self.tenant.tokens_per_minute is not None:
-            with self.counts:
-                self.put(tokens)
+            try:
+                with self.counts:
+                    self.put(tokens)
+            except Overloaded:
+                self.counts.defer(tokens)
 
     def put(self, tokens: int) -> None:
         """In a block."""
@@ -129,8 +136,12 @@ class QuotaAccount:
 
     def freed(self, count: int, seconds: float | None) -> None:
         if count:
-            with self.counts:
-                self.counts.running -= count
+            self.counts.running -= count
+            try:
+                with self.counts:
+                    pass
+            except Overloaded:
+                self.counts.defer(0)
         assert self.counts.running >= 0, f"tenant {self.tenant.name} has a negative number of answers in progress"
         if seconds is not None:
             self.mean_s = seconds if self.mean_s is None else self.mean_s + WEIGHT * (seconds - self.mean_s)
@@ -226,7 +237,7 @@ class Quotas:
         self._accounts: dict[str, QuotaAccount] = {}
 
     def open(self, tenant: Tenant, now_s: float, *, least_tokens: int = 1) -> CallClaim:
-        """Opens a claim for a call that needs at least `least_tokens`. Raises QuotaExceeded.
+        """Opens a claim for a call that needs at least `least_tokens`. Raises Overloaded.
 
         The caller closes the claim.
         """

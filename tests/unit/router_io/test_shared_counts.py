@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
 import multiprocessing
+import os
 from collections.abc import Iterator
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -10,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.core.access.key_file import Tenant
-from pdserve.core.errors import Overloaded, QuotaExceeded
+from pdserve.core.errors import ConfigError, Overloaded, QuotaExceeded
 from router.service import router_group
 from router.service.router_group import SharedCountsFile
 from router.service.tenants import AnswerClaim, Quotas
@@ -67,16 +70,78 @@ def test_answers_in_progress_count_in_all_routers(routers: list[Quotas]) -> None
     assert [one.all_running() for one in routers] == [{"acme": 2}, {"acme": 0}, {"acme": 1}]
 
 
-def test_the_answers_of_a_crashed_router_count_until_it_starts_again(routers: list[Quotas], tmp_path: Path) -> None:
+def test_the_answers_of_a_crashed_router_count_until_it_starts_again(
+    routers: list[Quotas], files: list[SharedCountsFile], tmp_path: Path
+) -> None:
     for quotas in routers:
         begin(quotas, 1, 1)
     with pytest.raises(QuotaExceeded):
         begin(routers[0], 1, 1)
+    files[2].close()
     successor = SharedCountsFile(tmp_path, 2)
     begin(routers[0], 1, 1)
     with pytest.raises(QuotaExceeded):
         begin(Quotas(MINUTE_S, successor.counts_of), 1, 1)
     successor.close()
+
+
+def test_two_running_routers_never_have_one_number(routers: list[Quotas], tmp_path: Path) -> None:
+    begin(routers[2], 1, 1)
+    with pytest.raises(ConfigError, match=r"member: got 2, expected a number that no running router in .* has"):
+        SharedCountsFile(tmp_path, 2)
+    for _ in range(2):
+        begin(routers[0], 1, 1)
+    with pytest.raises(QuotaExceeded, match="3 of 3 answers"):
+        begin(routers[0], 1, 1)
+
+
+def hold(folder: Path) -> int:
+    descriptor = os.open(folder / router_group.FILE, os.O_RDWR)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return descriptor
+
+
+def test_calls_are_rejected_while_a_stopped_router_has_the_lock(
+    routers: list[Quotas], files: list[SharedCountsFile], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second, _ = routers
+    answers = [begin(first, 100, 50, 1.0) for _ in range(2)]
+    stopped = hold(tmp_path)
+    for _ in range(3):
+        with pytest.raises(Overloaded, match="does not release the counts") as caught:
+            begin(first, 1, 1, 1.0)
+        assert not isinstance(caught.value, QuotaExceeded)
+        assert caught.value.retry_after_s == router_group.LOCK_RETRY_S
+    for one in answers:
+        one.emitted(10)
+        one.end(is_free=False)
+        one.release(1.0)
+    assert first.running("acme") == 0
+    assert len([one for one in caplog.records if "locked" in one.message]) == 1, "logged once"
+    os.close(stopped)
+    claims = [begin(second, 1, 1, 1.0)]
+    with pytest.raises(QuotaExceeded, match="3 of 3 answers"):
+        [begin(second, 1, 1, 1.0) for _ in range(2)]
+    begin(first, 1, 1, 1.0, Tenant(name="other", max_concurrent=1)).release(1.0)  # writes the rest
+    claims += [begin(second, 1, 1, 1.0)]
+    assert second.level("acme", 1.0) == 600 - 2 * (100 + 10) - 4
+
+
+async def test_what_ended_meanwhile_is_written_without_a_further_call(
+    routers: list[Quotas], files: list[SharedCountsFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_group, "WRITE_CHECK_S", 0.01)
+    answers = [begin(routers[0], 1, 1) for _ in range(3)]
+    stopped = hold(tmp_path)
+    answers[0].release(1.0)
+    writing = asyncio.create_task(files[0].keep_written())
+    assert files[0].unwritten
+    os.close(stopped)
+    async with asyncio.timeout(20.0):
+        while files[0].unwritten:
+            await asyncio.sleep(0.005)
+    begin(routers[1], 1, 1)
+    writing.cancel()
 
 
 def test_new_limits_apply_in_all_routers(routers: list[Quotas]) -> None:
@@ -130,7 +195,10 @@ def contend(folder: Path, member: int, start: Barrier, calls: int) -> None:
     Path(folder, f"admitted-{member}").write_text(f"{admitted} {quotas.running('acme')}")
 
 
-def test_processes_that_call_at_the_same_time_never_exceed_a_quota(tmp_path: Path) -> None:
+def test_processes_that_call_at_the_same_time_never_exceed_a_quota(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_group, "LOCK_S", 30.0)  # on a busy machine, a process may lose its core with the lock
     context = multiprocessing.get_context("fork")
     start = context.Barrier(4)
     processes = [context.Process(target=contend, args=(tmp_path, one, start, 400)) for one in range(4)]
