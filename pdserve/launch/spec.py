@@ -105,7 +105,11 @@ class ClusterSpec:
         if self.routers not in NUM_ROUTERS:
             raise ConfigError("routers", self.routers, str(NUM_ROUTERS))
         if self.routers > 1 and self.http_process:
-            raise ConfigError("http_process", True, "one router: each of several serves HTTP in its own process")
+            raise ConfigError(
+                "http_process", True, f"false: `http_process` works with one router only, and routers is {self.routers}"
+            )
+        if self.http_process and self.http is None:
+            raise ConfigError("http_process", True, "http with it (`--http PORT`): no HTTP is served without")
         if self.ray_strategy not in RAY_STRATEGIES:
             raise ConfigError("ray_strategy", self.ray_strategy, f"one of {', '.join(RAY_STRATEGIES)}")
         if self.ray_wait_s not in RAY_WAIT_S:
@@ -174,17 +178,27 @@ def ports(spec: ClusterSpec, *, are_workers_here: bool) -> list[tuple[str, str, 
     """The setting, address and number of each port on this host that has a number. Without those of the launcher
     itself."""
     started = processes(spec) if are_workers_here else routers(spec, ())
-    found = [one for process in started for one in _ports(process.config, process.module)]
+    found = [one for process in started for one in _ports(spec, process.config, process.module)]
     for member in range(spec.routers):
         if (http := gateway_config(spec, member=member)) is not None:
-            found += _ports(http, "gateway")
+            found += _ports(spec, http, "gateway", member)
     return [one for one in dict.fromkeys(found) if one[2]]  # routers share ports
 
 
-def _ports(config: WorkerConfig | RouterConfig | GatewayConfig, table: str) -> list[tuple[str, str, int]]:
+def _ports(
+    spec: ClusterSpec, config: WorkerConfig | RouterConfig | GatewayConfig, table: str, member: int = 0
+) -> list[tuple[str, str, int]]:
+    """`member`: the number of the gateway's router."""
+    member = config.member if isinstance(config, RouterConfig) else member
+    given = {f"{kind}.metrics_port" for kind, values in spec.settings.items() if values.get("metrics_port")}
+    metrics = f"{table}.metrics_port"
+    if spec.metrics is not None and not given & {metrics, "worker.metrics_port"}:
+        metrics = f"metrics + {config.metrics_port - spec.metrics}"
+    elif member:
+        metrics += f" + {member}"
     found = [
         ("http" if isinstance(config, GatewayConfig) else "port", config.host, config.port),
-        (f"{table}.metrics_port", metrics_host(config), config.metrics_port),
+        (metrics, metrics_host(config), config.metrics_port),
     ]
     if isinstance(config, WorkerConfig) and (rendezvous := endpoint_of(config.rendezvous)):
         found.append((f"{table}.rendezvous", *rendezvous))

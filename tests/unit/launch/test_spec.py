@@ -99,8 +99,10 @@ def test_the_number_of_routers_is_bounded(count: int) -> None:
 
 
 def test_a_gateway_process_has_one_router() -> None:
-    with pytest.raises(ConfigError, match="http_process: got True, expected one router"):
+    with pytest.raises(ConfigError, match="`http_process` works with one router only"):
         spec(routers=2, http=8000, http_process=True)
+    with pytest.raises(ConfigError, match=r"http_process: got True, expected http with it \(`--http PORT`\)"):
+        spec(http_process=True)
 
 
 def test_threads_spin_briefly_by_default() -> None:
@@ -198,12 +200,12 @@ def test_every_port_of_this_host_is_listed_once() -> None:
     remote = {"tensor_parallel": 2, "local_ranks": 1, "rendezvous": "[::1]:7000", "metrics_port": 9000}
     one = spec(port=50051, http=8000, metrics=9500, worker_ports=(1, 2), settings={"decode_worker": remote})
     workers = [
-        *[("port", "127.0.0.1", 1), ("prefill_worker.metrics_port", "127.0.0.1", 9502)],
+        *[("port", "127.0.0.1", 1), ("metrics + 2", "127.0.0.1", 9502)],
         *[("port", "::1", 2), ("decode_worker.metrics_port", "::1", 9001), ("decode_worker.rendezvous", "::1", 7001)],
     ]
     others = [
-        *[("port", "127.0.0.1", 50051), ("router.metrics_port", "127.0.0.1", 9501)],
-        *[("http", "127.0.0.1", 8000), ("gateway.metrics_port", "127.0.0.1", 9504)],
+        *[("port", "127.0.0.1", 50051), ("metrics + 1", "127.0.0.1", 9501)],
+        *[("http", "127.0.0.1", 8000), ("metrics + 4", "127.0.0.1", 9504)],
     ]
     assert ports(one, are_workers_here=True) == workers + others
     assert ports(one, are_workers_here=False) == others
