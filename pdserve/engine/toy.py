@@ -176,7 +176,7 @@ class ToyEngine:
 
     def _out(self, row: Row) -> RowOut:
         if row.sample is not None and row.sample.grammar is not None:
-            return RowOut(failed=f"{row.sample.grammar.field}: the toy follows no grammar")
+            return RowOut(failed=f"{row.sample.grammar.field}: the engine toy cannot follow a grammar")
         return RowOut(kept(self._draws(row), row.drafts), self._scored(row))
 
     def _scored(self, row: Row) -> tuple[TokenOut, ...]:

@@ -359,7 +359,7 @@ def test_an_unusable_grammar_fails_the_row() -> None:
     [out] = ToyEngine().step(
         [Row(tokens=[65], start=0, blocks=[0], sample=Sampling(grammar=bad), history=[65], prompt_len=1)]
     )
-    assert (out.sampled, out.failed) == ((), "regex: the toy follows no grammar")
+    assert (out.sampled, out.failed) == ((), "regex: the engine toy cannot follow a grammar")
 
 
 def test_a_finished_grammar_always_ends_the_text(engine: Engine) -> None:
