@@ -97,8 +97,8 @@ def needed_by(config: WorkerConfig | RouterConfig | GatewayConfig) -> int:
 
 
 def with_allowed_connections(config: GatewayConfig, num_reserved: int = 0) -> GatewayConfig:
-    """The default number of connections, lowered to what the hard limit of open files leaves beside `num_reserved`. A
-    number that was set is kept: allow_descriptors() then says what it needs."""
+    """The default number of connections, also if it was set, lowered to what the hard limit of open files leaves
+    beside `num_reserved`. Another number is kept: allow_descriptors() then says what it needs."""
     if resource is None or config.max_connections != GATEWAY_CONNECTIONS:
         return config
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
