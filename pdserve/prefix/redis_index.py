@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Any, Final, final
 
 from pdserve.core.urls import hide_password
 from pdserve.outage_log import OutageLog, PeerLog
@@ -22,8 +21,11 @@ from pdserve.prefix.schema import fingerprint_of, index_tag, worker_of
 log = logging.getLogger(__name__)
 
 REDIS_TIMEOUT_S: Final = 1.0
-ALL_BLOCKS: Final = 64  # up to this number, one query for all blocks is cheaper than two for fewer
-LOOKUP_SLOTS: Final = 64  # asked in one script, during which Redis serves no other client
+LOOKUP_SLOTS: Final = 64  # asked for a chain in one script, during which Redis serves no other client
+HOLDER_SLOTS: Final = 512  # asked for one block
+# Blocks of a chain that each slot is asked for, before it is searched. Fewer if many slots share them.
+MAX_PROBES: Final = 64
+ALL_PROBES: Final = 512
 MAX_IN_FLIGHT: Final = 32
 LATE_IN_A_ROW: Final = 3
 _NOTHING: Final[Mapping[str, int]] = {}
@@ -52,6 +54,7 @@ class RedisIndex:
         self._redis = connect(url, timeout_s=REDIS_TIMEOUT_S, max_connections=MAX_IN_FLIGHT + 2)
         self._where = hide_password(url)
         self._lookup = self._redis.register_script(schema.LOOKUP)
+        self._holders = self._redis.register_script(schema.HOLDERS)
         self._cluster = cluster
         self._timeout_s, self._refresh_s = timeout_s, refresh_s
         self._tag = b""
@@ -118,26 +121,42 @@ class RedisIndex:
 
     async def _ask(self, hashes: Sequence[bytes]) -> Mapping[str, int]:
         slots = self._slots
-        epoch, depths = await self._depths(hashes, slots)
-        if epoch != slots.epoch:
+        depths = await self._depths(hashes, slots)
+        if depths is None:
             slots = await self._read_slots()
-            _, depths = await self._depths(hashes, slots)
+            depths = await self._depths(hashes, slots)
         found: dict[str, int] = {}
-        for worker_id, depth in zip(slots.worker_of_slot.values(), depths, strict=True):
+        for slot, depth in (depths or {}).items():
+            worker_id = slots.worker_of_slot[slot]
             if depth > found.get(worker_id, 0):
                 found[worker_id] = depth
         return found
 
-    async def _depths(self, hashes: Sequence[bytes], slots: _Slots) -> tuple[bytes, list[int]]:
-        """The epoch, and the number of leading blocks that each of the slots holds."""
-        chain, stride, asked = b"".join(hashes), _stride(len(hashes)), list(slots.worker_of_slot)
-        epoch = slots.epoch
-        depths: list[int] = []
-        for first in range(0, len(asked), LOOKUP_SLOTS):
-            args = [chain, stride, *asked[first : first + LOOKUP_SLOTS]]
-            epoch, reply = await self._lookup(keys=[self._tag], args=args)
-            depths += map(int, reply.split())
-        return epoch, depths
+    async def _depths(self, hashes: Sequence[bytes], slots: _Slots) -> dict[int, int] | None:
+        """The number of leading blocks that the slots hold; None if the slots have changed since they were read."""
+        asked = list(slots.worker_of_slot)
+        if len(asked) > LOOKUP_SLOTS:  # sends the chain only for those that hold its first block
+            replies = await self._run(self._holders, [hashes[0]], asked, HOLDER_SLOTS)
+            if any(epoch != slots.epoch for epoch, _ in replies):
+                return None
+            is_held = b"".join(held for _, held in replies)
+            asked = [slot for slot, held in zip(asked, is_held, strict=True) if held == ord("1")]
+        num_probes = max(1, min(MAX_PROBES, ALL_PROBES // max(1, len(asked))))
+        replies = await self._run(self._lookup, [b"".join(hashes), num_probes], asked, LOOKUP_SLOTS)
+        if any(epoch != slots.epoch for epoch, _ in replies):
+            return None
+        return dict(zip(asked, (int(depth) for _, depths in replies for depth in depths.split()), strict=True))
+
+    async def _run(self, script: Any, asked: list[Any], slots: Sequence[int], most: int) -> list[tuple[bytes, bytes]]:
+        """The replies to a script for each `most` of the slots, sent together. Redis serves others in between."""
+        parts = [slots[first : first + most] for first in range(0, len(slots), most)]
+        if len(parts) == 1:
+            return [await script(keys=[self._tag], args=[*asked, *parts[0]])]
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for part in parts:
+                await script(keys=[self._tag], args=[*asked, *part], client=pipeline)
+            replies: list[tuple[bytes, bytes]] = await pipeline.execute()
+        return replies
 
     async def _read_slots(self) -> _Slots:
         tag = self._tag
@@ -219,8 +238,3 @@ class RedisIndex:
         """Stops lookups until the background task has received an answer from Redis."""
         self._is_available = False
         self._outages.failed(redis=self._where, why=why)
-
-
-def _stride(count: int) -> int:
-    """The distance of the blocks that are queried first: all if `count` is small."""
-    return 1 if count <= ALL_BLOCKS else max(16, math.isqrt(count))

@@ -213,43 +213,52 @@ return 1
 """
 )
 
-# ARGV: a chain of hashes in one string, distance of the probes, slots. Returns the epoch, and for each slot the number
-# of the chain's leading blocks that it holds.
+# ARGV: a hash, slots. Returns the epoch, and for each slot 1 if it holds the hash, otherwise 0.
+HOLDERS: Final = """
+local tag, hash, held = KEYS[1], ARGV[1], {}
+for index = 2, #ARGV do held[#held + 1] = redis.call('SISMEMBER', tag .. ':r:' .. ARGV[index], hash) end
+return {redis.call('GET', tag .. ':epoch') or '', table.concat(held)}
+"""
+
+# ARGV: a chain of hashes in one string, most probes, slots. Returns the epoch, and for each slot the number of the
+# chain's leading blocks that it holds.
 #
-# A slot with the first block is asked for every n-th block and the last, and then for those before the first that is
-# missing. A cache evicts leaves first, so a worker that holds a block nearly always holds those before it.
+# A slot with the first block is asked for this many at equal distances, the last among them, and then searched by
+# bisection before the first that is missing. The depth of the slot before is tried first, because workers often hold
+# the same shared prefix. A cache evicts leaves first, so a worker that holds a block nearly always
+# holds those before it; a damaged block may be gone from the middle, and is noticed if it is asked for.
 LOOKUP: Final = """
-local tag, hashes, stride = KEYS[1], ARGV[1], tonumber(ARGV[2])
+local tag, hashes = KEYS[1], ARGV[1]
 local count = #hashes / 16
-local function members(first, last, step)
-  local found = {}
-  for at = first, last, step do found[#found + 1] = string.sub(hashes, 16 * at - 15, 16 * at) end
-  if step > 1 and last % step > 0 then found[#found + 1] = string.sub(hashes, 16 * last - 15, 16 * last) end
-  return found
+local step = math.ceil(count / tonumber(ARGV[2]))
+local function block(at) return string.sub(hashes, 16 * at - 15, 16 * at) end
+local first, places, probes = block(1), {}, {}
+for at = step, count + step - 1, step do
+  places[#places + 1] = math.min(at, count)
+  probes[#probes + 1] = block(math.min(at, count))
 end
-local probes, between = members(stride, count, stride), {}
-local function leading(key, asked)
-  if #asked == 0 then return 0 end
-  local held = redis.call('SMISMEMBER', key, unpack(asked))
-  for at = 1, #asked do
-    if held[at] == 0 then return at - 1 end
-  end
-  return #asked
-end
-local depths, first = {}, string.sub(hashes, 1, 16)
+local depths, depth, before = {}, 0, 0
 for index = 3, #ARGV do
-  local key, depth = tag .. ':r:' .. ARGV[index], 0
+  local key, missing = tag .. ':r:' .. ARGV[index], 1
+  before, depth = depth > 0 and depth or before, 0
   if redis.call('SISMEMBER', key, first) == 1 then
-    local passed = leading(key, probes)
-    if passed == #probes then
-      depth = count
-    else
-      depth = passed * stride
-      if not between[passed] then
-        between[passed] = members(depth + 1, math.min(depth + stride, count) - 1, 1)
+    depth, missing = 1, count + 1
+    for at, is_held in ipairs(redis.call('SMISMEMBER', key, unpack(probes))) do
+      if is_held == 0 then
+        missing = places[at]
+        break
       end
-      depth = depth + leading(key, between[passed])
+      depth = places[at]
     end
+  end
+  while missing - depth > 1 do
+    local middle = math.floor((depth + missing) / 2)
+    if before == depth then
+      middle = before + 1
+    elseif before > depth and before < missing then
+      middle = before
+    end
+    if redis.call('SISMEMBER', key, block(middle)) == 1 then depth = middle else missing = middle end
   end
   depths[#depths + 1] = depth
 end

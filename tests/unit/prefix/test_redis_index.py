@@ -16,9 +16,10 @@ import redis
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv.hashing import block_hashes, chain_key
+from pdserve.prefix import schema
 from pdserve.prefix.embedded import EmbeddedRedis
 from pdserve.prefix.publisher import GRACE_LEASES
-from pdserve.prefix.redis_index import ALL_BLOCKS, LOOKUP_SLOTS, RedisIndex, _stride
+from pdserve.prefix.redis_index import LOOKUP_SLOTS, MAX_PROBES, RedisIndex
 from pdserve.prefix.registry import Registry
 from pdserve.prefix.schema import fingerprint_of, index_tag
 from tests.support.tcp_redis import listen_on_tcp
@@ -72,6 +73,55 @@ async def test_more_workers_than_one_script_asks_for(url: str) -> None:
             await worker.start()
         await until_found(index, blocks, {f"w{number}": number + 1 for number in range(72)}, deadline_s=30.0)
         await asyncio.gather(*(worker.stop() for worker in workers))
+
+
+def fill(client: Any, blocks: list[bytes], depths: list[int]) -> None:
+    """Leases a slot for each depth, whose worker holds so many of the blocks."""
+    claim = client.register_script(schema.CLAIM)
+    for number, depth in enumerate(depths):
+        owner = schema.owner_of(f"w{number}", "first")
+        slot, _, _ = claim(keys=[TAG], args=[owner, f"w{number}", 600_000, schema.MAX_SLOTS, "0"])
+        if depth:
+            client.sadd(f"{TAG}:r:{slot}", "", *blocks[:depth])
+
+
+@pytest.mark.parametrize(("count", "length"), [(3, 1000), (64, 1000), (65, 129), (200, 1), (200, 700)])
+async def test_depths_are_exact_for_any_number_of_workers(url: str, count: int, length: int) -> None:
+    blocks = chain(length)
+    depths = [(number * 7919) % (length + 1) for number in range(count)]
+    with redis.Redis.from_url(url) as client:
+        fill(client, blocks, depths)
+    async with following(url) as index:
+        await until_found(index, blocks, {f"w{number}": depth for number, depth in enumerate(depths) if depth})
+
+
+async def test_a_chain_is_sent_only_for_the_slots_that_hold_its_first_block(url: str) -> None:
+    blocks = chain(4096)
+    with redis.Redis.from_url(url) as client:
+        fill(client, blocks, [4096, *[0] * 600, 7])
+        async with following(url, refresh_s=60.0) as index:
+            await until_found(index, blocks, {"w0": 4096, "w601": 7})
+            before = client.info("stats")["total_net_input_bytes"]
+            assert await index.lookup(blocks) == {"w0": 4096, "w601": 7}
+            sent = client.info("stats")["total_net_input_bytes"] - before
+    assert 16 * 4096 < sent < 2 * 16 * 4096
+
+
+async def test_slots_that_change_during_a_second_lookup_too_are_not_believed(url: str) -> None:
+    with redis.Redis.from_url(url) as client:
+        fill(client, chain(4), [4])
+        async with following(url, refresh_s=60.0) as index:
+            await until_found(index, chain(4), {"w0": 4})
+            read = index._read_slots
+
+            async def read_before_a_change() -> object:
+                slots = await read()
+                client.incr(f"{TAG}:epoch")
+                return slots
+
+            index._read_slots = read_before_a_change  # type: ignore[method-assign, assignment]
+            client.incr(f"{TAG}:epoch")
+            assert await index.lookup(chain(4)) == {}
 
 
 async def test_a_new_incarnation_masks_the_old_one_at_once(url: str) -> None:
@@ -524,7 +574,7 @@ async def test_a_missing_block_ends_the_prefix_where_probes_can_tell(url: str, l
     async with following(url) as index, publishing(url, "w") as worker:
         worker.offer(stored=blocks)
         await until_found(index, blocks, {"w": length})
-        missing = length // 2 if length <= ALL_BLOCKS else _stride(length) - 1
+        missing = length // 2 if length <= MAX_PROBES else -(-length // MAX_PROBES) - 1
         worker.offer(removed=[blocks[missing]])
         await until_found(index, blocks, {"w": missing})
         worker.offer(removed=blocks[:1])
