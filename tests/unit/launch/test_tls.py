@@ -37,7 +37,6 @@ def spec(**changes: object) -> ClusterSpec:
 
 def test_each_process_has_a_certificate_of_its_own(temporary: Path) -> None:
     asked = spec(
-        http=8000,
         http_process=True,
         tls=ClusterTls.asked("auto", ""),
         host="192.0.2.9",
