@@ -32,8 +32,9 @@ def render(topology: Topology) -> str:
     """Formats a table. Pure."""
     head = ("WORKER", "ROLE", "STATE", "RUNNING", "WAITING", "FREE BLOCKS", "CACHED", "ENDPOINT")
     lines = table([head, *map(_row, topology.workers)])
+    several = f" in {topology.num_answered} of {topology.num_routers} routers" if topology.num_routers > 1 else ""
     summary = (
-        f"{topology.router_id}: {topology.running_requests} running, {topology.queued_requests} queued, "
+        f"{topology.router_id}: {topology.running_requests} running, {topology.queued_requests} queued{several}, "
         f"up {topology.uptime_s:.0f} s"
     )
     links = [

@@ -135,6 +135,8 @@ class Topology:
     running_requests: int
     uptime_s: float
     version: str = ""  # of the router, with its build; empty if unknown
+    num_routers: int = 0  # that share the port; 0 if unknown
+    num_answered: int = 0  # of these, whose requests are counted
 
     def of_role(self, role: Role | str) -> tuple[Worker, ...]:
         return tuple(worker for worker in self.workers if worker.role == role)

@@ -14,20 +14,24 @@ class GetTopologyRequest(_message.Message):
     def __init__(self, only_this_router: _Optional[bool] = ...) -> None: ...
 
 class GetTopologyResponse(_message.Message):
-    __slots__ = ("router_id", "workers", "queued_requests", "running_requests", "uptime_s", "version")
+    __slots__ = ("router_id", "workers", "queued_requests", "running_requests", "uptime_s", "version", "num_routers", "num_answered")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROUTERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ANSWERED_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     workers: _containers.RepeatedCompositeFieldContainer[WorkerView]
     queued_requests: int
     running_requests: int
     uptime_s: float
     version: str
-    def __init__(self, router_id: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerView, _Mapping]]] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., uptime_s: _Optional[float] = ..., version: _Optional[str] = ...) -> None: ...
+    num_routers: int
+    num_answered: int
+    def __init__(self, router_id: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerView, _Mapping]]] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., uptime_s: _Optional[float] = ..., version: _Optional[str] = ..., num_routers: _Optional[int] = ..., num_answered: _Optional[int] = ...) -> None: ...
 
 class WorkerView(_message.Message):
     __slots__ = ("worker_id", "incarnation", "role", "endpoint", "is_connected", "is_draining", "load", "num_blocks", "is_drained", "kv_links", "version")

@@ -135,7 +135,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
     async def GetTopology(
         self, request: cluster_pb2.GetTopologyRequest, context: Any
     ) -> cluster_pb2.GetTopologyResponse:
-        queued, running = (0, 0) if request.only_this_router else await self._group.counts()
+        queued, running, answered = (0, 0, 0) if request.only_this_router else await self._group.counts()
         topology = self._runtime.state.snapshot()
         return cluster_pb2.GetTopologyResponse(
             router_id=self._router_id,
@@ -144,6 +144,8 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
             running_requests=topology.running + running,
             uptime_s=time.monotonic() - self._started_s,
             version=FULL_VERSION,
+            num_routers=1 + self._group.num_others,
+            num_answered=1 + answered,
         )
 
     async def Explain(self, request: cluster_pb2.ExplainRequest, context: Any) -> cluster_pb2.ExplainResponse:

@@ -79,11 +79,18 @@ class RouterGroup:
                 self._channels[member] = grpc.aio.insecure_channel(target, _OPTIONS)
         return {one: cluster_pb2_grpc.ClusterServiceStub(self._channels[one]) for one in self._others}
 
-    async def counts(self) -> tuple[int, int]:
-        """The queued and running requests of the other routers."""
+    @property
+    def num_others(self) -> int:
+        return 0 if self._folder is None else len(self._others)
+
+    async def counts(self) -> tuple[int, int, int]:
+        """The queued and running requests of the other routers, and how many of these have answered."""
         request = cluster_pb2.GetTopologyRequest(only_this_router=True)
         answers, _ = await self._ask(lambda stub: stub.GetTopology(request, **self.call))
-        return sum(one.queued_requests for one in answers), sum(one.running_requests for one in answers)
+        queued, running = (
+            sum(getattr(one, name) for one in answers) for name in ("queued_requests", "running_requests")
+        )
+        return queued, running, len(answers)
 
     async def explain(self, request_id: str) -> tuple[cluster_pb2.ExplainResponse | None, bool]:
         """The explanation of a router that has one, and whether all have answered."""

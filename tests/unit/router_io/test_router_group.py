@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from pdserve import AsyncClient
+from pdserve.cli.operate import render
 from pdserve.client.base import Retries
 from pdserve.config import RouterConfig
 from pdserve.core.errors import ConfigError, NotFound, QuotaExceeded, ShuttingDown, Unavailable
@@ -88,7 +89,9 @@ async def test_an_unknown_request_is_unavailable_while_a_router_is_gone(
     socket_of(folder, 2).touch()  # of a router that was killed; the fourth has none
     with pytest.raises(Unavailable, match="another router does not answer"):
         await first.client.explain("unknown")
-    assert (await first.client.topology()).running_requests == 0
+    seen = await first.client.topology()
+    assert (seen.running_requests, seen.num_routers, seen.num_answered) == (0, 4, 2)
+    assert "0 running, 0 queued in 2 of 4 routers, up" in render(seen)
 
 
 async def test_topology_and_frames_count_the_requests_of_all(connect_two: ConnectTwo, slow_decode: Program) -> None:
