@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import TracebackType
@@ -16,7 +16,7 @@ import grpc.aio
 
 from pdserve.client import base, beam
 from pdserve.client import base as calls
-from pdserve.client.base import AnswerBuilder, Attempts, BaseClient, BaseStream, UnaryCall
+from pdserve.client.base import AnswerBuilder, Attempts, BaseClient, BaseStream, UnaryCall, scored_tokens
 from pdserve.client.beam import Beam, EarlyStopping, Tops
 from pdserve.client.request import Options, Prompt, token_ids_of
 from pdserve.client.results import Completion, Explanation, Model, Piece, Token, Topology
@@ -250,7 +250,7 @@ class AsyncStream(BaseStream, AsyncIterator[Piece]):
             except grpc.RpcError as error:
                 if self._is_closed:
                     break
-                await self._try_again(status.from_rpc_error(error))
+                await self._closing(self._try_again(status.from_rpc_error(error)))
                 continue
             except asyncio.CancelledError:
                 # grpc raises this both for a call that close() ended and for a cancelled reader.
@@ -262,8 +262,8 @@ class AsyncStream(BaseStream, AsyncIterator[Piece]):
                 self._is_closed = True
                 self._answer.end()
                 break
-            if message.HasField("prompt_logprobs"):  # of up to a whole prompt, whose conversion takes a while
-                await asyncio.get_running_loop().run_in_executor(_CONVERTER, self._answer.take, message)
+            if message.HasField("prompt_logprobs"):
+                await self._closing(self._take_scored(message.prompt_logprobs))
             elif (piece := self._answer.take(message)) is not None:
                 return piece
         raise StopAsyncIteration
@@ -273,6 +273,19 @@ class AsyncStream(BaseStream, AsyncIterator[Piece]):
         """Whether the next message is known to be there already. gRPC does not say so, but a call within this process
         does."""
         return not self._is_closed and getattr(self._call, "has_message", False)
+
+    async def _closing(self, work: Awaitable[None]) -> None:
+        """Ends the request if the work fails or its reader is cancelled."""
+        try:
+            await work
+        except BaseException:
+            self.close()
+            raise
+
+    async def _take_scored(self, message: inference_pb2.PromptLogprobs) -> None:
+        # The thread goes on after a cancellation, so it changes nothing.
+        tokens = await asyncio.get_running_loop().run_in_executor(_CONVERTER, scored_tokens, message)
+        self._answer.scored(message, tokens)
 
     async def _try_again(self, failure: PdserveError) -> None:
         delay_s = self._delay_s(failure)

@@ -80,7 +80,7 @@ class AnswerBuilder:
             self.reasoning = message.started.reasoning if message.started.HasField("reasoning") else None
             self._call.answered_by(message.started.model)
         elif event == "prompt_logprobs":
-            self._scored(message.prompt_logprobs)
+            self.scored(message.prompt_logprobs, scored_tokens(message.prompt_logprobs))
         elif event == "finished":
             self._finished.append(message.finished)
             if len(self._finished) == self._num_answers:
@@ -102,9 +102,10 @@ class AnswerBuilder:
         """Available with the first piece."""
         return tuple(self._prompt_logprobs)
 
-    def _scored(self, message: inference_pb2.PromptLogprobs) -> None:
+    def scored(self, message: inference_pb2.PromptLogprobs, tokens: Sequence[TokenLogprob]) -> None:
+        """`tokens`: scored_tokens(message)."""
         del self._prompt_logprobs[message.first_position :]
-        self._prompt_logprobs += map(results.TOKEN_LOGPROB.decode, message.tokens)
+        self._prompt_logprobs += tokens
 
     def _complete(self) -> Completion:
         choices = [
@@ -145,6 +146,11 @@ class AnswerBuilder:
         if self._completion is None:
             raise RuntimeError("the stream has no completion: it was not read to its end")
         return self._completion
+
+
+def scored_tokens(message: inference_pb2.PromptLogprobs) -> list[TokenLogprob]:
+    """Of up to a whole prompt, whose conversion takes a while."""
+    return list(map(results.TOKEN_LOGPROB.decode, message.tokens))
 
 
 def _attributes(request: inference_pb2.GenerateRequest, server: tuple[str, int | None]) -> dict[str, Any]:

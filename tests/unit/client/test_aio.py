@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
+import grpc
+import grpc.aio
 import pytest
 
 from pdserve import (
@@ -17,6 +20,10 @@ from pdserve import (
     Retries,
     Unavailable,
 )
+from pdserve.client import aio
+from pdserve.client.aio import AsyncStream
+from pdserve.client.base import AnswerBuilder, Attempts
+from pdserve.v1 import inference_pb2
 
 from .conftest import WAIT_S, Script, delta, finished, started
 
@@ -180,3 +187,85 @@ async def test_a_closed_client_says_so(target: str) -> None:
     for call in (client.generate("hi"), client.topology(), other.model(), anext(client.watch())):
         with pytest.raises(ValueError, match=r"^this Client is closed$"):
             await call
+
+
+class ScoredCall:
+    """A call whose next message is always of prompt logprobs."""
+
+    is_cancelled = False
+
+    async def read(self) -> inference_pb2.GenerateResponse:
+        message = inference_pb2.GenerateResponse()
+        message.prompt_logprobs.first_position = 1
+        message.prompt_logprobs.tokens.add()
+        return message
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+def scored_stream(call: ScoredCall) -> AsyncStream:
+    request = inference_pb2.GenerateRequest()
+    request.sampling.prompt_logprobs = 1
+    return AsyncStream(
+        lambda _: call, AnswerBuilder(request, ("localhost", 1), is_stream=True), Attempts(WAIT_S, QUICK)
+    )
+
+
+async def test_a_cancelled_reader_ends_its_call_while_prompt_logprobs_are_converted() -> None:
+    is_converting, may_end = threading.Event(), threading.Event()
+    converter = aio._CONVERTER
+    holding = converter.submit(lambda: (is_converting.set(), may_end.wait(WAIT_S)))  # before the conversion
+    try:
+        call = ScoredCall()
+        stream = scored_stream(call)
+        reader = asyncio.create_task(anext(stream))
+        async with asyncio.timeout(WAIT_S):
+            while not converter._work_queue.qsize() or not is_converting.is_set():
+                await asyncio.sleep(0)
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+        assert call.is_cancelled
+    finally:
+        may_end.set()
+    await asyncio.wrap_future(holding)
+    await asyncio.get_running_loop().run_in_executor(converter, int)  # after the conversion
+    assert stream.prompt_logprobs == (None,)
+
+
+async def test_a_conversion_that_fails_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(_: object) -> None:
+        raise MemoryError
+
+    call = ScoredCall()
+    monkeypatch.setattr(aio, "scored_tokens", crash)
+    with pytest.raises(MemoryError):
+        await anext(scored_stream(call))
+    assert call.is_cancelled
+
+
+async def test_a_reader_that_is_cancelled_before_a_retry_ends_its_stream() -> None:
+    calls: list[FailingCall] = []
+
+    class FailingCall(ScoredCall):
+        async def read(self) -> inference_pb2.GenerateResponse:
+            has_failed.set()
+            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())
+
+    def begin(_: float) -> FailingCall:
+        calls.append(FailingCall())
+        return calls[-1]
+
+    has_failed = asyncio.Event()
+    answer = AnswerBuilder(inference_pb2.GenerateRequest(), ("localhost", 1), is_stream=True)
+    attempts = Attempts(10 * WAIT_S, Retries(limit=2, first_backoff_s=WAIT_S, longest_backoff_s=WAIT_S))
+    stream = AsyncStream(begin, answer, attempts)
+    reader = asyncio.create_task(anext(stream))
+    await has_failed.wait()
+    await asyncio.sleep(0)
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    assert [piece async for piece in stream] == []
+    assert len(calls) == 1
