@@ -233,9 +233,10 @@ def test_the_token_the_targets_and_the_trace_reach_the_router(client: openai.Ope
 
 def test_an_id_in_use_is_a_conflict() -> None:
     """OpenAI's clients retry a conflict, and its error names the id."""
-    with serve(router={"max_new_tokens": 20_000}) as served, contextlib.ExitStack() as stack:
-        ask = {"model": "toy", "prompt": "x", "max_tokens": 20_000, "extra_body": {"ignore_eos": True}}
-        for _ in range(16):  # nobody reads them, so they do not end
+    slow = {"toy_step_s": 0.02}
+    with serve(router={"max_new_tokens": 8000}, worker=slow) as served, contextlib.ExitStack() as stack:
+        ask = {"model": "toy", "prompt": "x", "max_tokens": 8000, "extra_body": {"ignore_eos": True}}
+        for _ in range(16):  # each takes more than two minutes
             given = {"x-request-id": "same"}
             stream = stack.enter_context(served.openai.completions.create(**ask, stream=True, extra_headers=given))
             next(iter(stream))
