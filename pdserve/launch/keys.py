@@ -23,6 +23,7 @@ COMPUTED: Final = frozenset(
         "router_id",
         "group",
         "member",
+        "members",
         "gateway_id",
         "router",
         "unix_socket",

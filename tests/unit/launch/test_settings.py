@@ -185,7 +185,7 @@ NUMBERS = [
     (kind, one)
     for kind, config in (("worker", WorkerConfig), ("router", RouterConfig))
     for one in dataclasses.fields(config)
-    if str(one.type) in ("int", "float") and one.name not in ("port", "member")  # set by the launcher alone
+    if str(one.type) in ("int", "float") and one.name not in ("port", "member", "members")  # set by the launcher alone
 ]
 
 
