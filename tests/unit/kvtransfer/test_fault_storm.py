@@ -30,7 +30,7 @@ def test_a_fault_storm_causes_no_wrong_bytes_or_leaks(transport: str) -> None:
     assert_nothing_was_wrong(result, 400)
     assert result.kills >= 1
     committed = {label: count for (label, end), count in result.ends.items() if end == "committed"}
-    assert committed[NO_FAULT] >= 3  # how many there are depends on the times of the faults
+    assert committed[NO_FAULT] >= 10
     kinds = {label.partition(" (")[0] for label, _ in result.ends}
     assert kinds >= {kind.value for kind in WEIGHTS if kind not in (FaultKind.STALL, FaultKind.STOP)}
     assert any(line.startswith(f"| {NO_FAULT} |") for line in table([result]))
@@ -41,7 +41,7 @@ def test_a_fault_storm_between_pools_of_a_run_per_layer(transport: str) -> None:
     """One worker of each role has such a pool, so there is a pair of each kind."""
     result = Storm(transport, seed=41, is_in_layers=True).run(200)
     assert_nothing_was_wrong(result, 200)
-    assert result.ends[NO_FAULT, "committed"] >= 3
+    assert result.ends[NO_FAULT, "committed"] >= 10
 
 
 @pytest.mark.parametrize("transport", DEVICE_TRANSPORTS)
@@ -66,7 +66,7 @@ def test_storm_between_ranks(transport: str, ranks: tuple[int, ...]) -> None:
     result = Storm(transport, seed=37, ranks=ranks, device_kills=0.002).run(200)
     assert_nothing_was_wrong(result, 200)
     assert result.kills >= 1
-    assert result.ends[NO_FAULT, "committed"] >= 3
+    assert result.ends[NO_FAULT, "committed"] >= 10
 
 
 def test_a_network_cut_causes_no_wrong_bytes_or_leaks() -> None:
@@ -77,7 +77,7 @@ def test_a_network_cut_causes_no_wrong_bytes_or_leaks() -> None:
         result = Storm("tcp", seed=5, network=network).run(400)
     assert_nothing_was_wrong(result, 400)
     assert result.cuts >= 1
-    assert result.ends[NO_FAULT, "committed"] >= 3
+    assert result.ends[NO_FAULT, "committed"] >= 10
 
 
 def test_a_storm_case_depends_only_on_seed_and_number() -> None:
