@@ -25,6 +25,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from pdserve.core.access.hosts import network_of
 from pdserve.core.access.shares import closes_silent, first_to_close
+from pdserve.core.errors import ShuttingDown
 from pdserve.gateway.api import errors, sse
 from pdserve.gateway.api.errors import ErrorReply
 from pdserve.listening import MAX_LINGERING
@@ -76,6 +77,7 @@ class Connections:
     rejected: OrderedDict[Arrival, None] = field(default_factory=OrderedDict)  # were silent, and linger; oldest first
     num_open: int = 0  # without the lingering ones
     num_dropped: int = 0
+    is_ending: bool = False  # idle ones are ended because the server leaves its port, not to make room
     # The answer to a request with this URL and these headers that is rejected without being served; None: it is served.
     shed: Callable[[bytes, Iterable[tuple[bytes, bytes]]], ErrorReply | None] = lambda url, headers: None
     failures: LogLimit = field(default_factory=LogLimit)  # of TLS handshakes
@@ -139,7 +141,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
         self._host = host_of(transport)
         self._all.num_open += 1
         if not self._all.make_room():
-            self._reject_busy()
+            self._reject_idle()
             return
         self._all.idle[self] = self._host
         self._wait(self._all.limits.header_s)
@@ -284,13 +286,13 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
         self.transport.abort()
 
     def end_idle(self) -> None:
-        """Ends an idle connection, to make room. If it is new, its request may be on its way, so it gets an answer."""
+        """Ends an idle connection. If it is new, its request may be on its way, so it gets an answer."""
         if self._shed is not None:
             self._end_shed()
         elif self._num_answers:
             self.drop()  # clients know that a connection that they use again may be closed
         else:
-            self._reject_busy()
+            self._reject_idle()
 
     def shutdown(self) -> None:
         """By uvicorn, which does not know of a shed request."""
@@ -444,8 +446,8 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
         self.transport.flush()
         self._linger()
 
-    def _reject_busy(self) -> None:
-        self._reject(*_BUSY)
+    def _reject_idle(self) -> None:
+        self._reject(*(_ENDING if self._all.is_ending else _BUSY))
 
     def _linger(self) -> None:
         if not self._is_open or self.transport.is_closing():
@@ -538,6 +540,7 @@ def _rejection(status: int, kind: str, code: str, message: str) -> tuple[bytes, 
 
 _BUSY: Final = (503, "server_error", "too_many_connections", "too many open connections")
 BUSY: Final = b"".join(_rejection(*_BUSY))
+_ENDING: Final = (503, "server_error", ShuttingDown.reason.lower(), ShuttingDown().message)
 
 
 def host_of(transport: asyncio.BaseTransport) -> str:

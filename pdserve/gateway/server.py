@@ -111,6 +111,7 @@ class GatewayServer:
         requests and health checks get an answer. `leaves_port`: other processes that listen there get them."""
         if leaves_port and self._arrivals is not None:
             self._arrivals.close()
+            self._connections.is_ending = True
             for one in list(self._connections.idle):
                 one.end_idle()
         await self._shutdown.drain(self._config.drain_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -175,3 +176,13 @@ def test_grpc_streams_and_viewers_of_a_router_that_ends_get_the_words() -> None:
                     pass
             assert caught.value.message == WORDS
         ending.join()
+
+
+def test_a_gateway_that_leaves_its_port_tells_new_connections_why(toy: Served) -> None:
+    with gateway(toy.router) as host, socket.create_connection(host.address.split(":"), timeout=WAIT_S) as client:
+        client.sendall(b"GET /version")  # the rest is on its way
+        until(lambda: bool(host._server._connections.idle))
+        asyncio.run_coroutine_threadsafe(host._server.drain(leaves_port=True), host._loop)
+        answer = b"".join(iter(lambda: client.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 503")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "shutting_down"
