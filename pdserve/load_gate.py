@@ -21,7 +21,7 @@ from pdserve.wire.local_channel import QUEUED_S
 PERIOD_S: Final = 0.02  # of the timer
 IDLE_S: Final = 1.0  # without a running request, after which the timer stops
 
-ENTERED: ContextVar[EnteredRequest | None] = ContextVar("pdserveENTERED", default=None)
+ENTERED: ContextVar[EnteredRequest | None] = ContextVar("pdserve_entered", default=None)
 
 
 @final
