@@ -16,7 +16,7 @@ import re
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -330,11 +330,9 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
         return self._all.shed(self.url, self.headers)
 
     def _send_shed(self, found: ErrorReply, more_head: bytes = b"") -> None:
-        body = sse.to_json(found.body)
-        head = [STATUS_LINE[found.status], b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body)]
-        head += [b"%s: %s\r\n" % pair for pair in self.server_state.default_headers]
-        head += [f"{name}: {value}\r\n".encode() for name, value in found.headers]
-        self.transport.write(b"".join([*head, more_head, b"\r\n", body]))
+        more = [b"%s: %s\r\n" % pair for pair in self.server_state.default_headers]
+        more += [f"{name}: {value}\r\n".encode() for name, value in found.headers]
+        self.transport.write(b"".join(_json_answer(found.status, found.body, b"".join([*more, more_head]))))
         self._shed = None
         self._num_answers += 1
 
@@ -532,9 +530,13 @@ class _Parser(httptools.HttpRequestParser):  # type: ignore[misc]
 
 
 def _rejection(status: int, kind: str, code: str, message: str) -> tuple[bytes, bytes]:
+    return _json_answer(status, errors.body(message, kind, code), b"connection: close\r\n")
+
+
+def _json_answer(status: int, value: Mapping[str, Any], more_head: bytes) -> tuple[bytes, bytes]:
     """Head and body."""
-    body = sse.to_json(errors.body(message, kind, code))
-    head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+    body = sse.to_json(value)
+    head = b"content-type: application/json\r\ncontent-length: %d\r\n%s\r\n" % (len(body), more_head)
     return STATUS_LINE[status] + head, body
 
 

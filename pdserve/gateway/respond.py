@@ -251,12 +251,10 @@ class Sender:
     async def end_stream(self, pieces: Iterable[bytes]) -> None:
         """Sends them in parts, so that they need not be held at once."""
         part = b""
-        for following in _parts(pieces):
+        async for following in _parts_with_pauses(pieces):
             if part:
                 await self({"type": "http.response.body", "body": part, "more_body": True})
             part = following
-            if len(part) > PAUSE_BYTES:
-                await asyncio.sleep(0)
         await self({"type": "http.response.body", "body": part, "more_body": False})
 
 
@@ -390,12 +388,14 @@ def _headers(request_id: str, ignored: Iterable[str]) -> tuple[tuple[bytes, byte
 
 async def encoded(value: Mapping[str, Any]) -> bytes:
     """The same as to_json. Others of the event loop run in between."""
-    found = []
-    for part in _parts(sse.to_json_pieces(value)):
-        found.append(part)
+    return b"".join([part async for part in _parts_with_pauses(sse.to_json_pieces(value))])
+
+
+async def _parts_with_pauses(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
+    for part in _parts(pieces):
+        yield part
         if len(part) > PAUSE_BYTES:
             await asyncio.sleep(0)
-    return b"".join(found)
 
 
 def _parts(pieces: Iterable[bytes]) -> Iterator[bytes]:
