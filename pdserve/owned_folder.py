@@ -101,11 +101,22 @@ def temporary_folders() -> list[Path]:
     return list(dict.fromkeys([Path(tempfile.gettempdir()), SHORT]))
 
 
+def is_private(facts: os.stat_result) -> bool:
+    """Whether it is a folder that only this user can enter."""
+    return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid() and not stat.S_IMODE(facts.st_mode) & 0o077
+
+
+def open_private(path: Path) -> int:
+    """A descriptor of a file that only this user can access, for example to lock it; made if it is absent. Follows no
+    link. Raises OSError."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
 def _remove_ownerless(path: Path) -> bool:
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         facts = os.fstat(folder)
-        if facts.st_uid != os.geteuid() or stat.S_IMODE(facts.st_mode) & 0o077:
+        if not is_private(facts):
             return False
         try:
             lock = os.open(_LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)

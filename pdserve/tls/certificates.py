@@ -13,7 +13,6 @@ import contextlib
 import logging
 import os
 import ssl
-import stat
 import threading
 import time
 from collections.abc import Callable
@@ -265,8 +264,9 @@ def local_ca(port: str) -> str:
 
 def _is_ours(folder: Path) -> bool:
     """Whether only this user can write there: another user could offer a CA of its own."""
+    from pdserve.owned_folder import is_private  # as above
+
     try:
-        facts = folder.lstat()
+        return is_private(folder.lstat())
     except OSError:
         return False
-    return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid() and not stat.S_IMODE(facts.st_mode) & 0o077

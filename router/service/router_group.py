@@ -28,6 +28,7 @@ import grpc.aio
 from pdserve.config import MAX_ROUTERS, member_socket
 from pdserve.core.errors import ConfigError, Overloaded
 from pdserve.outage_log import OutageLog
+from pdserve.owned_folder import is_private, open_private
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc
 from pdserve.wire import status
 from router.service.tenants import TenantCounts
@@ -48,7 +49,7 @@ def check_private(name: str, folder: Path) -> None:
         facts = folder.stat()
     except OSError as error:
         raise ConfigError(name, folder, f"a folder that exists ({error.strerror})") from None
-    if facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
+    if not is_private(facts):
         raise ConfigError(name, folder, "a folder of this user with mode 0700")
 
 
@@ -281,13 +282,13 @@ class SharedCountsFile:
         """`member`: the number of this router among those that share the folder. Raises ConfigError if a running
         router has it."""
         self._column = _RUNNING_AT + member * _OWN.size
-        self._number = _open(folder / f"router-{member}.lock")
+        self._number = open_private(folder / f"router-{member}.lock")
         try:
             fcntl.flock(self._number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._number)
             raise ConfigError("member", member, f"a number that no running router in {folder} has") from None
-        self._file = _open(folder / FILE)
+        self._file = open_private(folder / FILE)
         os.ftruncate(self._file, _FIRST + MAX_ROWS * _ROW.size)  # a file that is not written takes no room
         self.data = mmap.mmap(self._file, 0)
         for at in self._rows():  # without the lock, because only this router writes its column
@@ -382,10 +383,6 @@ class SharedCountsFile:
 
     def _num_rows(self) -> int:
         return min(int(_NUM_ROWS.unpack_from(self.data)[0]), MAX_ROWS)
-
-
-def _open(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 @final

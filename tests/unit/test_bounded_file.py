@@ -290,8 +290,6 @@ OWN = {
     *("pdserve/plot_flag.py", "pdserve/launch/report.py", "simulator/commands/simulation.py"),  # written
     *("pdserve/tls/authority.py", "pdserve/launch/confine.py", "router/recording/recording.py"),
     *("pdserve/key_file_access.py", "pdserve/isolated/child.py"),  # a folder, for its lock; /dev/null
-    "pdserve/engine/vllm/start.py",  # a lock
-    "router/service/router_group.py",  # counts in a private folder
 }
 
 

@@ -35,6 +35,7 @@ from pdserve.engine.vllm.engine import Limits, VllmEngine, close_worker
 from pdserve.engine.vllm.groups import Place, groups_of
 from pdserve.engine.vllm.models import model_errors, widen
 from pdserve.engine.vllm.pool import VllmPool, kv_scales, make_pool, spec_of
+from pdserve.owned_folder import open_private
 from pdserve.progress import PhaseReport
 
 log = logging.getLogger(__name__)
@@ -217,7 +218,7 @@ def start_turn(*, is_gpu: bool, rank: int) -> Iterator[None]:
 
     path = Path(tempfile.gettempdir()) / f"pdserve-{os.getuid()}-{current_platform.get_device_uuid()}.lock"
     try:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        lock = open_private(path)
     except OSError as error:  # such as a file of that name that belongs to another user
         log.warning("workers of this GPU do not take turns", extra={"file": str(path), "why": str(error)})
         yield

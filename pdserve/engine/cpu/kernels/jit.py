@@ -18,6 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+from pdserve.owned_folder import open_private
+
 try:
     import numba
 except ImportError:  # a machine whose engine runs on CUDA
@@ -82,7 +84,7 @@ def _cold_lock(folder: Path, name: str) -> int | None:
     if any(folder.glob(f"*{name}-*.nbi")):
         return None
     try:
-        return os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        return open_private(folder / f"{name}.lock")
     except OSError:
         return None
 
