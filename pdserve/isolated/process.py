@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -46,7 +46,7 @@ def outcome(status: int) -> str:
 
 @final
 class ChildProcess:
-    """Answers one message at a time. It is started for the first message, and after it has ended."""
+    """Answers messages in their order. It is started for the first message, and after it has ended."""
 
     def __init__(self, module: str) -> None:
         self._module = module
@@ -89,17 +89,27 @@ class ChildProcess:
 
     async def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Raises ChildEnded. The caller calls end() if it does not wait for the answer."""
-        process, pipes = self._process, self._pipes
-        assert process is not None
-        assert pipes is not None
+        await self.send([message])
+        return await self.receive()
+
+    async def send(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """`receive` returns the answers. Raises ChildEnded."""
+        process, pipes = self._running()
         try:
-            pipes.writer.write(pack(dict(message)))
+            pipes.writer.write(b"".join([pack(dict(one)) for one in messages]))
             await pipes.writer.drain()
+        except (BrokenPipeError, ConnectionResetError):
+            raise ChildEnded(await asyncio.to_thread(_status, process)) from None
+
+    async def receive(self) -> dict[str, Any]:
+        """The answer to the next message. Raises ChildEnded."""
+        process, pipes = self._running()
+        try:
             size = SIZE.unpack(await pipes.reader.readexactly(SIZE.size))[0]
             if size > MAX_MESSAGE_BYTES:
                 raise ChildEnded(None)
             return unpack(await pipes.reader.readexactly(size))
-        except (BrokenPipeError, ConnectionResetError, asyncio.IncompleteReadError, ValueError):
+        except (ConnectionResetError, asyncio.IncompleteReadError, ValueError):
             raise ChildEnded(await asyncio.to_thread(_status, process)) from None
 
     def end(self) -> None:
@@ -120,6 +130,11 @@ class ChildProcess:
     async def wait_until_ended(self) -> None:
         if self._ending:
             await asyncio.wait(self._ending)
+
+    def _running(self) -> tuple[subprocess.Popen[bytes], _Pipes]:
+        assert self._process is not None
+        assert self._pipes is not None
+        return self._process, self._pipes
 
 
 @final

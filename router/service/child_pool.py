@@ -1,7 +1,9 @@
 """Child processes for work that may never end (pdserve/isolated): grammars, chat templates, patterns of tokenizers.
 
 All work first gets a little CPU time of one quick child. What takes longer goes to the slow children, with the full
-limit. So quick work never waits for slow work, and both queues are fair among clients. The event loop never blocks.
+limit. So quick work never waits for slow work, and both queues are fair among clients. The event loop never blocks. The
+quick child takes up to QUICK_BATCH messages at once: otherwise it would answer one in each turn of the event loop,
+which takes long when it is needed most.
 GrammarCheck uses the pool for grammars; router/service/tokenizing.py uses it for texts.
 """
 
@@ -13,11 +15,11 @@ import logging
 import os
 import signal
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 from pdserve.core.errors import InternalError, InvalidRequest, Overloaded
 from pdserve.core.grammar import Grammar
@@ -26,7 +28,11 @@ from pdserve.isolated.process import ChildEnded, ChildProcess
 from router.service.fair_queue import ANONYMOUS, ClientKey, FairQueue, QueueLimits
 from router.service.model import ModelFacts
 
+QUICK_BATCH: Final = 16
+BATCH_BYTES: Final = 2**15  # of messages that are sent together; pipes hold twice as many
 HANGING: Final = 2.0  # multiple of the wall time after which the process itself is assumed to hang
+
+Result = TypeVar("Result")
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +77,8 @@ class _Asked:
     load: Mapping[str, Any]
     message: Mapping[str, Any]
     more: More
+    client: ClientKey
+    size: int
     answer: asyncio.Future[dict[str, Any]]
 
 
@@ -87,7 +95,7 @@ class Children:
         quick = ChildProcess(purpose.module) if quick is None else quick
         slow = [ChildProcess(purpose.module) for _ in range(purpose.num_slow)]
         self.pools = (
-            ChildPool(purpose, [quick], purpose.quick_cpu_s, on_loaded),
+            ChildPool(purpose, [quick], purpose.quick_cpu_s, on_loaded, QUICK_BATCH),
             ChildPool(purpose, slow, purpose.slow_cpu_s, on_loaded),
         )
 
@@ -140,9 +148,12 @@ class ChildPool:
         children: list[ChildProcess],
         cpu_s: float,
         on_loaded: Callable[[dict[str, Any]], None],
+        most_at_once: int = 1,
     ) -> None:
+        """`most_at_once`: messages that a child is sent together."""
         self.children = children
         self._purpose, self._cpu_s, self._on_loaded = purpose, cpu_s, on_loaded
+        self._most_at_once = most_at_once
         self._idle = list(reversed(self.children))
         self._queue: FairQueue[_Asked] = FairQueue(purpose.queue)
         self._serving: set[asyncio.Task[None]] = set()
@@ -160,7 +171,7 @@ class ChildPool:
         self, load: Mapping[str, Any], message: Mapping[str, Any], size: int, client: ClientKey, more: More = NO_MORE
     ) -> dict[str, Any]:
         """Raises Overloaded and LoadFailed."""
-        asked = _Asked(load, message, more, asyncio.get_running_loop().create_future())
+        asked = _Asked(load, message, more, client, size, asyncio.get_running_loop().create_future())
         self._queue.put(asked, client, size, self._purpose.wall_s)
         self._dispatch()
         return await asked.answer
@@ -187,54 +198,89 @@ class ChildPool:
             await child.wait_until_ended()
 
     def _dispatch(self) -> None:
-        while self._idle and (taken := self._queue.take(time.monotonic())) is not None:
-            asked, client = taken
-            if asked.answer.done():  # the caller no longer waits
-                continue
-            task = asyncio.create_task(self._serve(self._idle.pop(), asked, client), name="child")
+        while self._idle and (batch := self._next_batch()):
+            task = asyncio.create_task(self._serve(self._idle.pop(), batch), name="child")
             self._serving.add(task)
             task.add_done_callback(self._serving.discard)
 
-    async def _serve(self, child: ChildProcess, asked: _Asked, client: ClientKey) -> None:
+    def _next_batch(self) -> deque[_Asked]:
+        batch: deque[_Asked] = deque()
+        num_bytes = 0
+        while len(batch) < self._most_at_once and num_bytes < BATCH_BYTES:
+            if (taken := self._queue.take(time.monotonic())) is None:
+                break
+            asked, client = taken
+            if asked.answer.done():  # the caller no longer waits
+                self._queue.forget(client)
+                continue
+            batch.append(asked)
+            num_bytes += asked.size
+        return batch
+
+    async def _serve(self, child: ChildProcess, batch: deque[_Asked]) -> None:
+        """If the child ends, the rest of the batch gets a new one."""
         began_s = self._began_s[child] = time.monotonic()
         try:
-            answer = await self._answer(child, asked)
-            if not asked.answer.done():
-                asked.answer.set_result(answer)
-        except Exception as error:  # any error is passed to the caller
-            if not asked.answer.done():
-                asked.answer.set_exception(error)
+            while batch:
+                try:
+                    await self._send(child, batch)
+                except Exception as error:  # any error is passed to the callers
+                    while batch:
+                        _fail(batch.popleft(), error)
+                    break
+                while batch and child.is_started:
+                    asked = batch[0]
+                    try:
+                        answer = await self._receive(child, asked)
+                        if not asked.answer.done():
+                            asked.answer.set_result(answer)
+                    except Exception as error:  # as above
+                        _fail(asked, error)
+                    now_s = self._began_s[child] = time.monotonic()
+                    self._queue.charge(batch.popleft().client, now_s - began_s, now_s)
+                    began_s = now_s
         finally:
-            asked.answer.cancel()  # no effect on one that has its answer
+            for asked in batch:
+                asked.answer.cancel()
             del self._began_s[child]
-            now_s = time.monotonic()
-            self._queue.charge(client, now_s - began_s, now_s)
             self._idle.append(child)
             self._dispatch()
 
-    async def _answer(self, child: ChildProcess, asked: _Asked) -> dict[str, Any]:
-        purpose = self._purpose
+    async def _send(self, child: ChildProcess, batch: Sequence[_Asked]) -> None:
         if not child.is_started:
-            await self._start(child, asked.load)
-        more = asked.more
-        wall_s = purpose.wall_s + more.time_s
-        limits = {"cpu_s": self._cpu_s + more.time_s, "wall_s": wall_s, "more_bytes": more.memory_bytes}
+            await self._start(child, batch[0].load)
+        messages = [
+            {
+                **one.message,
+                "cpu_s": self._cpu_s + one.more.time_s,
+                "wall_s": self._purpose.wall_s + one.more.time_s,
+                "more_bytes": one.more.memory_bytes,
+            }
+            for one in batch
+        ]
+        await self._within(child, child.send(messages), max(one.more.time_s for one in batch))
+
+    async def _receive(self, child: ChildProcess, asked: _Asked) -> dict[str, Any]:
+        answer = await self._within(child, child.receive(), asked.more.time_s)
+        if answer.get("ended") == -signal.SIGKILL:
+            child.end()  # its messages may be out of step
+            raise self._killed()
+        return answer
+
+    async def _within(self, child: ChildProcess, work: Awaitable[Result], more_s: float) -> Result:
+        """Ends a child that fails or hangs."""
         try:
-            async with asyncio.timeout(HANGING * wall_s):
-                answer = await child.ask({**asked.message, **limits})
+            async with asyncio.timeout(HANGING * (self._purpose.wall_s + more_s)):
+                return await work
         except TimeoutError:
             child.end()
-            raise Overloaded(f"this machine is too busy to {purpose.does}", purpose.wall_s) from None
+            raise Overloaded(f"this machine is too busy to {self._purpose.does}", self._purpose.wall_s) from None
         except ChildEnded:
             child.end()
             raise self._killed() from None
         except BaseException:
             child.end()
             raise
-        if answer.get("ended") == -signal.SIGKILL:
-            child.end()  # its messages may be out of step
-            raise self._killed()
-        return answer
 
     async def _start(self, child: ChildProcess, load: Mapping[str, Any]) -> None:
         try:
@@ -257,6 +303,11 @@ class ChildPool:
 
     def _killed(self) -> Overloaded:
         return Overloaded(f"the process to {self._purpose.does} was killed", self._purpose.wall_s)
+
+
+def _fail(asked: _Asked, error: Exception) -> None:
+    if not asked.answer.done():
+        asked.answer.set_exception(error)
 
 
 # --- grammars -------------------------------------------------------------------------------------------------

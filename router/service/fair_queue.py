@@ -3,8 +3,9 @@
 Each host and each client has an account of the time that its work has used. Used time decays with a half-life of
 HALF_LIFE_S. A client's next work is expected to take as long as its last; for an unknown client, as long as that of all
 clients. The queue takes the host with the least sum of used and expected time, then its client with the least sum, then
-that client's smallest item. So a client with slow grammars waits behind all others, and many connections from one host
-count as one host.
+that client's smallest item, or the oldest of those after which MOST_LATER others have come. So a client with slow
+grammars waits behind all others, many connections from one host count as one host, and no item waits forever. Items
+that were taken and not charged yet count with their expected time, because a process takes several at once.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pdserve.core.errors import Overloaded
 HALF_LIFE_S: Final = 10.0
 WEIGHT: Final = 0.3  # weight of the last check in the expected time of the next
 MAX_ACCOUNTS: Final = 4096
+MOST_LATER: Final = 64  # items that come later, after which an item's size no longer matters
 
 Item = TypeVar("Item")
 
@@ -90,6 +92,7 @@ class FairQueue(Generic[Item]):
         self._accounts: dict[str, _Account] = {}  # of hosts and clients
         self._all = _Account()
         self._of: Counter[str] = Counter()
+        self._running: Counter[str] = Counter()  # items that were taken and not charged, of hosts and clients
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -97,12 +100,13 @@ class FairQueue(Generic[Item]):
     def put(self, item: Item, client: ClientKey, size: int, retry_after_s: float) -> None:
         """Raises Overloaded if too many wait: of this client, of its host, or in total. A single item has any size."""
         limits = self._limits
-        for name, count, most in (
-            ("this client", self._of["client " + client.name], limits.of_client),
-            ("this client's host", self._of["host " + client.host], limits.of_host),
+        host, name = _names(client)
+        for whose, count, most in (
+            ("this client", self._of[name], limits.of_client),
+            ("this client's host", self._of[host], limits.of_host),
         ):
             if count >= most:
-                raise Overloaded(f"{count} {limits.items} of {name} wait, of {most} at most", retry_after_s)
+                raise Overloaded(f"{count} {limits.items} of {whose} wait, of {most} at most", retry_after_s)
         if not self._items.fits(client.host, 1):
             words = f"{len(self._waiting)} {limits.items} of all clients wait, of {limits.most} at most"
             raise Overloaded(words, retry_after_s)
@@ -113,21 +117,23 @@ class FairQueue(Generic[Item]):
         self._bytes.add(client.host, size)
         self._num_put += 1
         self._waiting.append((client, size, self._num_put, item))
-        self._of.update(("client " + client.name, "host " + client.host))
+        self._of.update((host, name))
 
     def take(self, now_s: float) -> tuple[Item, ClientKey] | None:
-        """Removes and returns the next item; None if the queue is empty."""
+        """Removes and returns the next item; None if the queue is empty. `charge` or `forget` follows."""
         if not self._waiting:
             return None
+        num_early = self._num_put - MOST_LATER
 
         def key(entry: tuple[ClientKey, int, int, Item]) -> tuple[float, float, int, int]:
             client, size, number, _ = entry
-            account = self._accounts.get("client " + client.name)
+            host, name = _names(client)
+            account = self._accounts.get(name)
             expected_s = (account.next_s if account is not None else self._all.next_s) or 0.0
             return (
-                self._spent("host " + client.host, now_s) + expected_s,
-                self._spent("client " + client.name, now_s) + expected_s,
-                size,
+                self._spent(host, now_s) + expected_s * (1 + self._running[host]),
+                self._spent(name, now_s) + expected_s * (1 + self._running[name]),
+                size if number > num_early else 0,
                 number,
             )
 
@@ -136,21 +142,37 @@ class FairQueue(Generic[Item]):
         client = entry[0]
         self._items.add(client.host, -1)
         self._bytes.add(client.host, -entry[1])
-        for name in ("client " + client.name, "host " + client.host):
-            self._of[name] -= 1
-            if not self._of[name]:
-                del self._of[name]
+        for name in _names(client):
+            _count_down(self._of, name)
+            self._running[name] += 1
         return entry[3], client
 
     def charge(self, client: ClientKey, seconds: float, now_s: float) -> None:
         """Records the time that this client's item took."""
+        self.forget(client)
         self._all.add(seconds, now_s)
-        for name in ("client " + client.name, "host " + client.host):
+        for name in _names(client):
             self._accounts.setdefault(name, _Account()).add(seconds, now_s)
         if len(self._accounts) > MAX_ACCOUNTS:  # drops those with the least used time
             kept = sorted(self._accounts.items(), key=lambda one: -one[1].at(now_s))[: MAX_ACCOUNTS // 2]
             self._accounts = dict(kept)
 
+    def forget(self, client: ClientKey) -> None:
+        """The client's item took no time."""
+        for name in _names(client):
+            _count_down(self._running, name)
+
     def _spent(self, name: str, now_s: float) -> float:
         account = self._accounts.get(name)
         return 0.0 if account is None else account.at(now_s)
+
+
+def _names(client: ClientKey) -> tuple[str, str]:
+    """Of the accounts of the host and of the client."""
+    return "host " + client.host, "client " + client.name
+
+
+def _count_down(counter: Counter[str], name: str) -> None:
+    counter[name] -= 1
+    if counter[name] <= 0:
+        del counter[name]

@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.core.errors import Overloaded
 from router.service import fair_queue
-from router.service.fair_queue import HALF_LIFE_S, ClientKey, FairQueue, QueueLimits, client_of
+from router.service.fair_queue import HALF_LIFE_S, MOST_LATER, ClientKey, FairQueue, QueueLimits, client_of
 
 LIMITS = QueueLimits(items="grammars", most=256, of_host=128, of_client=16, size=5000)
 
@@ -73,6 +73,29 @@ def test_many_slow_clients_do_not_delay_another() -> None:
     assert [at for at, item in enumerate(served) if item == "quick"] == [24, 25, 40, 41]
 
 
+def test_a_large_item_does_not_wait_for_all_that_come_later() -> None:
+    queue: FairQueue[str] = FairQueue(LIMITS)
+    put(queue, "large", size=100)
+    served: list[str] = []
+    while "large" not in served:
+        put(queue, f"small {len(served)}")
+        taken = queue.take(0.0)
+        assert taken is not None
+        served.append(taken[0])
+        queue.charge(taken[1], 0.01, 0.0)
+        assert len(served) <= MOST_LATER
+    assert len(served) == MOST_LATER, "size decides among items that are not late"
+
+
+def test_items_that_are_running_count() -> None:
+    """A process takes several items before the first of them is charged."""
+    queue: FairQueue[str] = FairQueue(LIMITS)
+    for host in "ab":
+        queue.charge(ClientKey(host, f"{host}:1"), 1.0, 0.0)
+        put(queue, f"{host}1", f"{host}2", f"{host}3", host=host)
+    assert order(queue) == ["a1", "b1", "a2", "b2", "a3", "b3"]
+
+
 def test_used_time_decays() -> None:
     queue: FairQueue[str] = FairQueue(LIMITS)
     queue.charge(ClientKey("a", "a:1"), 4.0, 0.0)
@@ -80,6 +103,8 @@ def test_used_time_decays() -> None:
     put(queue, "a", host="a")
     put(queue, "b", host="b")
     assert order(queue, HALF_LIFE_S) == ["b", "a"]
+    for host in "ab":
+        queue.forget(ClientKey(host, f"{host}:1"))
     put(queue, "a", host="a")
     put(queue, "b", host="b")
     queue.charge(ClientKey("b", "b:1"), 3.0, HALF_LIFE_S)

@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -125,23 +125,69 @@ async def test_slow_chats_do_not_delay_quick_ones(make: Make, monkeypatch: pytes
 async def test_a_short_chat_waits_little_for_new_clients(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is known of a new client, so the chats of several, which have no end, come first in the quick child."""
     granted_s: list[float] = []
-    ask = ChildProcess.ask
+    send = ChildProcess.send
 
-    async def counted(child: ChildProcess, message: Mapping[str, Any]) -> dict[str, Any]:
-        if (cpu_s := message.get("cpu_s", 1.0)) < tokenizing.SLOW_CPU_S:  # not the first message, nor a slow child's
-            granted_s.append(cpu_s)
-        return await ask(child, message)
+    async def counted(child: ChildProcess, messages: Sequence[Mapping[str, Any]]) -> None:
+        every_s = [one.get("cpu_s", 1.0) for one in messages]
+        # Not of the first message, nor of a slow child's.
+        granted_s.extend(cpu_s for cpu_s in every_s if cpu_s < tokenizing.SLOW_CPU_S)
+        await send(child, messages)
 
-    monkeypatch.setattr(ChildProcess, "ask", counted)
+    monkeypatch.setattr(ChildProcess, "send", counted)
     admission = await make(ON_DEMAND.replace("BODY", SPIN))
     clients = [ClientKey("host", f"client {number}") for number in range(7)]
     slow = [asyncio.create_task(admission.prepare(chat("BAD"), MODEL, None, one)) for one in clients[:6]]
     await asyncio.sleep(0)
     prepared = await within(admission.prepare(chat("good"), MODEL, None, clients[6]))
     assert admission.tokenizer.decode(prepared.prompt_ids) == "good"
-    assert sum(granted_s) < 0.3
+    assert 0.0 < sum(granted_s) < 0.3
     await within(admission.close())
     await within(asyncio.wait(slow))
+
+
+async def test_chats_that_wait_are_sent_together(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each gets its own answer, also those after one that has no end, and those after one that ends the child."""
+    sent: list[int] = []
+    send = ChildProcess.send
+
+    async def counted(child: ChildProcess, messages: Sequence[Mapping[str, Any]]) -> None:
+        sent.append(len(messages))
+        await send(child, messages)
+
+    monkeypatch.setattr(ChildProcess, "send", counted)
+    admission = await make(ON_DEMAND.replace("BODY", SPIN))
+    limit_cpu(admission, BRIEF_CPU_S)
+    texts = [f"good {number}" for number in range(6)]
+    for other in ("", "BAD"):
+        asked = [*texts[:3], *([other] if other else []), *texts[3:]]
+        work = [asyncio.create_task(admission.prepare(chat(one), MODEL, None)) for one in asked]
+        found = await within(asyncio.gather(*work, return_exceptions=True))
+        read = [admission.tokenizer.decode(one.prompt_ids) for one in found if not isinstance(one, BaseException)]
+        assert read == texts
+        assert [type(one) for one in found if isinstance(one, BaseException)] == ([ModelError] if other else [])
+    assert max(sent) > 1
+
+    child = admission.children._children.pools[0].children[0]
+    receive, num_received = ChildProcess.receive, 0
+
+    async def killed(child: ChildProcess) -> dict[str, Any]:
+        nonlocal num_received
+        num_received += 1
+        if num_received == 2:
+            assert child.pid is not None
+            os.killpg(child.pid, signal.SIGSTOP)  # so that nothing more is answered before it ends
+            os.killpg(child.pid, signal.SIGKILL)
+        return await receive(child)
+
+    monkeypatch.setattr(ChildProcess, "receive", killed)
+    limit_cpu(admission, AMPLE_S)
+    pid = child.pid
+    work = [asyncio.create_task(admission.prepare(chat(one), MODEL, None)) for one in texts]
+    found = await within(asyncio.gather(*work, return_exceptions=True))
+    assert child.pid != pid
+    errors = [one for one in found if isinstance(one, BaseException)]
+    assert len(errors) <= 1  # the one that was answered next; none if all answers were in the pipe
+    assert all(isinstance(one, Overloaded) for one in errors)
 
 
 async def test_a_template_without_an_end_loads_and_fails_each_chat(make: Make) -> None:
