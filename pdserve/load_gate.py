@@ -66,6 +66,8 @@ class LoadGate:
     ) -> None:
         """`ttft_s`: the default TTFT target. `busy`: CPU time of the event loop's thread."""
         self.core = Gate(ttft_s)
+        self.on_pace: Callable[[float], None] = lambda interval_s: None
+        """Called with `core.pace.interval_s` when it changes."""
         self.clock = clock
         self._busy = busy
         self._timer: asyncio.TimerHandle | None = None
@@ -118,7 +120,7 @@ class LoadGate:
         self._timer = asyncio.get_running_loop().call_later(PERIOD_S, self._tick)
 
     def _tick(self) -> None:
-        now_s, busy_s = self.clock(), self._busy()
+        now_s, busy_s, pace_s = self.clock(), self._busy(), self.core.pace.interval_s
         self.core.observe(max(now_s - self._due_s, 0.0), busy_s - self._busy_s, now_s)
         self._busy_s = busy_s
         if self.core.running:
@@ -128,3 +130,5 @@ class LoadGate:
             self.core.pause()
         else:
             self._set_timer(now_s)
+        if self.core.pace.interval_s != pace_s:
+            self.on_pace(self.core.pace.interval_s)

@@ -49,7 +49,7 @@ FAILURE_KIND_INVALID: FailureKind
 FAILURE_KIND_TRANSFER: FailureKind
 
 class AttachRequest(_message.Message):
-    __slots__ = ("hello", "reserve", "prefill", "admit", "cancel", "drain", "batch", "undrain", "read_log", "load_adapter", "drop_load", "set_adapter")
+    __slots__ = ("hello", "reserve", "prefill", "admit", "cancel", "drain", "batch", "undrain", "read_log", "load_adapter", "drop_load", "set_adapter", "set_pace")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +62,7 @@ class AttachRequest(_message.Message):
     LOAD_ADAPTER_FIELD_NUMBER: _ClassVar[int]
     DROP_LOAD_FIELD_NUMBER: _ClassVar[int]
     SET_ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    SET_PACE_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     reserve: Reserve
     prefill: Prefill
@@ -74,7 +75,8 @@ class AttachRequest(_message.Message):
     load_adapter: LoadAdapter
     drop_load: DropLoad
     set_adapter: Adapter
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., drain: _Optional[_Union[DrainWorker, _Mapping]] = ..., batch: _Optional[_Union[AttachRequests, _Mapping]] = ..., undrain: _Optional[_Union[UndrainWorker, _Mapping]] = ..., read_log: _Optional[_Union[ReadLog, _Mapping]] = ..., load_adapter: _Optional[_Union[LoadAdapter, _Mapping]] = ..., drop_load: _Optional[_Union[DropLoad, _Mapping]] = ..., set_adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
+    set_pace: SetPace
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., drain: _Optional[_Union[DrainWorker, _Mapping]] = ..., batch: _Optional[_Union[AttachRequests, _Mapping]] = ..., undrain: _Optional[_Union[UndrainWorker, _Mapping]] = ..., read_log: _Optional[_Union[ReadLog, _Mapping]] = ..., load_adapter: _Optional[_Union[LoadAdapter, _Mapping]] = ..., drop_load: _Optional[_Union[DropLoad, _Mapping]] = ..., set_adapter: _Optional[_Union[Adapter, _Mapping]] = ..., set_pace: _Optional[_Union[SetPace, _Mapping]] = ...) -> None: ...
 
 class AttachRequests(_message.Message):
     __slots__ = ("messages",)
@@ -175,6 +177,12 @@ class UndrainWorker(_message.Message):
 class ReadLog(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class SetPace(_message.Message):
+    __slots__ = ("interval_s",)
+    INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
+    interval_s: float
+    def __init__(self, interval_s: _Optional[float] = ...) -> None: ...
 
 class Adapter(_message.Message):
     __slots__ = ("name", "fingerprint", "version", "folder")

@@ -5,6 +5,7 @@ A router that reads too slowly loses its stream. It never delays the engine."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections import deque
@@ -15,6 +16,8 @@ from typing import Any, Final, final
 import grpc
 
 from pdserve.build import FULL_VERSION
+from pdserve.core.access.gate import MOST_PACE_S
+from pdserve.core.durations import clamped_s
 from pdserve.core.installation import is_compatible, mismatch
 from pdserve.core.live import LogLine
 from pdserve.outage_log import OutageLog, PeerLog
@@ -51,7 +54,8 @@ class SessionOutbox:
         self._messages: deque[worker_pb2.AttachResponse] = deque()
         self._limit = limit
         self._size = 0
-        self._has_some = asyncio.Event()
+        self._has_some, self._is_over = asyncio.Event(), asyncio.Event()
+        self._pace_s = 0.0
         self.is_closed = False
 
     def put(self, messages: Sequence[worker_pb2.AttachResponse]) -> None:
@@ -70,11 +74,19 @@ class SessionOutbox:
         self.is_closed = True
         self._messages.clear()
         self._has_some.set()
+        self._is_over.set()
+
+    def set_pace(self, interval_s: float) -> None:
+        """The least time between two messages."""
+        self._pace_s = clamped_s(interval_s, 0.0, MOST_PACE_S)
 
     async def __aiter__(self) -> AsyncIterator[worker_pb2.AttachResponse]:
         while not self.is_closed:
             while self._messages:
                 yield self._next_ones() if self._is_batching else self._next()
+                if self._pace_s:
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._is_over.wait(), self._pace_s)
             self._has_some.clear()
             if not self.is_closed:
                 await self._has_some.wait()
@@ -212,6 +224,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 for one in message.batch.messages if message.HasField("batch") else (message,):
                     if one.HasField("read_log"):
                         outbox.put([self._log()])
+                    elif one.HasField("set_pace"):
+                        outbox.set_pace(one.set_pace.interval_s)
                     else:
                         self._post(partial(self.program.handle, session, one, received_s))
         except (grpc.aio.UsageError, grpc.aio.AbortError):  # cancelled under the read, or a message did not parse

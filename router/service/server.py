@@ -140,6 +140,7 @@ class RouterServer:
             on_crash=self._crashed,
             tls=self._tls,
         )
+        self.gate.on_pace = self._workers.set_pace
         self._group = RouterGroup(config.group, config.member, config.members, config.token)
         self._watching = Watching(self._runtime.state, self._group, incarnation=self._incarnation)
         self._health = make_health_servicer()

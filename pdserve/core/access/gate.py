@@ -59,7 +59,7 @@ RECOVERING: Final = 0.9  # a delay below this share of the one before
 GROWING: Final = 1.5  # running requests, as a multiple of those when the delay began
 OWN_SHARE: Final = 0.05
 LEAST_RUNNING: Final = 64
-TARGET_S: Final = 0.007
+TARGET_S: Final = 0.012
 CUT: Final = 0.9
 RAISE: Final = 0.02
 LEAST_LIMIT: Final = 8
@@ -73,6 +73,39 @@ CLUSTER_RETRY_S: Final = (0.5, 30.0)
 FRONT_RETRY_S: Final = 1.0
 _GOLDEN: Final = 0.6180339887498949
 _UNLIMITED: Final = 2**31
+
+
+PACE_DELAY_S: Final = 0.005  # of the event loop; below it messages need no pace
+PACE_FACTOR: Final = 3.0
+LEAST_PACE_S: Final = 0.02
+MOST_PACE_S: Final = 0.16
+PACE_WEIGHT: Final = 0.3  # of the last interval in the mean delay
+
+
+@final
+class Pace:
+    """How long a worker should wait between two messages. The router reads one message of a worker in each turn of its
+    event loop, so messages that come more often than turns wait for each other, for seconds if the turns are long."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.interval_s = self._late_s = 0.0
+
+    def follow(self, late_s: float) -> None:
+        """After an interval with this mean delay of the event loop, which is half a turn."""
+        self._late_s += PACE_WEIGHT * (late_s - self._late_s)
+        needed_s = PACE_FACTOR * self._late_s if self._late_s > PACE_DELAY_S else 0.0
+        if needed_s == 0.0:
+            self.interval_s = 0.0
+        elif (
+            needed_s > self.interval_s or needed_s < self.interval_s / 4.0
+        ):  # few changes: each is a message to all workers
+            interval_s = LEAST_PACE_S
+            while interval_s < min(needed_s, MOST_PACE_S):
+                interval_s *= 2.0
+            self.interval_s = interval_s
 
 
 @final
@@ -107,6 +140,7 @@ class Gate:
     def __init__(self, ttft_s: float = DEFAULT_TTFT_S) -> None:
         """`ttft_s`: the default TTFT target."""
         self.ttft_s = ttft_s  # may change
+        self.pace = Pace()
         self.request_s = 0.0  # mean CPU time of a request; 0 before the first measurement
         self._callers: OrderedDict[str, dict[int, _Flow]] = (
             OrderedDict()
@@ -203,7 +237,9 @@ class Gate:
         if passed_s < INTERVAL_S:
             return
         self._measure_cost()
-        self._follow(self._late_s / self._num_ticks + self._usual_wait_s(), self._busy_s / passed_s, now_s)
+        late_s = self._late_s / self._num_ticks
+        self.pace.follow(late_s)
+        self._follow(late_s + self._usual_wait_s(), self._busy_s / passed_s, now_s)
         for flow in [one for budget in self._short for one in budget.indebted]:
             self._level_s(flow, now_s)
         self._restart(now_s)
@@ -211,6 +247,7 @@ class Gate:
     def pause(self) -> None:
         """Nothing is observed until the next `observe`, which begins an interval. For a time without requests."""
         self._num_late, self._began_s = 0, None
+        self.pace.reset()
         self._set_limit(None)
         self._restart(None)
 

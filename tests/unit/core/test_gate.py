@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from pdserve.core.access import gate as rules
-from pdserve.core.access.gate import Gate
+from pdserve.core.access.gate import MOST_PACE_S, Gate, Pace
 from pdserve.core.access.shares import OPERATOR, caller_of
 from pdserve.core.errors import LoadShed
 
@@ -280,7 +280,7 @@ def test_an_overloaded_loop_sheds_what_it_cannot_serve(gate: Gate, load: float, 
     front = Front(gate)
     front.serve(poisson(load * CAPACITY_RPS, 20.0))
     front.delays_s.sort()
-    assert front.delays_s[len(front.delays_s) // 2] < 0.02
+    assert front.delays_s[len(front.delays_s) // 2] < 0.04
     late_s = sorted(front.waits_s[len(front.waits_s) // 2 :])
     assert late_s[int(0.95 * len(late_s))] < 0.1
     # What the rejections leave, after the first seconds.
@@ -421,3 +421,22 @@ def test_a_limit_below_what_runs_is_lifted_once_the_loop_keeps_up(gate: Gate) ->
         now_s += rules.INTERVAL_S
         gate.observe(0.001, 0.02, now_s)
     assert gate.limit is None
+
+
+def test_a_long_turn_of_the_loop_sets_a_pace() -> None:
+    pace = Pace()
+
+    def after(*late_s: float) -> float:
+        for one in late_s:
+            pace.follow(one)
+        return pace.interval_s
+
+    assert after(*[0.004] * 50) == 0.0, "a loop that keeps up takes messages as they come"
+    assert after(*[0.008] * 50) == 0.04, "at least PACE_FACTOR delays, from LEAST_PACE_S in steps of two"
+    assert after(*[0.006] * 50) == 0.04, "it does not follow small changes"
+    assert after(*[0.01] * 50) == 0.04
+    assert after(*[2.0] * 50) == MOST_PACE_S
+    assert after(*[0.0] * 50) == 0.0
+    after(*[1.0] * 9)
+    pace.reset()
+    assert pace.interval_s == 0.0

@@ -72,6 +72,7 @@ def test_every_message_has_a_codec_or_is_read_elsewhere() -> None:
         "prefill",
         "batch",
         "read_log",
+        "set_pace",
     }
 
 

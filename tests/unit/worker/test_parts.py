@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from pdserve.core.access.gate import MOST_PACE_S
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.effects import PlainTokens, PromptScored, StepAccount
 from pdserve.core.errors import InternalError
@@ -117,6 +118,41 @@ async def test_ready_messages_are_batched_except_cache_changes() -> None:
             outbox.close()
     assert [one.load.steps for one in seen[0].batch.messages] == [0, 1, 2]
     assert seen[1:] == [change, change, *loads[3:]]
+
+
+async def test_a_pace_merges_what_becomes_ready_meanwhile() -> None:
+    """Until the outbox closes, nothing follows the first message: the pace is longer than the test."""
+    outbox, seen = SessionOutbox(is_batching=True), []
+    loads = [worker_pb2.AttachResponse(load=worker_pb2.Load(steps=n)) for n in range(5)]
+
+    async def read() -> None:
+        async for message in outbox:
+            seen.append([one.load.steps for one in message.batch.messages] or [message.load.steps])
+
+    outbox.set_pace(math.nan)
+    assert outbox._pace_s == MOST_PACE_S
+    outbox._pace_s = 1000.0
+    reader = asyncio.create_task(read())
+    for one in loads[:3]:
+        outbox.put([one])
+        for _ in range(5):
+            await asyncio.sleep(0)
+    assert seen == [[0]]
+    outbox.close()
+    await asyncio.wait_for(reader, 5)
+
+    outbox, seen = SessionOutbox(is_batching=True), []
+    outbox.set_pace(0.001)
+    reader = asyncio.create_task(read())
+    for one in loads:
+        outbox.put([one])
+        await asyncio.sleep(0)
+    while sum(map(len, seen)) < len(loads):
+        await asyncio.sleep(0.001)
+    assert seen[0] == [0]
+    assert [step for steps in seen for step in steps] == [0, 1, 2, 3, 4]
+    outbox.close()
+    await asyncio.wait_for(reader, 5)
 
 
 async def test_a_batch_is_bounded() -> None:
