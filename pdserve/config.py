@@ -307,6 +307,14 @@ class RouterConfig(CallerTlsSettings):
     slo_tpot_s: float = setting(
         "default TPOT target, for requests that set none", 0.2, within=(0.0001, DAY_S), is_live=True
     )
+    stream_interval_s: float = setting(
+        "time for which a worker may hold tokens back to send several together; the first and the last of an answer "
+        "are sent at once. An answer whose TPOT or ITL target is below twice this time turns it off while it runs. "
+        "0: each step's tokens at once",
+        0.02,
+        within=(0.0, 0.16),
+        is_live=True,
+    )
     local_max_uncached_tokens: int = setting(
         "maximum number of uncached prompt tokens that a decode worker computes itself, without a prefill worker",
         16,

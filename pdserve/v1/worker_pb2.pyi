@@ -179,10 +179,12 @@ class ReadLog(_message.Message):
     def __init__(self) -> None: ...
 
 class SetPace(_message.Message):
-    __slots__ = ("interval_s",)
+    __slots__ = ("interval_s", "tokens_interval_s")
     INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
     interval_s: float
-    def __init__(self, interval_s: _Optional[float] = ...) -> None: ...
+    tokens_interval_s: float
+    def __init__(self, interval_s: _Optional[float] = ..., tokens_interval_s: _Optional[float] = ...) -> None: ...
 
 class Adapter(_message.Message):
     __slots__ = ("name", "fingerprint", "version", "folder")

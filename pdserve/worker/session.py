@@ -5,7 +5,6 @@ A router that reads too slowly loses its stream. It never delays the engine."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 from collections import deque
@@ -54,8 +53,11 @@ class SessionOutbox:
         self._messages: deque[worker_pb2.AttachResponse] = deque()
         self._limit = limit
         self._size = 0
-        self._has_some, self._is_over = asyncio.Event(), asyncio.Event()
-        self._pace_s = 0.0
+        self._wakes = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._pace_s = self._tokens_s = 0.0
+        self._sent_s = 0.0  # the last message, by the loop's clock
+        self._num_put = self._num_taken = self._last_urgent = 0
         self.is_closed = False
 
     def put(self, messages: Sequence[worker_pb2.AttachResponse]) -> None:
@@ -67,29 +69,51 @@ class SessionOutbox:
             self._on_full(len(self._messages))
             self.close()
             return
-        self._messages.extend(messages)
-        self._has_some.set()
+        for message in messages:
+            self._messages.append(message)
+            self._num_put += 1
+            if not _may_wait(message):
+                self._last_urgent = self._num_put
+        self._schedule()
 
     def close(self) -> None:
         self.is_closed = True
         self._messages.clear()
-        self._has_some.set()
-        self._is_over.set()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._wakes.set()
 
-    def set_pace(self, interval_s: float) -> None:
-        """The least time between two messages."""
-        self._pace_s = clamped_s(interval_s, 0.0, MOST_PACE_S)
+    def set_pace(self, pace: worker_pb2.SetPace) -> None:
+        self._pace_s = clamped_s(pace.interval_s, 0.0, MOST_PACE_S)
+        self._tokens_s = clamped_s(pace.tokens_interval_s, 0.0, MOST_PACE_S)
+        self._schedule()
 
     async def __aiter__(self) -> AsyncIterator[worker_pb2.AttachResponse]:
         while not self.is_closed:
-            while self._messages:
+            await self._wakes.wait()
+            self._wakes.clear()
+            end = self._num_put
+            while self._num_taken < end and not self.is_closed:
+                self._sent_s = asyncio.get_running_loop().time()
                 yield self._next_ones() if self._is_batching else self._next()
-                if self._pace_s:
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._is_over.wait(), self._pace_s)
-            self._has_some.clear()
-            if not self.is_closed:
-                await self._has_some.wait()
+            self._schedule()
+
+    def _schedule(self) -> None:
+        """Wakes the reader when the waiting messages are due."""
+        if self.is_closed or not self._messages:
+            return
+        is_urgent = self._last_urgent > self._num_taken
+        loop = asyncio.get_running_loop()
+        due_s = self._sent_s + (self._pace_s if is_urgent else max(self._pace_s, self._tokens_s))
+        if self._timer is not None:
+            if loop.time() < self._timer.when() <= due_s:
+                return
+            self._timer.cancel()
+            self._timer = None
+        if due_s <= loop.time():
+            self._wakes.set()
+        else:
+            self._timer = loop.call_at(due_s, self._wakes.set)
 
     def _next_ones(self) -> worker_pb2.AttachResponse:
         """All waiting messages, up to the limits. A change of the cache is sent alone, because it may be large."""
@@ -106,15 +130,27 @@ class SessionOutbox:
 
     def _next(self) -> worker_pb2.AttachResponse:
         """The oldest message. Tokens of several waiting steps are merged: a slow router then reads fewer messages."""
-        first = self._messages.popleft()
+        first = self._take()
         self._size -= (size := _size(first))
         if first.HasField("tokens"):
             while self._messages and size < MAX_MERGED_ROWS and _may_follow(first, self._messages[0]):
-                more = self._messages.popleft()
+                more = self._take()
                 self._size -= (more_size := _size(more))
                 size += more_size
                 first.tokens.MergeFrom(more.tokens)
         return first
+
+    def _take(self) -> worker_pb2.AttachResponse:
+        self._num_taken += 1
+        return self._messages.popleft()
+
+
+def _may_wait(message: worker_pb2.AttachResponse) -> bool:
+    """Whether nobody waits for it: reports, and tokens that do not end an answer."""
+    kind = message.WhichOneof("message")
+    if kind == "tokens":
+        return not any(row.finish for row in message.tokens.rows)
+    return kind in ("load", "batch_timed", "kv_events", "kv_links")
 
 
 def _may_follow(first: worker_pb2.AttachResponse, more: worker_pb2.AttachResponse) -> bool:
@@ -225,7 +261,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     if one.HasField("read_log"):
                         outbox.put([self._log()])
                     elif one.HasField("set_pace"):
-                        outbox.set_pace(one.set_pace.interval_s)
+                        outbox.set_pace(one.set_pace)
                     else:
                         self._post(partial(self.program.handle, session, one, received_s))
         except (grpc.aio.UsageError, grpc.aio.AbortError):  # cancelled under the read, or a message did not parse

@@ -32,6 +32,7 @@ from pdserve.core.errors import (
 )
 from pdserve.core.kv.kv_shape import TOY_LAYOUT
 from pdserve.core.protocol import NamedAdapter
+from pdserve.core.types import Slo
 from pdserve.load_gate import EnteredRequest, LoadGate
 from pdserve.prefix.index import PrefixLookup
 from pdserve.telemetry import names, trace_context
@@ -72,8 +73,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         prefix_lookup_s: float,
         held: Shares,
         gate: LoadGate,
+        streaming: Callable[[Slo], contextlib.AbstractContextManager[None]],
         write_s: float = WRITE_S,
     ) -> None:
+        """`streaming` is entered while an answer with these targets runs."""
         self._runtime = runtime
         self._admission = admission
         self._model = model
@@ -84,6 +87,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._prefix_lookup_s = prefix_lookup_s
         self._held = held
         self._gate = gate
+        self._streaming = streaming
         self._write_s = write_s
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
@@ -235,16 +239,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         cached = await self._cached_blocks(() if is_scored else prepared.block_hashes, span)
         lookup_s = time.monotonic() - prepared_s
         try:
-            if len(prepared.samplings) > 1:
-                await self._generate_many(prepared, model, cached, context, span, claim, lookup_s, adapter, entered)
-                return
-            answer = self._answer(prepared, 0, model, adapter)
-            request_id = self._begin(prepared, 0, cached, answer, span, claim, lookup_s, adapter)
-            try:
-                await write_answer(answer, context.write, self._write_s, entered.accepted)
-            finally:
-                self._runtime.leave(request_id, answer)
-                self._delivered(span, [answer])
+            with self._streaming(prepared.slo):
+                if len(prepared.samplings) > 1:
+                    await self._generate_many(prepared, model, cached, context, span, claim, lookup_s, adapter, entered)
+                    return
+                answer = self._answer(prepared, 0, model, adapter)
+                request_id = self._begin(prepared, 0, cached, answer, span, claim, lookup_s, adapter)
+                try:
+                    await write_answer(answer, context.write, self._write_s, entered.accepted)
+                finally:
+                    self._runtime.leave(request_id, answer)
+                    self._delivered(span, [answer])
         except Overloaded as error:  # raised by the state
             entered.rejected(error.retry_after_s)
             raise

@@ -140,7 +140,8 @@ class RouterServer:
             on_crash=self._crashed,
             tls=self._tls,
         )
-        self.gate.on_pace = self._workers.set_pace
+        self.gate.on_pace = self._workers.pacing.set_pace
+        self._workers.pacing.set_stream_interval(config.stream_interval_s)
         self._group = RouterGroup(config.group, config.member, config.members, config.token)
         self._watching = Watching(self._runtime.state, self._group, incarnation=self._incarnation)
         self._health = make_health_servicer()
@@ -249,6 +250,7 @@ class RouterServer:
             self._admission.limits = self._limits
         self._held.limit = config.max_held_bytes
         self.gate.core.ttft_s = config.slo_ttft_s
+        self._workers.pacing.set_stream_interval(config.stream_interval_s)
         self._tracing.share = config.trace_share
 
     async def stop(self) -> None:
@@ -348,6 +350,7 @@ class RouterServer:
             prefix_lookup_s=self._config.prefix_lookup_s,
             held=self._held,
             gate=self.gate,
+            streaming=self._workers.pacing.streaming,
         )
         cluster = ClusterServicer(
             self._runtime,

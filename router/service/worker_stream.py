@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol, final
 
 import grpc
@@ -17,6 +17,7 @@ import grpc.aio
 
 from pdserve.core.access.proof import Identity, Introduction
 from pdserve.core.errors import Unauthenticated
+from pdserve.core.types import Slo
 from pdserve.outage_log import PeerLog
 from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.tls.reasons import tls_failure
@@ -238,3 +239,49 @@ def _reason(error: BaseException) -> str:
 def _is_being_cancelled() -> bool:
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+@final
+class WorkerPacing:
+    """How long workers wait between two messages."""
+
+    def __init__(self, send_all: Callable[[worker_pb2.AttachRequest], object]) -> None:
+        """`send_all` sends a message to all attached workers."""
+        self._send_all = send_all
+        self._pace = worker_pb2.SetPace()
+        self._stream_interval_s, self._num_strict = 0.0, 0
+
+    @property
+    def message(self) -> worker_pb2.AttachRequest:
+        """For a worker that has just attached."""
+        return worker_pb2.AttachRequest(set_pace=self._pace)
+
+    def set_pace(self, interval_s: float) -> None:
+        """Between any two messages, while this process is overloaded."""
+        self._pace.interval_s = interval_s
+        self._send_all(self.message)
+
+    def set_stream_interval(self, interval_s: float) -> None:
+        """The time for which tokens may wait for others."""
+        self._stream_interval_s = interval_s
+        self._set_tokens_interval()
+
+    @contextlib.contextmanager
+    def streaming(self, slo: Slo) -> Iterator[None]:
+        """Of an answer. No tokens wait while any answer has a target that is too strict for that."""
+        if min(slo.tpot_s, slo.itl_s or slo.tpot_s) >= 2.0 * self._stream_interval_s:
+            yield
+            return
+        self._num_strict += 1
+        self._set_tokens_interval()
+        try:
+            yield
+        finally:
+            self._num_strict -= 1
+            self._set_tokens_interval()
+
+    def _set_tokens_interval(self) -> None:
+        interval_s = 0.0 if self._num_strict else self._stream_interval_s
+        if interval_s != self._pace.tokens_interval_s:
+            self._pace.tokens_interval_s = interval_s
+            self._send_all(self.message)

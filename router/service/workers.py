@@ -31,7 +31,7 @@ from pdserve.wire.codec import Codec
 from pdserve.wire.protocol import COST, FINGERPRINT, decode_response
 from router.service.adapters import ClusterAdapters, read_report
 from router.service.model import ModelFacts, difference, facts_of
-from router.service.worker_stream import SILENCE_S, WorkerStream
+from router.service.worker_stream import SILENCE_S, WorkerPacing, WorkerStream
 from router.state.interface import AdaptersChanged, Event, WorkerConnected, WorkerForgotten, WorkerLost
 
 # --- logs of workers ------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class Workers:
         self._unregistered: dict[str, str] = {}
         self._forgetting: dict[str, asyncio.TimerHandle] = {}  # of unregistered workers without a stream
         self._is_closing = False
-        self._pace_s = 0.0
+        self.pacing = WorkerPacing(lambda message: [self.send(one, message) for one in list(self._attached)])
         self._contexts: dict[str, int] = {}  # maximum sequence length of each attached decode worker
         self._older_grammars: set[str] = set()  # attached workers with an older library of grammars
         self.model: ModelFacts | None = None
@@ -236,15 +236,6 @@ class Workers:
         stream = self._attached.get(worker_id)
         return stream is not None and stream.send(message)
 
-    def set_pace(self, interval_s: float) -> None:
-        """The least time between two messages of a worker, while this process is overloaded."""
-        self._pace_s = interval_s
-        for worker_id in list(self._attached):
-            self._send_pace(worker_id)
-
-    def _send_pace(self, worker_id: str) -> None:
-        self.send(worker_id, worker_pb2.AttachRequest(set_pace=worker_pb2.SetPace(interval_s=self._pace_s)))
-
     async def close(self) -> None:
         """Ends all streams without further reports."""
         self._is_closing = True
@@ -297,8 +288,7 @@ class Workers:
             self._lines.warning(
                 "a worker has another version or build", hello.worker_id, **extra, router_version=FULL_VERSION
             )
-        if self._pace_s:
-            self._send_pace(hello.worker_id)
+        self.send(hello.worker_id, self.pacing.message)
         self._on_event(event)
         self.adapters.reported(hello.worker_id, report)
         self._on_change()

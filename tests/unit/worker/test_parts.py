@@ -120,37 +120,76 @@ async def test_ready_messages_are_batched_except_cache_changes() -> None:
     assert seen[1:] == [change, change, *loads[3:]]
 
 
+def pace(interval_s: float = 0.0, tokens_interval_s: float = 0.0) -> worker_pb2.SetPace:
+    return worker_pb2.SetPace(interval_s=interval_s, tokens_interval_s=tokens_interval_s)
+
+
+async def reading(outbox: SessionOutbox, seen: list[list[str]]) -> None:
+    async for message in outbox:
+        ones = message.batch.messages if message.HasField("batch") else [message]
+        seen.append([one.WhichOneof("message") or "" for one in ones])
+
+
+async def turns(count: int = 5) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
 async def test_a_pace_merges_what_becomes_ready_meanwhile() -> None:
-    """Until the outbox closes, nothing follows the first message: the pace is longer than the test."""
-    outbox, seen = SessionOutbox(is_batching=True), []
-    loads = [worker_pb2.AttachResponse(load=worker_pb2.Load(steps=n)) for n in range(5)]
-
-    async def read() -> None:
-        async for message in outbox:
-            seen.append([one.load.steps for one in message.batch.messages] or [message.load.steps])
-
-    outbox.set_pace(math.nan)
-    assert outbox._pace_s == MOST_PACE_S
+    """In the first part, nothing follows the first message: the pace is longer than the test."""
+    load = worker_pb2.AttachResponse(load=worker_pb2.Load())
+    granted = worker_pb2.AttachResponse(granted=worker_pb2.Granted())
+    outbox, seen = SessionOutbox(is_batching=True), list[list[str]]()
+    outbox.set_pace(pace(math.nan, -1.0))
+    assert (outbox._pace_s, outbox._tokens_s) == (MOST_PACE_S, 0.0)
     outbox._pace_s = 1000.0
-    reader = asyncio.create_task(read())
-    for one in loads[:3]:
+    reader = asyncio.create_task(reading(outbox, seen))
+    for _ in range(3):
+        outbox.put([granted])
+        await turns()
+    assert seen == [["granted"]]
+    outbox.set_pace(pace())
+    await turns()
+    assert seen == [["granted"], ["granted"] * 2]
+    outbox.set_pace(pace(0.001))
+    for one in (load, granted, load, load, granted):
         outbox.put([one])
-        for _ in range(5):
-            await asyncio.sleep(0)
-    assert seen == [[0]]
+        await turns(1)
+    while sum(map(len, seen)) < 8:
+        await asyncio.sleep(0.001)
+    assert [kind for kinds in seen[2:] for kind in kinds] == ["load", "granted", "load", "load", "granted"]
     outbox.close()
     await asyncio.wait_for(reader, 5)
 
-    outbox, seen = SessionOutbox(is_batching=True), []
-    outbox.set_pace(0.001)
-    reader = asyncio.create_task(read())
-    for one in loads:
-        outbox.put([one])
-        await asyncio.sleep(0)
-    while sum(map(len, seen)) < len(loads):
+
+async def test_tokens_wait_for_others_and_for_nothing_urgent() -> None:
+    plain = worker_pb2.PlainTokens(request_ids=["a"], attempts=[1], output_indexes=[3], token_ids=[1])
+    row = worker_pb2.TokenRow(request_id="a", finish=inference_pb2.FINISH_REASON_LENGTH)
+    step = worker_pb2.AttachResponse(tokens=worker_pb2.Tokens(plain=plain))
+    last = worker_pb2.AttachResponse(tokens=worker_pb2.Tokens(rows=[row]))
+    first = worker_pb2.AttachResponse(first_token=worker_pb2.FirstToken())
+    timed = worker_pb2.AttachResponse(batch_timed=worker_pb2.BatchTimed())
+    outbox, seen = SessionOutbox(is_batching=True), list[list[str]]()
+    outbox._tokens_s = 1000.0
+    reader = asyncio.create_task(reading(outbox, seen))
+    outbox.put([first])
+    await turns()
+    for _ in range(3):
+        outbox.put([step, timed])
+        await turns()
+    assert seen == [["first_token"]]
+    outbox.put([first])
+    await turns()
+    assert seen[1:] == [["tokens", "batch_timed"] * 3 + ["first_token"]], "waiting tokens go with the first urgent one"
+    outbox.put([step])
+    await turns()
+    outbox.put([last])
+    await turns()
+    assert seen[2:] == [["tokens"]], "an answer's end waits for nothing"
+    outbox.set_pace(pace(tokens_interval_s=0.001))
+    outbox.put([step])
+    while len(seen) < 4:
         await asyncio.sleep(0.001)
-    assert seen[0] == [0]
-    assert [step for steps in seen for step in steps] == [0, 1, 2, 3, 4]
     outbox.close()
     await asyncio.wait_for(reader, 5)
 
