@@ -21,7 +21,7 @@ END: Final = "<!-- End of what is made. -->"
 # ---- The lifecycle of a request
 
 STAGES: Final[dict[Stage, str]] = {
-    Stage.QUEUED: "The request waits for a placement: its first, or another one after a lost attempt.",
+    Stage.QUEUED: "The request waits for a placement: its first, or another one after a lost or migrated attempt.",
     Stage.RESERVING: "The decode worker was asked to grant blocks and has not answered.",
     Stage.PREFILLING: "The prefill worker has the sequence and the grant.",
     Stage.MOVING: "The first token was sent to the client; the KV is not committed on the decode worker.",

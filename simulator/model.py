@@ -108,6 +108,7 @@ class WorkerFaultKind(Enum):
     DIE = "die"  # the process ends; with `for_s` an empty successor connects after that time
     SLOW = "slow"  # steps take `factor` times as long, for `for_s`
     STALL = "stall"  # nothing moves for `for_s`
+    DRAIN = "drain"  # an operator drains the worker, and undoes that after `for_s`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

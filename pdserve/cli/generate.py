@@ -183,6 +183,8 @@ def stats_line(done: Completion, slo: Slo | None) -> str:
         ]
     if times.attempts > 1:
         parts.append(f"{times.attempts} attempts")
+    if times.migrations:
+        parts.append("moved once" if times.migrations == 1 else f"moved {times.migrations} times")
     parts.append(f"id {done.request_id}")
     return " · ".join(parts)
 

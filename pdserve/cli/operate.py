@@ -107,6 +107,8 @@ def _drain(args: argparse.Namespace) -> int:
     print(f"{args.worker} gets no new requests; `pdserve undrain {args.worker}` undoes this")
     role = next((one.role for one in workers if one.worker_id == args.worker), None)
     is_last = not any(one.role == role and one.is_connected and not one.is_draining for one in workers)
+    if role == "decode" and not is_last:
+        print("its running answers move to other workers, or finish where that takes no longer")
     if is_last and role in CONSEQUENCES:
         print(f"{args.worker} was the last {role} worker: {CONSEQUENCES[role]} until it is undrained")
     return 0
@@ -120,7 +122,7 @@ def _undrain(args: argparse.Namespace) -> int:
 
 
 DRAIN: Final = Command(
-    "send no new requests to a worker, until undrain or its next start; running requests finish",
+    "send no new requests to a worker, until undrain or its next start; running answers move, or finish",
     _add_worker_flags,
     _drain,
 )

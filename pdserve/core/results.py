@@ -146,10 +146,11 @@ class Timings:
     path: Path | None = None  # path of the last attempt
     prefill_worker: str = ""  # empty on the local path
     decode_worker: str = ""
-    attempts: int = 0  # placements tried; 1 when nothing went wrong
+    attempts: int = 0  # placements tried; 1 when nothing went wrong, and the answer did not move
     transfer_bytes: int = 0
     transfer_saved_bytes: int = 0  # KV that the decode worker already had
     preemptions: int = 0  # how often the sequence was evicted for lack of blocks, and recomputed
+    migrations: int = 0  # how often the answer moved from a draining worker to another one
 
 
 # --- percentiles ----------------------------------------------------------------------------------------------

@@ -118,6 +118,9 @@ PLACEMENTS: Final = _metric(
 REPLACEMENTS: Final = _metric(
     "pdserve_replacements_total", "counter", "router", "placements of a request after its first one"
 )
+MIGRATIONS: Final = _metric(
+    "pdserve_migrations_total", "counter", "router", "running answers that moved from a draining decode worker"
+)
 GEN_AI_LABELS: Final[Mapping[str, LabelValues]] = {
     "gen_ai_operation_name": (CHAT, TEXT_COMPLETION),
     "gen_ai_provider_name": (PROVIDER_NAME,),

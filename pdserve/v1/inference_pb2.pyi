@@ -285,7 +285,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("ttft_s", "tpot_s", "total_s", "phases", "path", "prefill_worker", "decode_worker", "attempts", "preemptions", "transfer_s", "transfer_busy_s", "transfer_exposed_s", "transfer_bytes", "transfer_saved_bytes", "grant_s")
+    __slots__ = ("ttft_s", "tpot_s", "total_s", "phases", "path", "prefill_worker", "decode_worker", "attempts", "preemptions", "transfer_s", "transfer_busy_s", "transfer_exposed_s", "transfer_bytes", "transfer_saved_bytes", "grant_s", "migrations")
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
     TPOT_S_FIELD_NUMBER: _ClassVar[int]
     TOTAL_S_FIELD_NUMBER: _ClassVar[int]
@@ -301,6 +301,7 @@ class Timings(_message.Message):
     TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_SAVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     GRANT_S_FIELD_NUMBER: _ClassVar[int]
+    MIGRATIONS_FIELD_NUMBER: _ClassVar[int]
     ttft_s: float
     tpot_s: float
     total_s: float
@@ -316,7 +317,8 @@ class Timings(_message.Message):
     transfer_bytes: int
     transfer_saved_bytes: int
     grant_s: float
-    def __init__(self, ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., total_s: _Optional[float] = ..., phases: _Optional[_Union[Phases, _Mapping]] = ..., path: _Optional[_Union[Path, str]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., attempts: _Optional[int] = ..., preemptions: _Optional[int] = ..., transfer_s: _Optional[float] = ..., transfer_busy_s: _Optional[float] = ..., transfer_exposed_s: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., transfer_saved_bytes: _Optional[int] = ..., grant_s: _Optional[float] = ...) -> None: ...
+    migrations: int
+    def __init__(self, ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., total_s: _Optional[float] = ..., phases: _Optional[_Union[Phases, _Mapping]] = ..., path: _Optional[_Union[Path, str]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., attempts: _Optional[int] = ..., preemptions: _Optional[int] = ..., transfer_s: _Optional[float] = ..., transfer_busy_s: _Optional[float] = ..., transfer_exposed_s: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., transfer_saved_bytes: _Optional[int] = ..., grant_s: _Optional[float] = ..., migrations: _Optional[int] = ...) -> None: ...
 
 class Phases(_message.Message):
     __slots__ = ("prepare_s", "prefix_lookup_s", "queue_s", "reserve_s", "prefill_queue_s", "prefill_s", "transfer_wait_s", "decode_queue_s", "decode_s", "preempted_s", "messages_s", "lost_s")

@@ -269,12 +269,12 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         return not self.scheduler.live()
 
     def drain(self) -> None:
-        """Rejects new work for good; running attempts continue. Idempotent."""
+        """Rejects new work for good. Running attempts continue until routers move them. Idempotent."""
         self._is_leaving = True
         self.scheduler.is_draining = True
 
     def _set_drained(self, is_drained: bool) -> None:
-        """An operator's command through any router. Running attempts continue in either case."""
+        """An operator's command through any router. Running attempts continue until routers move them."""
         if is_drained is not self.is_drained:
             self.is_drained = is_drained
             self.scheduler.is_draining = is_drained or self._is_leaving

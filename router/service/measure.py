@@ -308,6 +308,7 @@ def _trace(
                 names.TRANSFER_BYTES: timings.transfer_bytes,
                 names.PREFILL_WORKER: timings.prefill_worker,
                 names.DECODE_WORKER: timings.decode_worker,
+                **({names.MIGRATIONS: timings.migrations} if timings.migrations else {}),
                 **({} if timings.path is None else {names.PATH: timings.path.value}),
                 **transport,
             }
@@ -405,6 +406,7 @@ class Gauges:
         totals = {kind: state.counters[kind] for kind in DROPPED} | {"invalid": self._workers.num_invalid}
         for kind, total in totals.items():
             metrics.add(metric_names.DROPPED_MESSAGES, self._more(kind, total), kind=kind)
+        metrics.add(metric_names.MIGRATIONS, self._more("migrated", state.counters["migrated"]))
         if (kept := self._tokenizer.kept) is not None:
             for source, total in (("kept", kept.num_found_chars), ("tokenizer", kept.num_missed_chars)):
                 metrics.add(metric_names.LONG_PROMPT_CHARS, self._more(source, total), source=source)

@@ -4,9 +4,9 @@ Handlers return what happened to a request, as one of the classes below. APPLY m
 consequences. The client gets exactly one last message. After that, the request only waits until no worker holds memory
 for it.
 
-A lost attempt is cancelled on every connected worker that holds memory of it. The next attempt recomputes the prompt
-and the output so far. The token at each position depends only on seed and position, so the stream continues without a
-difference.
+A lost or migrated attempt is cancelled on every connected worker that holds memory of it. The next attempt recomputes
+the prompt and the output so far. The token at each position depends only on seed and position, so the stream continues
+without a difference.
 """
 
 from __future__ import annotations
@@ -100,7 +100,13 @@ class Lose(NamedTuple):
     message: str = ""
 
 
-Ending = Finish | Disconnect | Expire | Reject | Fail | Lose
+class Migrate(NamedTuple):
+    """The answer leaves a draining worker. It is no failure, so it counts for no limit, and nothing is avoided."""
+
+    request: Request
+
+
+Ending = Finish | Disconnect | Expire | Reject | Fail | Lose | Migrate
 
 
 def apply_ending(cluster: ClusterState, ending: Ending) -> list[Command]:
@@ -203,6 +209,16 @@ def _lose(cluster: ClusterState, loss: Lose) -> list[Command]:
     return cluster.requeue(request, wait_s)
 
 
+def _migrate(cluster: ClusterState, end: Migrate) -> list[Command]:
+    request = end.request
+    if not cluster.move(request, Move.MIGRATED):
+        return []
+    cluster.counters["migrated"] += 1
+    request.migrations += 1
+    cluster.migrating.add(request.request_id)
+    return cluster.requeue(request, 0.0)
+
+
 def _fail(
     cluster: ClusterState,
     request: Request,
@@ -252,6 +268,7 @@ def _end(
     cluster.counters[f"outcome_{outcome.value}"] += 1
     cluster.note_end(request, outcome, why, retry_after_s)
     cluster.ended.add(request.request_id)
+    cluster.migrating.discard(request.request_id)
     cluster.timers.deadlines.clear(request.request_id)
     cluster.timers.releases.set(request.request_id, cluster.now_s + RELEASE_TIMEOUT_S)
     cluster.forget_if_free(request)
@@ -265,4 +282,5 @@ APPLY: Final[Mapping[type, Callable[[ClusterState, Any], list[Command]]]] = {
     Reject: _reject,
     Fail: _give_up,
     Lose: _lose,
+    Migrate: _migrate,
 }

@@ -26,6 +26,7 @@ class Fleet:
         self.workers: dict[str, WorkerView] = {}
         self.has_known_decode = False
         self._usable: tuple[WorkerViews, WorkerViews] | None = None  # cached until something changes
+        self._draining: list[WorkerView] | None = None  # cached as `_usable`
         self.fits_all = 0  # tokens of one sequence that every usable worker holds, as of the last call of `usable`
         self._usable_until_s = 0.0  # when the first of them would exceed the silence limit
         self._links: OrderedDict[tuple[str, str], LinkModel] = OrderedDict()
@@ -94,9 +95,20 @@ class Fleet:
             self._usable_until_s = min([view.heard_s for view in able], default=now_s) + self.silence_s
         return kept
 
+    def draining(self, now_s: float) -> list[WorkerView]:
+        """The connected decode workers that drain. The list is cached, so callers must not change it."""
+        if self._draining is None:
+            for view in self.workers.values():
+                if not view.is_draining:
+                    view.drains_since_s = math.inf
+                elif view.drains_since_s == math.inf:
+                    view.drains_since_s = now_s
+            self._draining = [view for view in self.all_decode() if view.is_connected and view.is_draining]
+        return self._draining
+
     def changed(self) -> None:
         """Drops the cached lists: a worker connected, disconnected, drains, or is no longer silent."""
-        self._usable = None
+        self._usable = self._draining = None
 
     def heard(self, view: WorkerView, now_s: float) -> None:
         if not view.heard_s > now_s - self.silence_s:
@@ -108,6 +120,9 @@ class Fleet:
         if kept is not None and now_s < self._usable_until_s:
             able = {view.worker_id for view in self.workers.values() if self.is_usable(view, now_s)}
             assert {view.worker_id for role in kept for view in role} == able, "the cached workers are out of date"
+        if self._draining is not None:
+            draining = {view.worker_id for view in self.all_decode() if view.is_connected and view.is_draining}
+            assert {view.worker_id for view in self._draining} == draining, "the draining workers are out of date"
 
     def key(self, worker_id: str) -> tuple[str, str]:
         """Identifies a worker's current incarnation, so that a restarted worker starts without history."""
@@ -174,10 +189,14 @@ NOTHING: Final[frozenset[Any]] = frozenset()
 NEEDS_ESTIMATE: Final = frozenset({"least-slack", "ageing", "fairness", "rejection"})
 
 
-def policy_input_of(request: Request, fleet: Fleet, lengths: OutputLengths, now_s: float) -> PolicyInput:
+def policy_input_of(
+    request: Request, fleet: Fleet, lengths: OutputLengths, now_s: float, expected_tokens: float | None = None
+) -> PolicyInput:
+    """`expected_tokens`: what remains of the answer; None: by the mean of similar answers."""
     facts = request.facts
     num_answered = len(request.output)
-    expected_tokens = lengths.expected(facts.sampling.max_tokens, num_answered)
+    if expected_tokens is None:
+        expected_tokens = lengths.expected(facts.sampling.max_tokens, num_answered)
     return PolicyInput(
         request_id=request.request_id,
         num_tokens=request.num_tokens,

@@ -48,6 +48,7 @@ class Move(Enum):
     TOKENS = "tokens"
     LAST_TOKEN = "last token"
     LOST = "attempt lost"
+    MIGRATED = "migrated"
     CLIENT_LEFT = "client left"
     DEADLINE = "deadline"
     REJECTED = "rejected"
@@ -86,6 +87,9 @@ MOVES: Final[dict[tuple[Stage, Move], Stage]] = {
     (Stage.QUEUED, Move.REJECTED): Stage.REJECTED,
     # A dead or silent worker, a failed transfer, or a worker's internal error. The request continues at the next token.
     **{(stage, Move.LOST): Stage.QUEUED for stage in WITH_WORKERS},
+    # A running answer leaves a draining decode worker, and continues at the next token too.
+    (Stage.DECODING, Move.MIGRATED): Stage.QUEUED,
+    (Stage.LOCAL, Move.MIGRATED): Stage.QUEUED,
     # A stop string may be found in any stage, even if the request is queued again.
     **{(stage, Move.LAST_TOKEN): Stage.FINISHED for stage in LIVE},
     **{(stage, Move.CLIENT_LEFT): Stage.CANCELLED for stage in LIVE},
@@ -116,6 +120,8 @@ NEEDS_SENDER: Final[dict[SenderEnd, frozenset[Stage]]] = {
 WAITING: Final = frozenset({Stage.QUEUED})
 #: Workers were asked for memory and have computed nothing yet.
 UNANSWERED: Final = frozenset({Stage.RESERVING, Stage.RESERVING_LOCAL})
+#: A token of the answer comes from the decode worker alone, so it can leave that worker.
+CAN_MIGRATE: Final = frozenset(stage for stage, move in MOVES if move is Move.MIGRATED)
 #: Both workers have done their part: the sequence is in the decode worker's batch.
 IN_BATCH: Final = frozenset({Stage.DECODING})
 

@@ -226,7 +226,7 @@ class _Placing:
                 elif (delayed := delay_if_late(cluster, request, decision)) is not None:
                     self.commands += delayed
                 else:
-                    self.commands += _place(cluster, request, decision)
+                    self.commands += start(cluster, request, decision)
             case Choice.REJECT:
                 cluster.explain(request.request_id, decision)
                 retry_after_s = decision.retry_in_s or _retry_after_s(cluster)
@@ -321,7 +321,8 @@ def _no_workers(cluster: ClusterState, request: Request, decodes: Sequence[Worke
     return apply_ending(cluster, rejection)
 
 
-def _place(cluster: ClusterState, request: Request, decision: Decision) -> list[Command]:
+def start(cluster: ClusterState, request: Request, decision: Decision) -> list[Command]:
+    """Starts an attempt of a waiting request on the workers that the policy has chosen."""
     is_local = decision.choice is Choice.LOCAL
     cluster.queue.take(request.request_id)
     cluster.dequeue(request)

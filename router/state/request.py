@@ -86,7 +86,7 @@ class Timeline:
         rest = STANDS_FOR[stage]
         if stage is Stage.LOCAL and last_token_s is not None:
             rest = Phase.DECODE
-        is_lost = move is Move.LOST or (move is Move.DECLINED and stage is Stage.PREFILLING)
+        is_lost = move in (Move.LOST, Move.MIGRATED) or (move is Move.DECLINED and stage is Stage.PREFILLING)
         if self.is_accounted:
             rest = Phase.MESSAGES
         elif is_lost and rest is Phase.DECODE and last_token_s is not None:
@@ -223,6 +223,8 @@ class Request:
     num_tried: int = 0  # attempts that were not declined
     lost_attempts: int = 0
     refusals: int = 0  # since the last accepted attempt
+    migrations: int = 0  # how often it left a draining worker
+    stays_until_s: float = -math.inf  # it does not leave a draining worker before this time
     deaths: int = 0  # number of workers that died while the request was on them
     avoid_workers: set[WorkerKey] = field(default_factory=set)
     avoid_pairs: set[tuple[WorkerKey, WorkerKey]] = field(default_factory=set)
@@ -309,6 +311,7 @@ class Request:
             decode_worker=where.decode_worker if where is not None else "",
             attempts=self.num_tried,
             preemptions=self.preemptions,
+            migrations=self.migrations,
             **self.reported,  # type: ignore[arg-type]  # whole numbers and seconds
         )
 

@@ -8,11 +8,13 @@ replayed (router/recording/replay.py), and the simulator runs the same class. Mo
     endings.py      ends of requests and of attempts, with all consequences
     queue.py        the order of waiting requests, and fairness between tenants
     placing.py      when the policy is asked, and what its decision causes
+    migration.py    which answers leave a draining decode worker
     rejection.py    which new, waiting or late requests are rejected, by the predicted starts of forecast.py
     history.py      explanations of placements, and ended requests
     cluster_state.py  the data that these modules share; the state for operators, and frames of the live view
 
-`handle` runs four parts in order: what is due by now, the event's handler, the endings that it returns, and placing.
+`handle` runs five parts in order: what is due by now, the event's handler, the endings that it returns, migration, and
+placing.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from pdserve.core.protocol import (
 from pdserve.core.results import Phase
 from pdserve.core.types import FinishReason, Role
 from router.policy.interface import Decision
-from router.state import attempts, placing
+from router.state import attempts, migration, placing
 from router.state.cluster_state import MAX_IN_PROGRESS, ClusterSnapshot, ClusterState, live_frame, take_snapshot
 from router.state.endings import APPLY, Disconnect, Ending, Expire, Fail, Finish, Reject, apply_ending
 from router.state.history import DecisionRecord
@@ -88,6 +90,7 @@ def check(cluster: ClusterState) -> None:
     waiting = cluster.parked | set(queued) | set(bound)
     assert waiting <= cluster.requests.keys(), "a forgotten request is queued"
     assert cluster.ended <= cluster.requests.keys(), "a forgotten request is among the ended ones"
+    assert cluster.migrating <= cluster.requests.keys() - cluster.ended, "an ended request is migrating"
     for request_id, request in cluster.requests.items():
         assert request.request_id == request_id
         assert (request.stage is Stage.QUEUED) is (request_id in waiting), f"{request_id}: {request.stage} and queue"
@@ -152,6 +155,7 @@ class RouterState:
         commands = self._due(now_s)
         commands += _apply_endings(cluster, _HANDLERS[type(event)](cluster, event))
         newcomer = cluster.requests.get(event.request_id) if isinstance(event, RequestArrived) else None
+        commands += migration.migrate(cluster)
         commands += placing.place(cluster, newcomer)
         self._set_alarm(commands)
         return commands

@@ -85,6 +85,7 @@ class WorkerView:
         "closed_until_s",
         "computed_s",
         "cost",
+        "drains_since_s",
         "first_tokens",
         "free_at_s",
         "freed_s",
@@ -113,6 +114,7 @@ class WorkerView:
         self.cost = CostModel(hello.cost)
         self.queue = WorkerQueue()  # requests that are bound to it and have no reservation yet
         self.is_drain_requested = False
+        self.drains_since_s = math.inf  # infinite while it does not drain
         self.grant_wait_s = 0.0  # moving mean of Reserve -> Granted, beyond half a step
         # Latency of messages, without the worker's own time and the rest of its running step.
         self.grants = MessageLatency()  # Reserve -> Granted

@@ -37,11 +37,12 @@ _ROUTER: Final = Row(
         Panel(
             title="Placements",
             description="remote: prefill and decode on two workers; local: both on the decode worker. Replacements "
-            "place a request again after a failed attempt.",
+            "place a request again after a failed attempt, or move its answer from a draining worker (migrations).",
             unit="ops",
             queries=[
                 Query(total("pdserve_placements_total", by="path"), "{{path}}"),
                 Query(total("pdserve_replacements_total"), "replacements"),
+                Query(total("pdserve_migrations_total"), "migrations"),
             ],
         ),
         Panel(

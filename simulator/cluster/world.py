@@ -16,7 +16,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.kv.blocks import CacheChange
 from pdserve.core.types import Role
 from pdserve.prefix.index import PrefixIndex
-from router.state.interface import Event, WorkerLost
+from router.state.interface import DrainRequested, Event, UndrainRequested, WorkerLost
 from simulator.cluster.agenda import Agenda
 from simulator.cluster.decoder import DecodeMachine
 from simulator.cluster.front import Front, OnStep
@@ -77,6 +77,11 @@ class Station:
             case WorkerFaultKind.STALL:
                 if machine is not None:
                     machine.stall(fault.for_s)
+            case WorkerFaultKind.DRAIN:
+                worker_id = self._shape.worker_id
+                self._env.send_event(0, DrainRequested(worker_id=worker_id))
+                if fault.for_s < math.inf:
+                    agenda.after(fault.for_s, self._env.send_event, 0, UndrainRequested(worker_id=worker_id))
 
     def _turn(self, factor: float, begins: bool) -> None:
         if self.machine is not None:

@@ -1,6 +1,7 @@
 """Flags and defaults that commands of the simulator share. Pure.
 
-Fault flags inject faults into workers of a simulation: --kill d0@10:5, --slow p1@20:30x3, --stall d1@15:2.
+Fault flags inject faults into workers of a simulation: --kill d0@10:5, --slow p1@20:30x3, --stall d1@15:2,
+--drain d1@15:5.
 """
 
 from __future__ import annotations
@@ -22,13 +23,20 @@ _FORMS: Final = {
     "kill": "WORKER@AT[:FOR]",
     "slow": "WORKER@AT[:FOR]xFACTOR",
     "stall": "WORKER@AT:FOR",
+    "drain": "WORKER@AT[:FOR]",
 }
 _HELP: Final = {
     "kill": "kill a worker after AT seconds and restart it FOR seconds later (never); repeatable",
     "slow": "make the steps of a worker FACTOR times as long, for FOR seconds (to the end); repeatable",
     "stall": "stop all work of a worker for FOR seconds; repeatable",
+    "drain": "drain a worker after AT seconds, and undrain it FOR seconds later (never); repeatable",
 }
-_KINDS: Final = {"kill": WorkerFaultKind.DIE, "slow": WorkerFaultKind.SLOW, "stall": WorkerFaultKind.STALL}
+_KINDS: Final = {
+    "kill": WorkerFaultKind.DIE,
+    "slow": WorkerFaultKind.SLOW,
+    "stall": WorkerFaultKind.STALL,
+    "drain": WorkerFaultKind.DRAIN,
+}
 _SHAPE: Final = re.compile(r"(?P<worker>[^@]+)@(?P<at>[\d.]+)(?::(?P<for>[\d.]+))?(?:x(?P<factor>[\d.]+))?")
 
 
@@ -76,7 +84,7 @@ def _is_number(text: str) -> bool:
 
 
 def _example(name: str) -> str:
-    return {"kill": "d0@10:5", "slow": "p0@20:30x3", "stall": "d0@15:2"}[name]
+    return {"kill": "d0@10:5", "slow": "p0@20:30x3", "stall": "d0@15:2", "drain": "d0@15:5"}[name]
 
 
 # --- defaults of simulate and plan ----------------------------------------------------------------------------

@@ -17,8 +17,9 @@ is not counted.
 Answer: of n tokens, n - 1 take a decode row each; the first one is sampled with the prompt. The rows attend to N,
 N + 1, .. tokens. The rows of a step also share `hidden` * D (section *shares of a decode step*).
 
-An answer that is preempted, or that continues after a worker has died, samples one token with its recomputed prompt
-instead of a decode row. Deaths are limited by the router's `max_attempts`; with faults, that many rows are not counted.
+An answer that is preempted, or that continues on another worker, samples one token with its recomputed prompt instead
+of a decode row. Deaths are limited by the router's `max_attempts`; with faults, that many rows are not counted. An
+answer moves from a drained worker at most once for each INNOCENT_TOKENS tokens, and once more.
 A preemption is assumed to save no work: its recomputed tokens take as long as a row.
 """
 
@@ -34,6 +35,7 @@ from itertools import accumulate
 from typing import Final, final
 
 from pdserve.core.cost.latency import CostModel
+from router.state.attempts import INNOCENT_TOKENS
 from simulator.cluster.speed import LEAST_FACTOR
 from simulator.model import SimConfig, TraceRequest, WorkerFault, WorkerFaultKind, WorkerShape
 
@@ -44,6 +46,7 @@ from simulator.model import SimConfig, TraceRequest, WorkerFault, WorkerFaultKin
 #     DIE     nothing until the successor connects
 #     STALL   nothing; a step that has begun goes on, for at most the longest step
 #     SLOW    1 / factor; steps that have begun keep their speed, for at most the longest step
+#     DRAIN   not reduced, because the worker still computes what it has
 
 NOISE_SIGMAS: Final = 6.0  # a normal value is further below its mean with a probability of 1e-9
 
@@ -272,7 +275,10 @@ def _work(
     if prompt.length > max(one.kv_tokens for one in roles):
         return None
     fewest = min(request.output_tokens, min(one.least_context for one in roles) - prompt.length)
-    rows = max(0, fewest - 1 - (config.router.max_attempts if config.faults else 0))
+    resumptions = config.router.max_attempts if config.faults else 0
+    if any(one.kind is WorkerFaultKind.DRAIN for one in config.faults):
+        resumptions += 1 + fewest // INNOCENT_TOKENS
+    rows = max(0, fewest - 1 - resumptions)
     most = max(1, min(request.output_tokens, decode.max_context - prompt.length))
     decode_s = (most - 1) * slo.tpot_s
     messages_s = 2.0 * config.message_s

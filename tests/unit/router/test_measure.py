@@ -102,7 +102,8 @@ def test_spans_have_the_workers_of_their_time(sink: OtlpSink) -> None:
         path=Path.REMOTE,
         prefill_worker="p0",
         decode_worker="d0",
-        attempts=1,
+        attempts=2,
+        migrations=1,
         transfer_bytes=1000,
     )
     with measure.call_span(REQUEST, "m", "") as span:
@@ -114,6 +115,7 @@ def test_spans_have_the_workers_of_their_time(sink: OtlpSink) -> None:
         span.keep()
     tracing.close()
     [request], [transfer] = sink.named(names.SPAN_REQUEST), sink.named("pdserve.transfer_wait")
+    assert (request.attributes[names.ATTEMPT], request.attributes[names.MIGRATIONS]) == (2, 1)
     for one in (request, transfer):
         found = one.attributes.get(names.TRANSFER_KIND), one.attributes.get(names.TRANSFER_REASON)
         assert found == ("shm", "same host")

@@ -8,6 +8,7 @@ import pytest
 
 from pdserve.core.types import FinishReason, Role, Slo
 from router.policy import POLICIES
+from router.state.attempts import INNOCENT_TOKENS
 from router.state.interface import EndCancelled, FailKind, FailRequest, FinishRequest, RouterSettings
 from tests.unit.router.router_events import arrival
 from tests.unit.router.world import World
@@ -74,19 +75,7 @@ def run(seed: int, faults: float, policy: str, requests: int = 25, stirs: int = 
 @pytest.mark.parametrize(("policy", "seed"), runs(len(SEEDS), 4))
 def test_clients_get_exact_tokens_and_one_end_under_faults(policy: str, seed: int) -> None:
     world = run(seed, faults=0.02, policy=policy)
-    for client in world.clients.values():
-        word = client.last_word
-        if isinstance(word, FinishRequest | FailRequest | EndCancelled) and word.timings is not None:
-            assert word.timings.phases.total_s == pytest.approx(word.timings.total_s, abs=1e-9)
-        match client.last_word:
-            case FinishRequest():
-                _check_finish(client, client.last_word)
-            case FailRequest():
-                assert client.last_word.kind in ALLOWED_FAILURES
-            case EndCancelled():
-                pass
-            case _:
-                raise AssertionError(f"no last word for {client.request.request_id}")
+    _check_ends(world)
     topology = world.state.snapshot()
     assert (topology.queued, topology.running, topology.releasing) == (0, 0, 0)
     assert all(worker.booked_blocks == 0 for worker in topology.workers)
@@ -108,6 +97,72 @@ def test_without_faults_one_attempt_is_enough(policy: str, seed: int) -> None:
     counters = world.state.counters
     assert not {name for name in counters if name.startswith(("lost", "illegal", "odd", "never"))}, counters
     assert rejected < len(world.clients)
+
+
+def run_with_drains(seed: int, policy: str, faults: float = 0.0) -> World:
+    """Decode workers drain in turn, also two of the three at a time."""
+    world = World(seed, RouterSettings(policy=policy, is_strict=True), faults)
+    rng = world.rng
+    for index in range(2):
+        world.start(f"p{index}", Role.PREFILL)
+    decodes = [world.start(f"d{index}", Role.DECODE) for index in range(3)]
+    for turn in range(4000):
+        if turn % 100 == 0 and len(world.clients) < 30:
+            name = f"r{len(world.clients)}"
+            world.arrive(
+                arrival(name, prompt=rng.choice([5, 40, 100]), max_tokens=60, slo=Slo(ttft_s=100.0)),
+                length=rng.randint(20, 60),
+            )
+        if turn % 300 == 0:
+            for worker in decodes:
+                worker.is_draining = False
+            for worker in rng.sample(decodes, rng.choice([1, 1, 2])):
+                worker.is_draining = True
+            world.beat()
+        world.stir()
+    world.settle()
+    return world
+
+
+@pytest.mark.parametrize(("policy", "seed"), runs(10, 2))
+def test_answers_are_whole_and_exact_while_workers_drain(policy: str, seed: int) -> None:
+    world = run_with_drains(seed, policy)
+    num_migrations = 0
+    for client in world.clients.values():
+        word = client.last_word
+        assert isinstance(word, FinishRequest), word
+        _check_finish(client, word)
+        num_migrations += word.timings.migrations
+        # Each attempt but the first and the last has made progress.
+        assert word.timings.migrations <= 1 + len(client.heard) // INNOCENT_TOKENS
+    counters = world.state.counters
+    assert counters["migrated"] == num_migrations > 0
+    assert not {name for name in counters if name.startswith(("lost", "illegal", "odd", "never"))}, counters
+
+
+@pytest.mark.parametrize(("policy", "seed"), runs(10, 2))
+def test_answers_are_exact_under_faults_while_workers_drain(policy: str, seed: int) -> None:
+    _check_ends(run_with_drains(seed, policy, faults=0.02))
+
+
+def test_answers_migrate_under_faults() -> None:
+    assert any(run_with_drains(seed, DEFAULT, faults=0.02).state.counters["migrated"] for seed in SEEDS)
+
+
+def _check_ends(world: World) -> None:
+    for client in world.clients.values():
+        word = client.last_word
+        if isinstance(word, FinishRequest | FailRequest | EndCancelled) and word.timings is not None:
+            assert word.timings.phases.total_s == pytest.approx(word.timings.total_s, abs=1e-9)
+        match client.last_word:
+            case FinishRequest():
+                _check_finish(client, client.last_word)
+            case FailRequest():
+                assert client.last_word.kind in ALLOWED_FAILURES
+            case EndCancelled():
+                pass
+            case _:
+                raise AssertionError(f"no last word for {client.request.request_id}")
 
 
 def _check_finish(client: Client, word: FinishRequest) -> None:

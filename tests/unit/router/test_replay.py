@@ -22,7 +22,7 @@ from router.state.interface import (
     TimePassed,
     WorkerLost,
 )
-from tests.unit.router.test_random_runs import run
+from tests.unit.router.test_random_runs import run, run_with_drains
 from tests.unit.router.world import World
 
 
@@ -59,6 +59,13 @@ def test_thousands_of_recorded_events_replay_to_equal_commands(policy: str, size
     assert min(ends[f"outcome_{kind}"] for kind in ("served", "late", "rejected", "expired", "cancelled")) >= least, (
         ends
     )
+    assert list(replay.replay(recording(world))) == []
+
+
+@pytest.mark.parametrize("policy", EVERY_TIME)
+def test_recorded_migrations_replay_to_equal_commands(policy: str) -> None:
+    world = run_with_drains(0, policy)
+    assert world.state.counters["migrated"] > 0
     assert list(replay.replay(recording(world))) == []
 
 

@@ -211,7 +211,7 @@ def test_memory_for_answers() -> None:
     assert upper_bound(shared, config).most > 5, "they share the memory of the prompt"
 
 
-@pytest.mark.parametrize("kind", list(WorkerFaultKind))
+@pytest.mark.parametrize("kind", [WorkerFaultKind.DIE, WorkerFaultKind.SLOW, WorkerFaultKind.STALL])
 def test_a_faulty_worker_computes_less(kind: WorkerFaultKind) -> None:
     config = alone(slo=Slo(ttft_s=1.05, tpot_s=1.0))
     trace = Listed([asked(0.0, 1000, 1) for _ in range(20)])

@@ -74,6 +74,30 @@ def test_a_workers_death_loses_no_request(victim: str, at_s: float) -> None:
     assert world.stations[victim].num_lives == 2
 
 
+@pytest.mark.parametrize("policy", ["least-ttft", "goodput"])
+def test_long_answers_leave_a_drained_worker(policy: str) -> None:
+    """Each answer takes more than 20 s; the worker is idle soon after its drain."""
+    drain = WorkerFault(at_s=2.0, worker_id="d0", kind=WorkerFaultKind.DRAIN)
+    world, rows = run(
+        [asked(0.1 * i, 400, 2000) for i in range(6)], cluster(2, 2, policy=policy, num_routers=2, faults=(drain,))
+    )
+    assert {(row.outcome, row.tokens) for row in rows} == {("served", 2000)}
+    assert {row.decode_worker for row in rows} == {"d1"}
+    busy_s = {one.worker_id: one.busy_s for one in world.result().workers}
+    assert 1.0 < busy_s["d0"] < 4.0
+    assert world.result().counters["migrated"] == sum(row.attempts - 1 for row in rows) > 0
+
+
+def test_all_answers_end_while_workers_drain_in_turn() -> None:
+    drains = tuple(
+        WorkerFault(at_s=0.5 + 0.7 * i, worker_id=f"d{i % 3}", kind=WorkerFaultKind.DRAIN, for_s=0.9) for i in range(9)
+    )
+    world, rows = run(workload(8, rate_rps=30.0), cluster(2, 3, faults=drains))
+    assert [row.tokens for row in rows] == [row.output_tokens for row in rows]
+    assert {row.outcome for row in rows} == {"served"}
+    assert world.result().counters["migrated"] > 0
+
+
 def test_the_cluster_continues_without_a_dead_worker() -> None:
     deaths = tuple(WorkerFault(at_s=1.0, worker_id=name, kind=WorkerFaultKind.DIE) for name in ("p0", "p1", "d1"))
     _, rows = run(workload(5, rate_rps=4.0), cluster(2, 2, faults=deaths))
@@ -156,6 +180,7 @@ def test_all_faults_at_once() -> None:
         WorkerFault(at_s=2.5, worker_id="d1", kind=WorkerFaultKind.DIE, for_s=0.5),
         WorkerFault(at_s=3.0, worker_id="p1", kind=WorkerFaultKind.STALL, for_s=1.0),
         WorkerFault(at_s=3.3, worker_id="p1", kind=WorkerFaultKind.DIE, for_s=0.2),
+        WorkerFault(at_s=3.5, worker_id="d0", kind=WorkerFaultKind.DRAIN, for_s=1.0),
     )
     for seed in range(2):
         rows = [replace(one, cancel_after_s=0.5 if i % 7 == 0 else None) for i, one in enumerate(workload(seed, 200))]
