@@ -157,17 +157,19 @@ check: $(STAMP)
 	cd proto && ../$(BIN)/buf lint
 	$(BIN)/python scripts/reference.py --check
 	$(BIN)/python -m scripts.dashboards --check
+	$(BIN)/python -m scripts.kustomize --check
 	scripts/check_stubs.sh
 
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# Pages and dashboards that are generated from the code.
+# Pages, dashboards and manifests that are generated from the code and from the Helm chart.
 reference: $(STAMP)
 	$(BIN)/python scripts/reference.py
 	$(BIN)/python -m scripts.drawn_pages
 	$(BIN)/python -m scripts.dashboards
+	$(BIN)/python -m scripts.kustomize
 
 proto: $(STAMP)
 	scripts/proto.sh

@@ -16,7 +16,7 @@ import pytest
 from pdserve.launch.ports import free_ports
 from pdserve.launch.settings import bundled_model
 from pdserve.prefix.embedded import server_binary
-from tests.unit.deploy.manifests import KUBERAY, ROOT, container, expanded, load
+from tests.unit.deploy.manifests import ROOT, container, expanded, load
 from tests.unit.deploy.test_one_host import SERVICES, words
 
 START_S = 120.0
@@ -122,7 +122,7 @@ def test_every_command_serves_as_it_stands(tmp_path: Path) -> None:
         expected = completion(http)
         assert expected
 
-        manifests = load(KUBERAY)
+        manifests = load()
         for name, ports in (
             ("pdserve-router", {"--port": str(pod), "--metrics-port": str(pod_metrics)}),
             (

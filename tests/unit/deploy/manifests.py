@@ -1,6 +1,7 @@
-"""Reads deploy/kuberay as `kubectl apply -k` would: the resources of a kustomization, with its patches on them."""
+"""Reads deploy/kuberay as `kubectl apply -k` would: the resources, with the patches of components on them."""
 
 import copy
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,24 +11,31 @@ import yaml
 
 ROOT = Path(__file__).parents[3]
 KUBERAY = ROOT / "deploy/kuberay"
-BASE = KUBERAY / "base"
 SECRET_MOUNT = "/run/secrets/pdserve/"
 
 Manifest = dict[str, Any]
 
 
-def load(folder: Path) -> list[Manifest]:
-    kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
-    found: list[Manifest] = []
-    for name in kustomization["resources"]:
-        path = (folder / name).resolve()
-        found.extend(load(path) if path.is_dir() else (one for one in yaml.safe_load_all(path.read_text()) if one))
-    found = copy.deepcopy(found)
-    for patch in kustomization.get("patches", []):
-        [target] = [one for one in found if is_target(one, patch["target"])]
-        for operation in yaml.safe_load(patch["patch"]):
-            apply(target, operation)
+def read_yaml(path: Path) -> list[Any]:
+    return [one for one in yaml.load_all(path.read_text(), yaml.CSafeLoader) if one]
+
+
+@functools.cache
+def kustomized(components: tuple[str, ...]) -> list[Manifest]:
+    [kustomization] = read_yaml(KUBERAY / "kustomization.yaml")
+    found: list[Manifest] = [one for name in kustomization["resources"] for one in read_yaml(KUBERAY / name)]
+    for component in components:
+        [kustomization] = read_yaml(KUBERAY / component / "kustomization.yaml")
+        for patch in kustomization["patches"]:
+            [target] = [one for one in found if is_target(one, patch["target"])]
+            for operation in yaml.safe_load(patch["patch"]):
+                apply(target, operation)
     return found
+
+
+def load(*components: str) -> list[Manifest]:
+    """The resources of deploy/kuberay with these components."""
+    return copy.deepcopy(kustomized(components))
 
 
 def is_target(manifest: Manifest, target: dict[str, str]) -> bool:
@@ -35,20 +43,22 @@ def is_target(manifest: Manifest, target: dict[str, str]) -> bool:
 
 
 def apply(document: Any, operation: dict[str, Any]) -> None:
-    """One JSON patch operation (RFC 6902): add or replace."""
+    """One JSON patch operation (RFC 6902): add, replace or remove."""
     *path, last = (part.replace("~1", "/").replace("~0", "~") for part in operation["path"].split("/")[1:])
     for part in path:
         document = document[int(part)] if isinstance(document, list) else document[part]
     if isinstance(document, list):
         if operation["op"] == "add" and last == "-":
-            document.append(operation["value"])
+            document.append(copy.deepcopy(operation["value"]))
         else:
             assert operation["op"] == "replace", operation
             document[int(last)] = operation["value"]
+    elif operation["op"] == "remove":
+        del document[last]
     else:
         assert operation["op"] in ("add", "replace"), operation
         assert operation["op"] == "add" or last in document, f"nothing to replace at {operation['path']}"
-        document[last] = operation["value"]
+        document[last] = copy.deepcopy(operation["value"])
 
 
 def pod_templates(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest]]:

@@ -34,8 +34,6 @@ from pdserve.launch.spec import router_config as router_config_of
 from pdserve.prefix.embedded import server_binary
 from tests.support.tls_files import TestAuthority
 from tests.unit.deploy.manifests import (
-    BASE,
-    KUBERAY,
     ROOT,
     SECRET_MOUNT,
     Manifest,
@@ -50,20 +48,25 @@ KUBERNETES = "1.33"
 SECRETS = {
     "pdserve": {"token", "cluster-secret", "redis-password", "ray-token"}
 }  # made by hand, as kustomization.yaml says
-CLAIMS = {"models"}  # likewise, for gpu/ and vllm/
+CLAIMS = {"models"}  # likewise, for gpu and vllm
 VALUES = {"POD_NAME": "pdserve-router-7d9c5b8d6f-abcde"}
 HELD = {name: f"the-{name}" for name in SECRETS["pdserve"]}
 REDIS_URL = "redis://:the-redis-password@pdserve-redis:6379/0"
-GPU_FOLDERS = [KUBERAY / "gpu", KUBERAY / "gpu-parallel"]
-CPU_FOLDERS = [KUBERAY, KUBERAY / "vllm"]
-FOLDERS = [*CPU_FOLDERS, *GPU_FOLDERS, KUBERAY / "tls"]
+GPU = [("gpu",), ("gpu", "gpu-parallel")]
+CPU = [(), ("vllm",)]
+CHOSEN = [*CPU, ("gpu",), ("tls",), ("gpu", "gpu-parallel", "tls", "tenants")]
 TLS_FOLDER = "/etc/pdserve/tls"
-TLS_SECRETS = {"pdserve-tls", "pdserve"}  # made by hand, as tls/kustomization.yaml says
+KEY_FILE = "/run/secrets/pdserve-tenants/keys.json"
+MADE_BY_HAND = {"pdserve-tls", "pdserve-tenants", "pdserve"}  # as the values files say
 
 
-@pytest.fixture(params=FOLDERS, ids=lambda folder: folder.name)
+def called(components: tuple[str, ...]) -> str:
+    return "+".join(components) or "default"
+
+
+@pytest.fixture(params=CHOSEN, ids=called)
 def manifests(request: pytest.FixtureRequest) -> list[Manifest]:
-    return load(request.param)
+    return load(*request.param)
 
 
 @pytest.fixture
@@ -92,10 +95,19 @@ def asked(manifests: list[Manifest]) -> settings.Asked:
     """The config that the program reads from the launcher's arguments."""
     program, command, *words = launcher_words(manifests)
     assert (program, command) == ("pdserve", "up")
-    words = [
-        word.replace(TLS_FOLDER, secret_folder()).replace("/etc/pdserve/settings", f"{BASE}/settings") for word in words
-    ]
-    return read_up(words, environment(container(manifests, "pdserve-launcher"), HELD, VALUES))
+    with tempfile.TemporaryDirectory() as folder:
+        (settings_file := Path(folder) / "settings.toml").write_text(
+            named(manifests, "ConfigMap")["pdserve-settings"]["data"]["settings.toml"]
+        )
+        (key_file := Path(folder) / "keys.json").write_text('{"tenants": {}}')
+        mounted = {
+            TLS_FOLDER: secret_folder(),
+            "/etc/pdserve/settings.toml": str(settings_file),
+            KEY_FILE: str(key_file),
+        }
+        for inside, outside in mounted.items():
+            words = [word.replace(inside, outside) for word in words]
+        return read_up(words, environment(container(manifests, "pdserve-launcher"), HELD, VALUES))
 
 
 def read_up(words: list[str], environ: dict[str, str]) -> settings.Asked:
@@ -129,13 +141,6 @@ def test_a_misspelt_field_would_be_found(manifests: list[Manifest], schemas: Any
     deployment["spec"]["template"]["spec"]["containers"][0]["imagee"] = "x"
     with pytest.raises(schemas.ValidationError):
         schemas.validate(deployment, KUBERNETES, strict=True)
-
-
-def test_every_file_is_part_of_the_kustomization() -> None:
-    kustomization = yaml.safe_load((BASE / "kustomization.yaml").read_text())
-    files = {path.name for path in BASE.iterdir()} - {"kustomization.yaml"}
-    generated = {word.rpartition("=")[2] for one in kustomization["configMapGenerator"] for word in one["files"]}
-    assert files == set(kustomization["resources"]) | generated
 
 
 def test_the_launchers_flags_are_valid(manifests: list[Manifest]) -> None:
@@ -237,13 +242,6 @@ def test_secrets_are_mounted_where_the_variables_point(manifests: list[Manifest]
         assert mounts == ([SECRET_MOUNT] if files else []), name
 
 
-def test_no_overlay_lies_in_a_folder_of_its_own_base() -> None:
-    """kustomize rejects it as a cycle."""
-    for folder in FOLDERS:
-        for name in yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]:
-            assert (folder / name).resolve() not in folder.resolve().parents, folder
-
-
 def test_the_routers_flags_are_valid(manifests: list[Manifest]) -> None:
     router, config = container(manifests, "pdserve-router"), router_config(manifests)
     assert config.router_id == VALUES["POD_NAME"]
@@ -340,8 +338,7 @@ def test_every_referenced_name_exists(manifests: list[Manifest]) -> None:
     used = set(re.findall(r"(pdserve-[a-z-]+):(\d+)", text)) - {("pdserve-head-svc", "6379")}
     offered = {(name, str(port["port"])) for name, one in services.items() for port in one["spec"]["ports"]}
     assert used <= offered
-    kustomization = yaml.safe_load((BASE / "kustomization.yaml").read_text())
-    config_maps = {one["name"] for one in kustomization["configMapGenerator"]}
+    config_maps = set(named(manifests, "ConfigMap"))
     for name, template in pod_templates(manifests):
         [only] = template["spec"]["containers"]
         for variable in only.get("env", []):
@@ -351,7 +348,7 @@ def test_every_referenced_name_exists(manifests: list[Manifest]) -> None:
         assert {mount["name"] for mount in only.get("volumeMounts", [])} == set(volumes), name
         for volume in volumes.values():
             assert volume.get("configMap", {}).get("name", "pdserve-otel-collector") in config_maps
-            assert volume.get("secret", {}).get("secretName", "pdserve-tls") in TLS_SECRETS
+            assert volume.get("secret", {}).get("secretName", "pdserve-tls") in MADE_BY_HAND
             for item in volume.get("secret", {}).get("items", []):
                 assert item["key"] in SECRETS["pdserve"]
             assert volume.get("persistentVolumeClaim", {}).get("claimName", "models") in CLAIMS
@@ -408,8 +405,8 @@ def test_the_images_version_is_current(manifests: list[Manifest]) -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     ours = {container(manifests, name)["image"] for name, _ in pod_templates(manifests)}
     assert {image for image in ours if image.startswith("pdserve")} == {f"pdserve:{version}"}
-    kustomization = yaml.safe_load((BASE / "kustomization.yaml").read_text())
-    assert [one["newTag"] for one in kustomization["images"]] == [version]
+    chart = yaml.safe_load((ROOT / "deploy/helm/Chart.yaml").read_text())
+    assert chart["appVersion"] == chart["version"] == version
 
 
 def test_the_pods_have_time_to_drain(manifests: list[Manifest]) -> None:
@@ -430,7 +427,7 @@ def test_the_pods_have_time_to_drain(manifests: list[Manifest]) -> None:
 
 
 def test_the_gpu_overlay_changes_the_model_the_device_and_the_resources() -> None:
-    plain, gpu = load(KUBERAY), load(KUBERAY / "gpu")
+    plain, gpu = load(), load("gpu")
     assert container(gpu, "ray-workers")["resources"]["limits"]["nvidia.com/gpu"] == 1
     changed = set(launcher_words(gpu)) ^ set(launcher_words(plain))
     assert changed == {"--model=/models/bundled", "--model=/models/served", "--device=cuda"}
@@ -440,7 +437,7 @@ def test_the_gpu_overlay_changes_the_model_the_device_and_the_resources() -> Non
 
 
 def test_the_overlay_of_vllm_changes_the_model_the_engine_and_the_memory() -> None:
-    plain, vllm = load(KUBERAY), load(KUBERAY / "vllm")
+    plain, vllm = load(), load("vllm")
     changed = set(launcher_words(vllm)) ^ set(launcher_words(plain))
     assert changed == {"--model=/models/bundled", "--model=/models/served", "--engine=vllm"}
     spec = asked(vllm).spec
@@ -450,10 +447,10 @@ def test_the_overlay_of_vllm_changes_the_model_the_engine_and_the_memory() -> No
     assert limits == {**container(plain, "ray-workers")["resources"]["limits"], "memory": "16Gi"}
 
 
-@pytest.mark.parametrize("folder", GPU_FOLDERS, ids=lambda folder: folder.name)
-def test_a_pod_has_the_gpus_of_a_worker(folder: Path) -> None:
+@pytest.mark.parametrize("components", GPU, ids=called)
+def test_a_pod_has_the_gpus_of_a_worker(components: tuple[str, ...]) -> None:
     """Ranks of a worker share a host, and a pod's /dev/shm holds what NCCL lays there."""
-    manifests = load(folder)
+    manifests = load(*components)
     spec = asked(manifests).spec
     [cluster] = named(manifests, "RayCluster").values()
     group: Any = cluster["spec"]["workerGroupSpecs"][0]
@@ -466,18 +463,18 @@ def test_a_pod_has_the_gpus_of_a_worker(folder: Path) -> None:
     assert shm["emptyDir"]["sizeLimit"] == ("8Gi" if max(needs) > 1 else "1Gi")
 
 
-@pytest.mark.parametrize("folder", [*CPU_FOLDERS, *GPU_FOLDERS], ids=lambda folder: folder.name)
-def test_a_pod_has_the_cpus_of_a_worker(folder: Path) -> None:
+@pytest.mark.parametrize("components", [*CPU, *GPU], ids=called)
+def test_a_pod_has_the_cpus_of_a_worker(components: tuple[str, ...]) -> None:
     """Without a limit KubeRay tells Ray the requested CPUs. Ray places no worker on a pod that has fewer."""
-    manifests = load(folder)
+    manifests = load(*components)
     spec = asked(manifests).spec
     in_pod = float(container(manifests, "ray-workers")["resources"]["requests"]["cpu"])
     workers = [worker_config(spec, index)[1] for index in range(len(spec.worker_ids))]
-    assert max(ray_resources(one, has_gpus=folder in GPU_FOLDERS)["CPU"] for one in workers) <= in_pod
+    assert max(ray_resources(one, has_gpus=components in GPU)["CPU"] for one in workers) <= in_pod
 
 
 def test_the_tls_overlay_encrypts_all_ports() -> None:
-    manifests = load(KUBERAY / "tls")
+    manifests = load("tls")
     text = json.dumps(manifests)
     assert "--insecure" not in text
     assert '"grpc": {"port"' not in text, "Kubernetes' gRPC probes do not speak TLS"

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from pdserve.telemetry import metric_names
-from tests.unit.deploy.manifests import KUBERAY, ROOT, load, pod_templates
+from tests.unit.deploy.manifests import ROOT, load, pod_templates
 from tests.unit.deploy.observed import OBSERVE, alerts, dashboards, expressions, rules, samples, used
 
 EMITTERS = {
@@ -200,7 +200,7 @@ def test_prometheus_scrapes_the_ports_that_the_manifests_open() -> None:
     [pattern, *_] = [one["regex"] for one in job["relabel_configs"] if one.get("regex", "").startswith("metrics")]
     scraped = {
         name
-        for name, template in pod_templates(load(KUBERAY))
+        for name, template in pod_templates(load())
         for port in template["spec"]["containers"][0]["ports"]
         if re.fullmatch(pattern, port["name"])
     }
@@ -208,7 +208,9 @@ def test_prometheus_scrapes_the_ports_that_the_manifests_open() -> None:
 
 
 def test_the_collectors_address_is_the_exporters() -> None:
-    config = yaml.safe_load((KUBERAY / "base/otel-collector-config.yaml").read_text())
+    collector = ("ConfigMap", "pdserve-otel-collector")
+    [held] = [one["data"] for one in load() if (one["kind"], one["metadata"]["name"]) == collector]
+    config = yaml.safe_load(held["config.yaml"])
     assert config["receivers"]["otlp"]["protocols"]["grpc"]["endpoint"].endswith(":4317")
     for pipeline in config["service"]["pipelines"].values():
         for kind in ("receivers", "processors", "exporters"):

@@ -12,7 +12,7 @@ import yaml
 from pdserve.config import REDIS_ENV, SECRET_ENV, TOKEN_ENV, GatewayConfig, RouterConfig, WorkerConfig
 from pdserve.config_flags import parse_flags
 from pdserve.launch.settings import bundled_model
-from tests.unit.deploy.manifests import KUBERAY, ROOT, container, load
+from tests.unit.deploy.manifests import ROOT, container, load
 from tests.unit.deploy.test_manifests import read_up
 
 PROGRAMS: dict[str, tuple[str, Any]] = {
@@ -63,7 +63,7 @@ def test_every_name_in_the_compose_file_exists() -> None:
     assert SERVICES["gateway"]["ports"] == [f"127.0.0.1:8000:{config('gateway').port}"]
     build = SERVICES["router"]["build"]
     assert (ROOT / "deploy" / build["context"] / build["dockerfile"]).is_file()
-    assert SERVICES["router"]["image"] == container(load(KUBERAY), "pdserve-router")["image"]
+    assert SERVICES["router"]["image"] == container(load(), "pdserve-router")["image"]
     comment = (ROOT / "deploy/compose.yaml").read_text().split("name: pdserve")[0]
     assert all(name in comment for name in HELD), "the first lines make every secret"
 
@@ -81,7 +81,7 @@ def test_a_container_has_time_to_drain(name: str) -> None:
 
 
 def test_redis_is_configured_as_on_kubernetes() -> None:
-    kubernetes = container(load(KUBERAY), "pdserve-redis")
+    kubernetes = container(load(), "pdserve-redis")
     assert (SERVICES["redis"]["image"], SERVICES["redis"]["command"]) == (kubernetes["image"], kubernetes["args"])
 
 

@@ -1,0 +1,29 @@
+{{/* What values.schema.json cannot say, because it compares values. */}}
+{{- define "pdserve.checks" -}}
+{{- $workers := .Values.workers -}}
+{{- $count := add $workers.prefill $workers.decode -}}
+{{- $gpus := int $workers.resources.gpus -}}
+{{- $ranks := int $workers.tensorParallel -}}
+{{- $pods := ternary (int .Values.autoscaling.maxPods) (int $workers.pods) .Values.autoscaling.enabled -}}
+{{- if and (eq $workers.device "cuda") (lt $gpus $ranks) -}}
+{{- fail (printf "workers.resources.gpus: is %d, expected at least workers.tensorParallel (%d)" $gpus $ranks) -}}
+{{- end -}}
+{{- if and $gpus (ne $workers.device "cuda") -}}
+{{- fail "workers.resources.gpus: needs workers.device: cuda" -}}
+{{- end -}}
+{{- if and $gpus (lt (mul $pods (div $gpus $ranks)) $count) -}}
+{{- fail (printf "workers: %d workers of %d GPUs do not fit on %d pods of %d GPUs" $count $ranks $pods $gpus) -}}
+{{- end -}}
+{{- if and (eq $workers.device "cuda") (eq .Values.model.path "/models/bundled") -}}
+{{- fail "model.path: workers on GPUs need a checkpoint of yours (values/gpu.yaml)" -}}
+{{- end -}}
+{{- if gt (int .Values.router.minReplicas) (int .Values.router.maxReplicas) -}}
+{{- fail "router.minReplicas: is greater than router.maxReplicas" -}}
+{{- end -}}
+{{- if gt (int .Values.autoscaling.minPods) (int .Values.autoscaling.maxPods) -}}
+{{- fail "autoscaling.minPods: is greater than autoscaling.maxPods" -}}
+{{- end -}}
+{{- if and (not .Values.autoscaling.enabled) (ge (int $workers.minAvailable) (int $workers.pods)) (gt (int $workers.pods) 1) -}}
+{{- fail "workers.minAvailable: must be less than workers.pods, or no node of theirs can be drained" -}}
+{{- end -}}
+{{- end -}}
