@@ -281,7 +281,7 @@ class RouterConfig(CallerTlsSettings):
     router_id: str = setting("name of this router", "router-0", is_name=True)
     host: str = setting("address to listen on", "127.0.0.1")
     port: int = setting("gRPC port; 0 picks a free one", 50051, within=PORTS)
-    workers: tuple[str, ...] = setting("HOST:PORT of workers that are connected without a registry", ())
+    workers: tuple[str, ...] = setting("HOST:PORT of workers that are connected without a registry", (), is_live=True)
     redis: str = setting(
         "Redis URL of the registry and the prefix index; none when empty", "", env=REDIS_ENV, is_url=True
     )
@@ -291,6 +291,11 @@ class RouterConfig(CallerTlsSettings):
     unix_socket: str = setting(
         "path of a unix socket, in a folder that only this user can access, on which the router also listens in plain "
         "text; none when empty",
+        "",
+    )
+    launcher_socket: str = setting(
+        "path of the unix socket, in a folder that only this user can access, at which the launcher changes the "
+        "workers; none when empty",
         "",
     )
     group: str = setting(

@@ -163,7 +163,12 @@ def with_file(argv: Sequence[str], prog: str) -> list[str]:
 
 def live_flags(config: WorkerConfig | RouterConfig | GatewayConfig) -> list[str]:
     """Flags of all settings that a running process takes new values of."""
-    return [f"--{name.replace('_', '-')}={getattr(config, name)}" for name in live_names(type(config))]
+    values = {name: getattr(config, name) for name in live_names(type(config))}
+    return [f"--{name.replace('_', '-')}={_shown(value)}" for name, value in values.items()]
+
+
+def _shown(value: Any) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
 def check_shown(one: dataclasses.Field[Any], value: Any, name: str) -> None:
@@ -184,10 +189,8 @@ def to_flags(config: WorkerConfig | RouterConfig | GatewayConfig) -> list[str]:
         flag = "--" + one.name.replace("_", "-")
         if isinstance(value, bool):
             flags.append(flag if value else "--no-" + flag[2:])
-        elif isinstance(value, tuple):
-            flags.append(f"{flag}={','.join(value)}")
         else:
-            flags.append(f"{flag}={value}")
+            flags.append(f"{flag}={_shown(value)}")
     return flags
 
 

@@ -1,16 +1,22 @@
-"""`pdserve topology`, `top`, `drain`, `undrain` and `lora`: a running cluster as its operator sees it."""
+"""`pdserve topology`, `top`, `drain`, `undrain`, `scale`, `restart`, `roll`, `role` and `lora`: a running cluster as
+its operator sees and changes it."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
+from collections.abc import Callable
 from typing import Final
 
+from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_text
 from pdserve.cli import Command, table
-from pdserve.client.results import Topology, Worker
+from pdserve.client.results import ChangeStep, Topology, Worker
+from pdserve.client.sync import Client
 from pdserve.client.target_flags import add_target_flags, async_client, connect
 from pdserve.core.installation import versions_text
 from pdserve.core.json_text import to_json
+from pdserve.core.types import Role
 from pdserve.progress import require_terminal
 
 # --- topology -------------------------------------------------------------------------------------------------
@@ -127,6 +133,98 @@ DRAIN: Final = Command(
     _drain,
 )
 UNDRAIN: Final = Command("send new requests to a drained worker again", _add_worker_flags, _undrain)
+
+# --- changes of workers ---------------------------------------------------------------------------------------
+# The launcher makes them. A command prints the steps, and returns when the cluster is ready.
+
+
+def _print_step(step: ChangeStep) -> None:
+    print(f"{step.worker_id:<8} {step.text}" if step.worker_id else step.text, flush=True)
+
+
+def _changed(args: argparse.Namespace, change: Callable[[Client], None]) -> int:
+    with connect(args) as client:
+        try:
+            change(client)
+        except KeyboardInterrupt:
+            print("the launcher goes on with the change; its lines and `pdserve topology` show it", file=sys.stderr)
+            raise
+    return 0
+
+
+def _add_scale_flags(parser: argparse.ArgumentParser) -> None:
+    for role in Role:
+        parser.add_argument(
+            f"--{role}", type=int, metavar="N", help=f"number of {role} workers; as many as there are if absent"
+        )
+    add_target_flags(parser)
+
+
+def _scale(args: argparse.Namespace) -> int:
+    return _changed(args, lambda client: client.scale(prefill=args.prefill, decode=args.decode, on_step=_print_step))
+
+
+def _add_surge_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--surge",
+        type=int,
+        choices=(0, 1),
+        default=1,
+        help="workers that are started in addition before one of their role is drained (1)",
+    )
+
+
+def _add_restart_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("worker", nargs="+", metavar="WORKER", help="name of the worker, as in `pdserve topology`")
+    _add_surge_flag(parser)
+    add_target_flags(parser)
+
+
+def _restart(args: argparse.Namespace) -> int:
+    return _changed(args, lambda client: client.roll(args.worker, surge=args.surge, on_step=_print_step))
+
+
+def _add_roll_flags(parser: argparse.ArgumentParser) -> None:
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--settings",
+        metavar="FILE",
+        help="TOML file with new values in the tables worker, prefill_worker and decode_worker; others stay the same",
+    )
+    which.add_argument("--undo", action="store_true", help="return to the settings before the last roll-out")
+    _add_surge_flag(parser)
+    add_target_flags(parser)
+
+
+def _roll(args: argparse.Namespace) -> int:
+    settings = read_text(args.settings, MAX_SETTINGS_BYTES, "settings") if args.settings else ""
+    return _changed(
+        args, lambda client: client.roll(surge=args.surge, settings=settings, undo=args.undo, on_step=_print_step)
+    )
+
+
+def _add_role_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("worker", metavar="WORKER", help="name of the worker, as in `pdserve topology`")
+    parser.add_argument("role", choices=[str(one) for one in Role], help="its new role")
+    add_target_flags(parser)
+
+
+def _role(args: argparse.Namespace) -> int:
+    return _changed(args, lambda client: client.set_role(args.worker, Role(args.role), on_step=_print_step))
+
+
+SCALE: Final = Command(
+    "change the number of workers of a running cluster; those that cost least are drained and end",
+    _add_scale_flags,
+    _scale,
+)
+RESTART: Final = Command(
+    "replace workers by new processes, one after another, each drained before", _add_restart_flags, _restart
+)
+ROLL: Final = Command(
+    "replace all workers, one after another, also with new settings; stops if a new one fails", _add_roll_flags, _roll
+)
+ROLE: Final = Command("drain a worker and start it in the other role", _add_role_flags, _role)
 
 # --- LoRA adapters --------------------------------------------------------------------------------------------
 

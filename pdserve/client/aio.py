@@ -18,11 +18,12 @@ from pdserve.client import base, beam
 from pdserve.client import base as calls
 from pdserve.client.base import AnswerBuilder, Attempts, BaseClient, BaseStream, UnaryCall, scored_tokens
 from pdserve.client.beam import Beam, EarlyStopping, Tops
-from pdserve.client.request import Options, Prompt, token_ids_of
-from pdserve.client.results import Completion, Explanation, Model, Piece, Token, Topology
+from pdserve.client.request import Options, Prompt, role_request, roll_request, scale_request, token_ids_of
+from pdserve.client.results import CHANGE_STEP, ChangeStep, Completion, Explanation, Model, Piece, Token, Topology
 from pdserve.core.errors import NotFound, PdserveError, Unavailable
 from pdserve.core.live import LiveFrame, LogLine
-from pdserve.v1 import inference_pb2
+from pdserve.core.types import Role
+from pdserve.v1 import cluster_pb2, inference_pb2
 from pdserve.wire import status
 from pdserve.wire.protocol import FRAME
 
@@ -142,6 +143,38 @@ class AsyncClient(BaseClient):
         """Allows new work on a drained worker again. Raises NotFound."""
         await self._ask(calls.undrain(worker_id))
 
+    async def scale(
+        self,
+        *,
+        prefill: int | None = None,
+        decode: int | None = None,
+        on_step: Callable[[ChangeStep], None] = lambda step: None,
+    ) -> None:
+        """Changes the number of workers; None: as many as there are. Returns when the cluster is ready. Raises
+        ChangeFailed, InvalidRequest, and Unavailable if the router has no launcher. A change goes on in the launcher
+        if the connection ends."""
+        await self._change(scale_request(prefill, decode), on_step)
+
+    async def roll(
+        self,
+        workers: Sequence[str] = (),
+        *,
+        surge: int = 1,
+        settings: str = "",
+        undo: bool = False,
+        on_step: Callable[[ChangeStep], None] = lambda step: None,
+    ) -> None:
+        """Replaces `workers`, or all, one after another. `surge` 1 starts another worker before, 0 does not.
+        `settings`: TOML of worker tables, for all workers. `undo` returns to the settings before the last roll-out.
+        Raises ChangeFailed if it has stopped, NotFound, and as `scale`."""
+        await self._change(roll_request(workers, surge, settings, is_undo=undo), on_step)
+
+    async def set_role(
+        self, worker_id: str, role: Role, *, on_step: Callable[[ChangeStep], None] = lambda step: None
+    ) -> None:
+        """Drains a worker and starts it in the other role. Raises NotFound, and as `scale`."""
+        await self._change(role_request(worker_id, role), on_step)
+
     async def load_adapter(self, name: str, folder: str) -> str:
         """Loads a LoRA adapter on all workers, under a new name or in place of its present weights. `folder` lies on
         the workers, below one of their lora_folders. Returns its fingerprint once all of them serve it. Raises
@@ -170,6 +203,16 @@ class AsyncClient(BaseClient):
         try:
             async for message in call:
                 yield FRAME.decode(message.frame)
+        except grpc.RpcError as error:
+            raise status.from_rpc_error(error) from None
+        finally:
+            call.cancel()
+
+    async def _change(self, request: cluster_pb2.ChangeWorkersRequest, on_step: Callable[[ChangeStep], None]) -> None:
+        call = self._begin_change(self._connection(), request)
+        try:
+            async for message in call:
+                on_step(CHANGE_STEP.decode(message))
         except grpc.RpcError as error:
             raise status.from_rpc_error(error) from None
         finally:

@@ -296,6 +296,11 @@ class BaseClient:
         request = cluster_pb2.WatchRequest(period_s=period_s)
         return cluster_pb2_grpc.ClusterServiceStub(channel).Watch(request, metadata=self._metadata())
 
+    def _begin_change(self, channel: Any, request: cluster_pb2.ChangeWorkersRequest) -> Any:
+        """Without a time limit, because a model may load for many minutes."""
+        self._check_open()
+        return cluster_pb2_grpc.ClusterServiceStub(channel).ChangeWorkers(request, metadata=self._metadata())
+
     def _begin(
         self, channel: Any, prompt: Prompt, options: Options, call: str, *, keeps_pieces: bool = True
     ) -> tuple[Callable[[float], Any], AnswerBuilder, Attempts]:

@@ -16,9 +16,10 @@ from typing import Annotated, Any, Final, TypedDict
 from google.protobuf.descriptor import FieldDescriptor
 
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.types import Sampling, Slo
+from pdserve.core.types import Role, Sampling, Slo
 from pdserve.telemetry import trace_context
-from pdserve.v1 import inference_pb2
+from pdserve.v1 import cluster_pb2, inference_pb2
+from pdserve.wire.convert import role_to_proto
 
 # --- options --------------------------------------------------------------------------------------------------
 # The keyword arguments of generate() and stream(), and what follows from their types.
@@ -471,3 +472,28 @@ def _is_list(value: object) -> bool:
 
 def _wrong(name: str, expected: str, value: object) -> TypeError:
     return TypeError(f"{name} must be {expected}, not {type(value).__name__}")
+
+
+def scale_request(prefill: int | None, decode: int | None) -> cluster_pb2.ChangeWorkersRequest:
+    for name, count in (("prefill", prefill), ("decode", decode)):
+        if count is not None:
+            _check_unsigned(name, count)
+    return cluster_pb2.ChangeWorkersRequest(scale=cluster_pb2.ScaleWorkers(prefill=prefill, decode=decode))
+
+
+def roll_request(
+    workers: Sequence[str], surge: int, settings: str, *, is_undo: bool
+) -> cluster_pb2.ChangeWorkersRequest:
+    _check_unsigned("surge", surge)
+    request = cluster_pb2.RollWorkers(worker_ids=workers, surge=surge, settings=settings, is_undo=is_undo)
+    return cluster_pb2.ChangeWorkersRequest(roll=request)
+
+
+def _check_unsigned(name: str, value: int) -> None:
+    if not 0 <= value < 2**32:
+        raise InvalidRequest(name, value, "a number of workers")
+
+
+def role_request(worker_id: str, role: Role) -> cluster_pb2.ChangeWorkersRequest:
+    request = cluster_pb2.SetWorkerRole(worker_id=worker_id, role=role_to_proto(Role(role)))
+    return cluster_pb2.ChangeWorkersRequest(role=request)

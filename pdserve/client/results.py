@@ -128,6 +128,14 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChangeStep:
+    """One step of a change of the workers."""
+
+    worker_id: str  # empty: of the cluster
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
     router_id: str
     workers: tuple[Worker, ...]
@@ -218,6 +226,7 @@ _WORKER: Final = Codec(
 _TOPOLOGY: Final = Codec(
     Topology, cluster_pb2.GetTopologyResponse, given=("workers",), ignored=("workers",), is_lenient=True
 )
+CHANGE_STEP: Final = Codec(ChangeStep, cluster_pb2.ChangeWorkersResponse, is_lenient=True)
 _CANDIDATE: Final = Codec(ExplainedCandidate, cluster_pb2.Candidate, is_lenient=True)
 EXPLANATION: Final = Codec(Explanation, cluster_pb2.ExplainResponse, nested=(_CANDIDATE,), is_lenient=True)
 

@@ -19,6 +19,7 @@
     ├── Cancelled             the client cancelled
     ├── Unauthenticated       no valid token
     ├── PermissionDenied      the token is valid, but not for this method
+    ├── ChangeFailed          a change of the workers has stopped before its end
     ├── TransferFailed        KV could not be transferred; the router places the request again
     ├── KvLost                KV was lost and could not be recomputed
     └── InternalError         a defect of pdserve
@@ -247,6 +248,12 @@ class Unauthenticated(PdserveError):
 
 class PermissionDenied(PdserveError):
     reason = "PERMISSION_DENIED"
+
+
+class ChangeFailed(PdserveError):
+    """A change of the workers has stopped before its end. The message says what was done, and how to undo it."""
+
+    reason = "CHANGE_FAILED"
 
 
 class TransferFailed(PdserveError):

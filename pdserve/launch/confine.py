@@ -19,7 +19,7 @@ import socket
 import tempfile
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final, final
 
 from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_bytes
 from pdserve.config import RAY_TOKEN_ENV
@@ -31,6 +31,9 @@ from pdserve.core.urls import hide_password, place
 from pdserve.launch.spec import CALLERS, ClusterSpec, ClusterTls
 from pdserve.owned_folder import SHORT, OwnedFolder, sweep
 from pdserve.tls.certificates import PURPOSE, announce
+
+if TYPE_CHECKING:
+    from pdserve.tls.authority import Authority
 
 TOKEN_PATH_ENV: Final = "RAY_AUTH_TOKEN_PATH"
 MODE_ENV: Final = "RAY_AUTH_MODE"
@@ -125,11 +128,31 @@ def warnings(environ: MutableMapping[str, str], open_ports: list[str], *, is_own
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
-def make_certificates(spec: ClusterSpec) -> tuple[ClusterSpec, OwnedFolder | None]:
-    """The spec with the folder of its certificates; None: they are the operator's, or there are none.
+@final
+class MadeCertificates:
+    """The folder of a cluster's certificates, and the CA that signs them. Its key is never written: only this launcher
+    can make further certificates."""
 
-    The CA's key is never written: only this launcher could make further certificates. Raises ConfigError.
-    """
+    def __init__(self, folder: OwnedFolder, authority: Authority, hosts: list[str]) -> None:
+        self._folder, self._authority, self._hosts = folder, authority, hosts
+
+    @property
+    def path(self) -> Path:
+        return self._folder.path
+
+    def add(self, name: str) -> None:
+        """For a process of that name, unless it has one."""
+        if not (self.path / name).exists():
+            self._authority.write(self.path / name, name, self._hosts)
+
+    def remove(self) -> None:
+        """Idempotent."""
+        self._folder.remove()
+
+
+def make_certificates(spec: ClusterSpec) -> tuple[ClusterSpec, MadeCertificates | None]:
+    """The spec with the folder of its certificates; None: they are the operator's, or there are none. Raises
+    ConfigError."""
     if spec.tls is None or not spec.tls.is_made_here:
         return spec, None
     check_cryptography()
@@ -139,15 +162,15 @@ def make_certificates(spec: ClusterSpec) -> tuple[ClusterSpec, OwnedFolder | Non
     try:
         tls = dataclasses.replace(spec.tls, folder=str(folder.path))
         authority = Authority(f"pdserve {spec.cluster}")
-        hosts = certified_hosts(spec.host)
+        made = MadeCertificates(folder, authority, certified_hosts(spec.host))
         for name in (*spec.worker_ids, *CALLERS):
-            authority.write(folder.path / name, name, hosts)
+            made.add(name)
         write_private(Path(tls.ca), authority.pem)
         announce(folder.path, tuple(port for port in (spec.port, spec.http) if port))
     except BaseException:
         folder.remove()
         raise
-    return dataclasses.replace(spec, tls=tls), folder
+    return dataclasses.replace(spec, tls=tls), made
 
 
 def certified_hosts(host: str) -> list[str]:

@@ -27,6 +27,7 @@ COMPUTED: Final = frozenset(
         "gateway_id",
         "router",
         "unix_socket",
+        "launcher_socket",
         "port",
         "host",
         "workers",

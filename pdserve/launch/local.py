@@ -1,10 +1,12 @@
-"""A cluster of plain processes on this host: Redis (unless a URL was given), the workers, the router."""
+"""The processes that every cluster has on this host: Redis (unless a URL was given) and the routers; the checks around
+their start; and the launcher's metrics. `changes.py` and `with_ray.py` say where the workers run."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import json
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +20,7 @@ from pdserve.client.aio import AsyncClient
 from pdserve.client.base import Retries
 from pdserve.client.connect import Tls
 from pdserve.client.results import Completion
-from pdserve.config import MAX_ROUTERS, RouterConfig, member_socket
+from pdserve.config import LOG_LEVEL_ENV, MAX_ROUTERS, RouterConfig, member_socket
 from pdserve.core.access.hosts import endpoint_of, join, local_host
 from pdserve.core.errors import ConfigError, Overloaded, PdserveError, Unavailable
 from pdserve.core.urls import hide_password
@@ -225,14 +227,20 @@ class LauncherMetrics:
     def __init__(self, spec: ClusterSpec) -> None:
         self._spec = spec
         self._metrics = Metrics.off() if spec.metrics is None else Metrics("launcher")
+        self._pages: dict[str, bytes] = {}
 
     def start(self) -> None:
         """Raises ConfigError if the port is in use or a TLS file cannot be used."""
         if self._spec.metrics is None:
             return
         tls = certificates_of(router_config(self._spec, ()), is_mutual=False)
-        page = json.dumps(targets(self._spec)).encode()
-        self._metrics.serve(self._spec.metrics, METRICS_HOST, tls, {TARGETS: page})
+        self.changed(self._spec)
+        self._metrics.serve(self._spec.metrics, METRICS_HOST, tls, self._pages)
+
+    def changed(self, spec: ClusterSpec) -> None:
+        """Lists the processes of `spec` from now on."""
+        self._spec = spec
+        self._pages[TARGETS] = json.dumps(targets(spec)).encode()
 
     def process_started(self, name: str) -> None:
         self._metrics.add(metric_names.PROCESS_STARTS, process=name)
@@ -296,8 +304,12 @@ class LaunchedCluster(ABC):
     def reload(self, settings: Mapping[Kind, Mapping[str, Value]], log_level: str) -> None:
         """Gives the processes of this host new values of the settings that may change."""
         self.spec = dataclasses.replace(self.spec, settings=settings)
+        os.environ[LOG_LEVEL_ENV] = log_level  # of processes that are started later
         http = gateway(self.spec, "")
-        self._supervisor.reload([*self._processes(), *([] if http is None else [http])], log_level)
+        self._supervisor.reload([*self._processes(), *([] if http is None else [http])])
+
+    def say(self, name: str, text: str) -> None:
+        self._report.say(name, text)
 
     async def stop(self, *, is_graceful: bool) -> None:
         """Stops the gateway and the router first, so that no new work comes, then the workers together, Redis last."""
@@ -335,20 +347,6 @@ class LaunchedCluster(ABC):
     async def _check_redis(self) -> None:
         """Of a Redis that is not the launcher's own."""
         await check_alone(self.spec)
-
-
-@final
-class LocalCluster(LaunchedCluster):
-    """The workers are processes of this host."""
-
-    def _processes(self) -> list[Process]:
-        return processes(self.spec)
-
-    async def _start_workers(self, workers: Sequence[Process]) -> None:
-        await side_by_side(self._supervisor.start(supervised(process)) for process in workers)
-
-    def _names_of_workers(self) -> Sequence[str]:
-        return self.spec.worker_ids
 
 
 def with_ports(spec: ClusterSpec, held: HeldPorts, *, ray: str | None = None) -> ClusterSpec:
@@ -413,22 +411,25 @@ async def ask_first(spec: ClusterSpec, address: str, report: LauncherReport) -> 
     config = router_config(spec, ())
     began_s = time.monotonic()
     report.begins(FIRST_TOKEN)
-    for target in [_own_address(spec, address)] if not spec.group else sockets(spec):
+    for target, tls in targets_of_routers(spec, address):
         await first_answer(
             target,
             token=config.token or None,
             workers=spec.prefill + spec.decode,
             timeout_s=FIRST_ANSWER_S,
-            tls=None if spec.group else tls_to(config),
+            tls=tls,
             insecure=config.insecure,
             on_wait=partial(report.waits, FIRST_TOKEN),
         )
     report.phase(FIRST_TOKEN, time.monotonic() - began_s)
 
 
-def sockets(spec: ClusterSpec) -> list[str]:
-    """The target of each router of a group, because the kernel chooses one for a connection to their port."""
-    return [f"unix:{Path(spec.group, member_socket(member))}" for member in range(spec.routers)]
+def targets_of_routers(spec: ClusterSpec, address: str) -> list[tuple[str, Tls | None]]:
+    """How the launcher calls each router: at a socket if they are a group, because the kernel chooses one for a
+    connection to their port."""
+    if not spec.group:
+        return [(_own_address(spec, address), tls_to(router_config(spec, ())))]
+    return [(f"unix:{Path(spec.group, member_socket(member))}", None) for member in range(spec.routers)]
 
 
 async def open_requests(spec: ClusterSpec) -> int | None:

@@ -7,7 +7,7 @@ import importlib.util
 import math
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -23,7 +23,8 @@ from pdserve.engine.memory.host import free_bytes, usable_cores
 from pdserve.engine.memory.plan import PoolUnit, host_blocks
 from pdserve.engine.model.config import ModelConfig, read_config
 from pdserve.engine.toy import CELL_BYTES
-from pdserve.launch.local import LaunchedCluster, LocalCluster, degradations
+from pdserve.launch.changes import LocalCluster
+from pdserve.launch.local import LaunchedCluster, degradations
 from pdserve.launch.report import LauncherReport
 from pdserve.launch.settings import Asked, merge
 from pdserve.launch.spec import ClusterSpec, gateway, gateway_config, processes, routers, served_names, worker_config
@@ -238,6 +239,7 @@ async def _follow_hangups(
             continue
         for why in wanted.unread:
             report.say("launcher", f"SIGHUP: WARNING: the file of a secret cannot be read, and the secret stays: {why}")
+        asked = replace(asked, spec=replace(asked.spec, settings=cluster.spec.settings))  # of the last roll-out
         asked, changed, fixed = merge(asked, wanted)
         report.limit_files(asked.log_limits)
         cluster.reload(asked.spec.settings, asked.log_level)

@@ -71,6 +71,18 @@ MODULES: Final[Mapping[Role, Kind]] = {Role.PREFILL: "prefill_worker", Role.DECO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSlot:
+    """A worker's place on this host. Its ports and GPUs stay if another worker takes it."""
+
+    worker_id: str
+    role: Role
+    port: int
+    gpus: tuple[str, ...] = ()
+    is_vacant: bool = False
+    is_surge: bool = False  # it only stands in for others, so it has no share of the cores
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
     """A cluster on one host. The launcher replaces ports of 0 once, so that restarts keep them."""
 
@@ -93,6 +105,9 @@ class ClusterSpec:
     ray_wait_s: float = 10.0  # how long Ray may take to place them; more where it starts nodes on demand
     gpus: tuple[str, ...] = ()  # of this host, as CUDA_VISIBLE_DEVICES names them
     worker_ports: tuple[int, ...] = ()
+    slots: tuple[WorkerSlot, ...] = ()  # once workers were changed; before, they follow from the numbers of workers
+    first_slots: int = 0  # the number of workers at the start, if there are slots
+    launcher_socket: str = ""  # where routers reach the launcher
     unix_socket: str = ""  # of the router, for the gateway
     group: str = ""  # folder of the routers, if there are several
     inject_faults: str = ""  # for tests: faults to inject into KV transfers
@@ -124,7 +139,17 @@ class ClusterSpec:
     @property
     def num_processes(self) -> int:
         """The workers, the routers, and a gateway of each, which has a metrics port of its own in each form."""
-        return self.prefill + self.decode + 2 * self.routers
+        return len(_workers(self)) + 2 * self.routers
+
+    @property
+    def num_first(self) -> int:
+        """Workers at the start: their metrics ports come before those of gateways and further routers."""
+        return self.first_slots or self.prefill + self.decode
+
+    @property
+    def running(self) -> list[int]:
+        """The indices of the workers, without vacant slots."""
+        return [index for index in range(len(_workers(self))) if not (self.slots and self.slots[index].is_vacant)]
 
     @property
     def router_names(self) -> tuple[str, ...]:
@@ -132,7 +157,7 @@ class ClusterSpec:
 
     @property
     def worker_ids(self) -> tuple[str, ...]:
-        return tuple(worker_id for worker_id, _ in _workers(self))
+        return tuple(_workers(self)[index][0] for index in self.running)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +181,7 @@ class Process:
 
 def processes(spec: ClusterSpec) -> list[Process]:
     """The processes of the cluster itself in the order of their start: the workers, then the routers."""
-    workers = [_worker(spec, index) for index in range(spec.prefill + spec.decode)]
+    workers = [worker_process(spec, index) for index in spec.running]
     addresses = tuple(join(one.config.host, one.config.port) for one in workers if one.config.port)
     return [*workers, *routers(spec, addresses)]
 
@@ -212,7 +237,7 @@ def metrics_host(config: WorkerConfig | RouterConfig | GatewayConfig) -> str:
 
 def _metrics(spec: ClusterSpec, index: int) -> dict[str, Value]:
     """The settings of the process with that number among the ports after the launcher's: the first router, the
-    workers, the gateway, the further routers."""
+    workers of the start, the gateway, the further routers, the workers that were added."""
     if spec.metrics is None:
         return {}
     return {"metrics_port": spec.metrics + 1 + index, "metrics_host": METRICS_HOST}
@@ -266,7 +291,7 @@ def gateway_config(spec: ClusterSpec, router: str = "", member: int = 0) -> Gate
         port=spec.http,
         **{
             **_security(spec, "gateway"),
-            **_metrics(spec, spec.prefill + spec.decode + 1 + 2 * member),
+            **_metrics(spec, spec.num_first + 1 + 2 * member),
             **given,
         },  # type: ignore[arg-type]
     )
@@ -279,7 +304,7 @@ def router_config(spec: ClusterSpec, workers: Sequence[str], member: int = 0) ->
         given["record"] = str(recordings(spec, Path(str(record)))[member])
     if port := given.get("metrics_port"):
         given["metrics_port"] = int(str(port)) + member
-    metrics = _metrics(spec, spec.prefill + spec.decode + 2 * member if member else 0)
+    metrics = _metrics(spec, spec.num_first + 2 * member if member else 0)
     return RouterConfig(
         model=spec.model,
         host=spec.host,
@@ -289,6 +314,7 @@ def router_config(spec: ClusterSpec, workers: Sequence[str], member: int = 0) ->
         cluster=spec.cluster,
         cluster_secret=spec.cluster_secret,
         unix_socket=spec.unix_socket,
+        launcher_socket=spec.launcher_socket,
         group=spec.group,
         member=member,
         members=spec.routers,
@@ -310,7 +336,7 @@ def served_names(spec: ClusterSpec) -> tuple[str, ...]:
 
 
 def worker_config(spec: ClusterSpec, index: int) -> tuple[Role, WorkerConfig]:
-    """The role and the settings of worker `index`; prefill workers come first."""
+    """The role and the settings of worker `index`; at the start, prefill workers come first."""
     worker_id, role = _workers(spec)[index]
     given: dict[str, Value] = {
         **_security(spec, worker_id),
@@ -321,7 +347,7 @@ def worker_config(spec: ClusterSpec, index: int) -> tuple[Role, WorkerConfig]:
     if given.get("metrics_port"):
         given["metrics_port"] = int(str(given["metrics_port"])) + index  # workers on one host need different ports
     elif spec.metrics is not None:
-        given.setdefault("metrics_port", spec.metrics + 2 + index)
+        given.setdefault("metrics_port", spec.metrics + 2 + index + (2 * spec.routers - 1) * (index >= spec.num_first))
     if rendezvous := str(given.get("rendezvous", "")):
         host, port = check_endpoint("rendezvous", rendezvous)
         given["host"] = host  # ranks on other hosts join the worker here, and exchange KV with it
@@ -329,7 +355,7 @@ def worker_config(spec: ClusterSpec, index: int) -> tuple[Role, WorkerConfig]:
     config = WorkerConfig(
         model=spec.model,
         worker_id=worker_id,
-        port=spec.worker_ports[index] if spec.worker_ports else 0,
+        port=spec.slots[index].port if spec.slots else spec.worker_ports[index] if spec.worker_ports else 0,
         redis=spec.redis,
         cluster=spec.cluster,
         cluster_secret=spec.cluster_secret,
@@ -345,11 +371,13 @@ def _security(spec: ClusterSpec, name: str) -> dict[str, Value]:
 
 
 def _workers(spec: ClusterSpec) -> list[tuple[str, Role]]:
+    if spec.slots:
+        return [(one.worker_id, one.role) for one in spec.slots]
     prefill = [(f"p{index}", Role.PREFILL) for index in range(spec.prefill)]
     return prefill + [(f"d{index}", Role.DECODE) for index in range(spec.decode)]
 
 
-def _worker(spec: ClusterSpec, index: int) -> Process:
+def worker_process(spec: ClusterSpec, index: int) -> Process:
     role, config = worker_config(spec, index)
     gpus = gpus_of(spec, index)
     if gpus:
@@ -365,16 +393,23 @@ def gpus_of(spec: ClusterSpec, index: int) -> tuple[str, ...]:
 
     Raises ConfigError if this host has fewer GPUs than the worker has ranks.
     """
+    if spec.slots:
+        return spec.slots[index].gpus
     first = 0
     for at in range(index + 1):
-        _, config = worker_config(spec, at)
-        wanted = 0 if config.device == "cpu" or not spec.gpus else config.ranks_here
+        wanted = num_gpus(spec, at)
         if wanted > len(spec.gpus):
             expected = f"at most {len(spec.gpus)} ranks: each needs a GPU of this host"
             raise ConfigError("tensor_parallel", wanted, expected)
         if at < index:
             first += wanted
     return tuple(spec.gpus[(first + rank) % len(spec.gpus)] for rank in range(wanted))
+
+
+def num_gpus(spec: ClusterSpec, index: int) -> int:
+    """That worker `index` needs on this host."""
+    _, config = worker_config(spec, index)
+    return 0 if config.device == "cpu" or not spec.gpus else config.ranks_here
 
 
 def ray_resources(config: WorkerConfig, *, has_gpus: bool, ranks: int | None = None) -> dict[str, float]:
@@ -422,6 +457,6 @@ def _sharing(spec: ClusterSpec, index: int, config: WorkerConfig) -> WorkerConfi
     given = {**spec.settings.get("worker", {}), **spec.settings.get(MODULES[worker_config(spec, index)[0]], {})}
     if "gpu_memory_share" in given:
         return config
-    every = [gpus_of(spec, at) for at in range(spec.prefill + spec.decode)]
+    every = [gpus_of(spec, at) for at in range(len(_workers(spec)))]
     most = max(sum(gpu in gpus for gpus in every) for gpu in every[index])
     return replace(config, gpu_memory_share=config.gpu_memory_share / most) if most > 1 else config

@@ -9,13 +9,13 @@ import re
 import signal
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, final
 
 from pdserve.bounded_file import cache_file
-from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig, without_secrets
+from pdserve.config import LOG_LEVEL_ENV, GatewayConfig, RouterConfig, WorkerConfig, without_secrets
 from pdserve.config_flags import FLAGS_FILE, live_flags
 from pdserve.core.errors import PdserveError
 from pdserve.core.progress import PROGRESS_ENV, phase_of
@@ -237,7 +237,10 @@ class Supervisor:
         self._processes: dict[str, SupervisedProcess] = {}
         self._redis: EmbeddedRedis | None = None
         self._redis_path = Path()
-        self._keepers: list[asyncio.Task[None]] = []
+        self._keepers: dict[str, asyncio.Task[None]] = {}  # by the name of the process
+        self._is_keeping = False
+        self._error: BaseException | None = None  # of a keeper
+        self._has_failed = asyncio.Event()
         self._flags: dict[str, int] = {}  # descriptor of each process's flags file
 
     def address(self, name: str) -> str:
@@ -250,6 +253,8 @@ class Supervisor:
         self._report.begins(one.name)
         await self._start(one)
         self._report.phase(one.name, self._children[one.name].start_s)
+        if self._is_keeping:
+            self._keep_with(one.name, self._keep(one.name))
 
     async def start_redis(self, path: Path) -> None:
         """A real Redis, which listens only on the socket file `path`."""
@@ -279,25 +284,38 @@ class Supervisor:
 
     def keep(self) -> None:
         """From now on, processes that end are started again."""
+        self._is_keeping = True
         for name in self._processes:
-            self._keepers.append(asyncio.create_task(self._keep(name)))
+            self._keep_with(name, self._keep(name))
         if self._redis is not None:
-            self._keepers.append(asyncio.create_task(self._keep_redis(self._redis_path)))
+            self._keep_with(REDIS, self._keep_redis(self._redis_path))
 
     async def run(self, stop: asyncio.Event) -> None:
         """Returns when `stop` is set. Raises an error of the supervision itself."""
         stopping = asyncio.ensure_future(stop.wait())
-        done, _ = await asyncio.wait([stopping, *self._keepers], return_when=asyncio.FIRST_COMPLETED)
+        failing = asyncio.ensure_future(self._has_failed.wait())
+        await asyncio.wait([stopping, failing], return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
-        for task in done:
-            task.result()
+        failing.cancel()
+        if self._error is not None:
+            raise self._error
 
     async def release(self) -> None:
         """From now on, processes that end are not started again."""
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
-        self._keepers = []
+        self._is_keeping = False
+        await self._release(list(self._keepers))
+
+    async def end(self, name: str) -> None:
+        """Drains a process, for its own time limit at most, and ends it for good: its name may be used again."""
+        await self._release([name])
+        await self.stop([name], is_graceful=True)
+        self._children.pop(name, None)
+        self._processes.pop(name, None)
+        if (flags := self._flags.pop(name, None)) is not None:
+            os.close(flags)
+
+    def drain_s(self, name: str) -> float:
+        return self._processes[name].drain_s
 
     async def stop(self, names: Iterable[str], *, is_graceful: bool) -> None:
         """SIGTERM, time to drain, SIGKILL; all of `names` in parallel."""
@@ -323,12 +341,14 @@ class Supervisor:
         self._report.say("launcher", drain_text(num_requests, limit_s))
         self._report.expect("draining", [name for stage in running for name in stage], limit_s)
 
-    def reload(self, processes: Iterable[Process], log_level: str) -> None:
+    def reload(self, processes: Iterable[Process]) -> None:
         """Gives running processes, and those that are started later in their place, new values of the settings that
         may change."""
         for process in processes:
             name = process.name
-            text = "\n".join([f"--log-level={log_level}", *live_flags(process.config)]).encode()
+            text = "\n".join(
+                [f"--log-level={os.environ.get(LOG_LEVEL_ENV) or 'info'}", *live_flags(process.config)]
+            ).encode()
             if name not in self._flags or os.pread(self._flags[name], len(text) + 1, 0) == text:
                 continue
             self._processes[name] = replace(self._processes[name], drain_s=process.config.drain_s)
@@ -367,6 +387,22 @@ class Supervisor:
             _note_first_start()
         self._on_start(one.name)
         self._report.say(one.name, f"pid {child.pid} listens on {child.address} after {child.start_s:.2f} s")
+
+    def _keep_with(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        self._keepers[name] = keeper = asyncio.create_task(work, name=f"keep-{name}")
+        keeper.add_done_callback(self._kept)
+
+    def _kept(self, keeper: asyncio.Task[None]) -> None:
+        """Keepers run until they are cancelled."""
+        if not keeper.cancelled() and (error := keeper.exception()) is not None:
+            self._error = error
+            self._has_failed.set()
+
+    async def _release(self, names: Iterable[str]) -> None:
+        keepers = [self._keepers.pop(name) for name in names if name in self._keepers]
+        for keeper in keepers:
+            keeper.cancel()
+        await asyncio.gather(*keepers, return_exceptions=True)
 
     async def _keep(self, name: str) -> None:
         backoff = _Backoff()

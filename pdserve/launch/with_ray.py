@@ -217,7 +217,7 @@ def spec_to_json(spec: ClusterSpec) -> str:
 
 def spec_from_json(text: str, cluster_secret: str, redis: str) -> ClusterSpec:
     fields = json.loads(text)
-    for name in ("gpus", "worker_ports"):
+    for name in ("gpus", "worker_ports", "slots"):
         fields[name] = tuple(fields[name])
     if fields["tls"] is not None:
         fields["tls"] = ClusterTls(**fields["tls"])

@@ -197,6 +197,52 @@ class UnloadAdapterResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class ChangeWorkersRequest(_message.Message):
+    __slots__ = ("scale", "roll", "role")
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    ROLL_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    scale: ScaleWorkers
+    roll: RollWorkers
+    role: SetWorkerRole
+    def __init__(self, scale: _Optional[_Union[ScaleWorkers, _Mapping]] = ..., roll: _Optional[_Union[RollWorkers, _Mapping]] = ..., role: _Optional[_Union[SetWorkerRole, _Mapping]] = ...) -> None: ...
+
+class ScaleWorkers(_message.Message):
+    __slots__ = ("prefill", "decode")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    prefill: int
+    decode: int
+    def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ...) -> None: ...
+
+class RollWorkers(_message.Message):
+    __slots__ = ("worker_ids", "surge", "settings", "is_undo")
+    WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
+    SURGE_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    IS_UNDO_FIELD_NUMBER: _ClassVar[int]
+    worker_ids: _containers.RepeatedScalarFieldContainer[str]
+    surge: int
+    settings: str
+    is_undo: bool
+    def __init__(self, worker_ids: _Optional[_Iterable[str]] = ..., surge: _Optional[int] = ..., settings: _Optional[str] = ..., is_undo: _Optional[bool] = ...) -> None: ...
+
+class SetWorkerRole(_message.Message):
+    __slots__ = ("worker_id", "role")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    role: _worker_pb2.Role
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ...) -> None: ...
+
+class ChangeWorkersResponse(_message.Message):
+    __slots__ = ("worker_id", "text")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    text: str
+    def __init__(self, worker_id: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
+
 class GetWorkerLogResponse(_message.Message):
     __slots__ = ("lines",)
     LINES_FIELD_NUMBER: _ClassVar[int]

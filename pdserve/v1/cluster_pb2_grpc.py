@@ -74,6 +74,11 @@ class ClusterServiceStub:
                 request_serializer=pdserve_dot_v1_dot_cluster__pb2.UnloadAdapterRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_cluster__pb2.UnloadAdapterResponse.FromString,
                 _registered_method=True)
+        self.ChangeWorkers = channel.unary_stream(
+                '/pdserve.v1.ClusterService/ChangeWorkers',
+                request_serializer=pdserve_dot_v1_dot_cluster__pb2.ChangeWorkersRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_cluster__pb2.ChangeWorkersResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServiceServicer:
@@ -135,6 +140,15 @@ class ClusterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ChangeWorkers(self, request, context):
+        """Adds, ends or restarts workers, or changes a role. The router passes the call to its launcher, which serves only this
+        method, at a socket of their user. It makes one change at a time. The stream tells its steps, and ends when the
+        cluster is ready. The change goes on if its caller leaves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -177,6 +191,11 @@ def add_ClusterServiceServicer_to_server(servicer, server):
                     servicer.UnloadAdapter,
                     request_deserializer=pdserve_dot_v1_dot_cluster__pb2.UnloadAdapterRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_cluster__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ChangeWorkers': grpc.unary_stream_rpc_method_handler(
+                    servicer.ChangeWorkers,
+                    request_deserializer=pdserve_dot_v1_dot_cluster__pb2.ChangeWorkersRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_cluster__pb2.ChangeWorkersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -395,6 +414,33 @@ class ClusterService:
             '/pdserve.v1.ClusterService/UnloadAdapter',
             pdserve_dot_v1_dot_cluster__pb2.UnloadAdapterRequest.SerializeToString,
             pdserve_dot_v1_dot_cluster__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeWorkers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdserve.v1.ClusterService/ChangeWorkers',
+            pdserve_dot_v1_dot_cluster__pb2.ChangeWorkersRequest.SerializeToString,
+            pdserve_dot_v1_dot_cluster__pb2.ChangeWorkersResponse.FromString,
             options,
             channel_credentials,
             insecure,

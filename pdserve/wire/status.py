@@ -20,6 +20,7 @@ from google.rpc import error_details_pb2, status_pb2
 from pdserve.core.durations import clamped_s
 from pdserve.core.errors import (
     Cancelled,
+    ChangeFailed,
     ConfigError,
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -118,6 +119,7 @@ TABLE: Final[Mapping[type[PdserveError], Mapped]] = {
     Cancelled: Mapped(grpc.StatusCode.CANCELLED, (), lambda message, _, __: Cancelled(message)),
     Unauthenticated: Mapped(grpc.StatusCode.UNAUTHENTICATED, (), lambda message, _, __: Unauthenticated(message)),
     PermissionDenied: Mapped(grpc.StatusCode.PERMISSION_DENIED, (), lambda message, _, __: PermissionDenied(message)),
+    ChangeFailed: Mapped(grpc.StatusCode.ABORTED, (), lambda message, _, __: ChangeFailed(message)),
     TransferFailed: Mapped(grpc.StatusCode.ABORTED, (), lambda message, _, __: TransferFailed(message)),
     KvLost: Mapped(grpc.StatusCode.DATA_LOSS, (), lambda message, _, __: KvLost(message)),
     InternalError: Mapped(grpc.StatusCode.INTERNAL, (), lambda message, _, __: InternalError(message)),

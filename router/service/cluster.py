@@ -9,6 +9,9 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any, Final, final
 
+import grpc
+import grpc.aio
+
 from pdserve.build import FULL_VERSION
 from pdserve.config import MAX_ROUTERS
 from pdserve.core.durations import check_duration
@@ -87,6 +90,38 @@ class Watching:
         self._closing.set()
 
 
+# --- launcher -------------------------------------------------------------------------------------------------
+
+
+@final
+class LauncherLink:
+    """Passes changes of the workers to the launcher of this router, at a socket that only their user can reach."""
+
+    def __init__(self, socket: str, token: str) -> None:
+        """`socket` empty: this router has no launcher."""
+        self._socket = socket
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+
+    async def change(
+        self, request: cluster_pb2.ChangeWorkersRequest
+    ) -> AsyncGenerator[cluster_pb2.ChangeWorkersResponse, None]:
+        """The steps, until the cluster is ready. Raises the launcher's errors, and Unavailable."""
+        if not self._socket:
+            raise Unavailable("this router has no launcher; call one that `pdserve up` has started")
+        async with grpc.aio.insecure_channel(f"unix:{self._socket}", _OWN_SUBCHANNEL) as channel:
+            call = cluster_pb2_grpc.ClusterServiceStub(channel).ChangeWorkers(request, metadata=self._metadata)
+            try:
+                async for step in call:
+                    yield step
+            except grpc.RpcError as error:
+                raise status.from_rpc_error(error) from None
+            finally:
+                call.cancel()
+
+
+_OWN_SUBCHANNEL: Final = (("grpc.use_local_subchannel_pool", 1),)  # a shared one would remember earlier failures
+
+
 # --- service --------------------------------------------------------------------------------------------------
 
 # `given`: dataclass fields that are not sent, or are sent in another form. `ignored`: message fields filled by hand.
@@ -125,8 +160,10 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         logs: WorkerLogs,
         adapters: ClusterAdapters,
         group: RouterGroup,
+        launcher: LauncherLink,
         router_id: str,
     ) -> None:
+        self._launcher = launcher
         self._runtime, self._watching, self._links, self._logs = runtime, watching, links, logs
         self._adapters, self._group = adapters, group
         self._router_id = router_id
@@ -207,6 +244,16 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         except PdserveError as error:
             return await status.abort(context, error)
         return cluster_pb2.UnloadAdapterResponse()
+
+    async def ChangeWorkers(
+        self, request: cluster_pb2.ChangeWorkersRequest, context: Any
+    ) -> AsyncIterator[cluster_pb2.ChangeWorkersResponse]:
+        try:
+            async with contextlib.aclosing(self._launcher.change(request)) as steps:
+                async for step in steps:
+                    yield step
+        except PdserveError as error:
+            await status.abort(context, error)
 
     async def _require(self, worker_id: str, context: Any) -> None:
         workers = self._runtime.state.snapshot().workers

@@ -44,7 +44,7 @@ from router.recording.recording import RecordFile
 from router.service.admission import Admission, Limits
 from router.service.auth import AuthInterceptor, Tenants
 from router.service.child_pool import GrammarCheck
-from router.service.cluster import ClusterServicer, Watching
+from router.service.cluster import ClusterServicer, LauncherLink, Watching
 from router.service.inference import InferenceServicer
 from router.service.measure import Gauges, Measure
 from router.service.router_group import RouterGroup, SharedCountsFile, check_private, socket_of
@@ -252,6 +252,8 @@ class RouterServer:
         self.gate.core.ttft_s = config.slo_ttft_s
         self._workers.pacing.set_stream_interval(config.stream_interval_s)
         self._tracing.share = config.trace_share
+        if "workers" in changes:
+            self._workers.dial_only(config.workers)
 
     async def stop(self) -> None:
         """Ends every call and stream now, with an error that says why."""
@@ -359,6 +361,7 @@ class RouterServer:
             self._workers.logs,
             self._workers.adapters,
             self._group,
+            LauncherLink(self._config.launcher_socket, self._config.token),
             self._config.router_id,
         )
         for server in filter(None, (self._server, self._local, self._group_server)):

@@ -209,9 +209,25 @@ class Workers:
         return len(self._unregistered.keys() & self._attached.keys())
 
     def dial(self, endpoints: Iterable[str]) -> None:
-        """Sets the endpoints of workers that are known without a registry."""
-        self._static = tuple(dict.fromkeys([*self._static, *endpoints]))
+        """Adds endpoints of workers that are known without a registry."""
+        self.dial_only([*self._static, *endpoints])
+
+    def dial_only(self, endpoints: Iterable[str]) -> None:
+        """Replaces these endpoints. The worker of one that is gone has ended, and is forgotten, unless it is elsewhere
+        by now. The registry lists it for some seconds more."""
+        former, self._static = self._static, tuple(dict.fromkeys(endpoints))
+        gone = []
+        for endpoint in (one for one in former if one not in self._static and one in self._tasks):
+            worker_id = self._tasks[endpoint][0].worker_id
+            attached = self._attached.get(worker_id)
+            is_elsewhere = attached is not None and attached.endpoint != endpoint
+            if worker_id and not is_elsewhere and self._registered.get(worker_id, endpoint) == endpoint:
+                self._registered.pop(worker_id, None)
+                self._unregistered.pop(worker_id, None)
+                gone.append(worker_id)
         self._reconcile()
+        for worker_id in gone:
+            self._on_event(WorkerForgotten(worker_id=worker_id))
 
     def register(self, endpoints: Mapping[str, str]) -> None:
         """Replaces the registry's content: worker id -> endpoint.

@@ -14,6 +14,7 @@ import pytest
 from pdserve.core import errors as core
 from pdserve.core.errors import (
     Cancelled,
+    ChangeFailed,
     DeadlineExceeded,
     InternalError,
     InvalidRequest,
@@ -60,6 +61,7 @@ STATUS = [
     (Unavailable("away"), 503, "unavailable", None),
     (NoWorkers("decode"), 503, "no_workers", None),
     (ShuttingDown(), 503, "shutting_down", None),
+    (ChangeFailed("x"), 500, "change_failed", None),
     (TransferFailed("x"), 500, "transfer_failed", None),
     (KvLost("x"), 500, "kv_lost", None),
     (InternalError("x"), 500, "internal", None),

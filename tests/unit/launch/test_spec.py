@@ -68,6 +68,14 @@ def test_workers_of_a_host_share_its_cores(cores: int, workers: int, share: int)
     assert ("OMP_NUM_THREADS", str(share)) in processes(one)[0].env
 
 
+def test_a_running_router_takes_other_addresses_of_workers() -> None:
+    config = processes(spec(prefill=1, decode=1))[-1].config
+    flags = [one for one in live_flags(config) if one.startswith("--workers=")]
+    assert flags == ["--workers=127.0.0.1:20001,127.0.0.1:20002"]
+    assert parse_flags(RouterConfig, ["--model=toy", *flags], prog="x").workers == config.workers  # type: ignore[union-attr]
+    assert parse_flags(RouterConfig, ["--model=toy", "--workers="], prog="x").workers == ()
+
+
 def test_routers_share_their_ports_alone() -> None:
     several = spec(routers=3, http=8000, metrics=9500, group="/run/x", settings={"router": {"record": "/r/run.jsonl"}})
     *_, first, second, third = processes(several)

@@ -15,9 +15,10 @@ import pytest
 from pdserve.isolated.process import outcome
 from pdserve.launch import supervisor
 from pdserve.launch.local import open_requests
-from pdserve.launch.ports import check_free, free_ports, is_free
+from pdserve.launch.ports import HeldPorts, check_free, free_ports, is_free
+from pdserve.launch.report import LauncherReport
 from pdserve.launch.spec import ClusterSpec
-from pdserve.launch.supervisor import Child, StartFailed, drain_text
+from pdserve.launch.supervisor import Child, StartFailed, Supervisor, drain_text
 
 from .conftest import is_alive
 
@@ -39,6 +40,47 @@ def test_the_first_start_is_named_only_once(tmp_path: Path, monkeypatch: pytest.
     supervisor._note_first_start()
     assert supervisor.slow_start(is_worker=True) == "still loading"
     assert supervisor.slow_start(is_worker=False) == "still starting"
+
+
+# --- several processes ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Callable[[str, str], supervisor.SupervisedProcess]:
+    def build(name: str, source: str) -> supervisor.SupervisedProcess:
+        module = f"program_{name}"
+        (tmp_path / f"{module}.py").write_text(source)
+        path = os.pathsep.join((str(tmp_path), *filter(None, sys.path)))
+        return supervisor.SupervisedProcess(
+            name=name, program=(module,), env=(("PYTHONPATH", path),), start_s=WAIT_S, drain_s=1.0, has_flags_file=True
+        )
+
+    return build
+
+
+async def test_a_process_that_is_added_later_is_kept_until_it_is_ended(
+    program: Callable[[str, str], supervisor.SupervisedProcess],
+) -> None:
+    started: list[str] = []
+    processes = Supervisor(LauncherReport(), HeldPorts(), started.append)
+    await processes.start(program("p0", WAITS))
+    processes.keep()
+    await processes.start(program("p1", WAITS))
+    pid = processes._children["p1"].pid
+    os.kill(pid, 9)
+    await until(lambda: started.count("p1") == 2)
+    pid = processes._children["p1"].pid
+    await processes.end("p1")
+    assert not is_alive(pid)
+    assert started == ["p0", "p1", "p1"], "it is not started again"
+    await processes.start(program("p1", WAITS))
+    assert processes.drain_s("p1") == 1.0
+    with pytest.raises(StartFailed):
+        await processes.start(program("p2", "raise SystemExit(1)"))
+    await processes.end("p2")
+    await processes.release()
+    await processes.stop(["p0", "p1"], is_graceful=True)
+    processes.close()
 
 
 # --- one process ----------------------------------------------------------------------------------------------

@@ -140,6 +140,33 @@ async def test_a_listed_worker_stays_when_the_registry_forgets_it(
     assert log.lines == ["WorkerConnected d0"]
 
 
+@pytest.mark.parametrize("is_registered", [False, True])
+async def test_a_worker_that_is_listed_no_longer_is_forgotten(
+    make: Callable[..., tuple[Workers, Log]], decode: Program, is_registered: bool
+) -> None:
+    workers, log = make()
+    workers.dial_only([decode.address])
+    if is_registered:
+        workers.register({"d0": decode.address})
+    await until(lambda: "d0" in workers.roles)
+    workers.dial_only([])
+    await until(lambda: log.lines == ["WorkerConnected d0", "WorkerForgotten d0", "WorkerLost d0"])
+    assert workers.roles == {}
+    workers.dial_only([decode.address])
+    await until(lambda: "d0" in workers.roles)
+
+
+async def test_a_worker_that_has_moved_stays_when_its_former_address_is_removed(
+    make: Callable[..., tuple[Workers, Log]], decode: Program
+) -> None:
+    workers, log = make()
+    workers.dial_only(["127.0.0.1:1", decode.address])
+    await until(lambda: "d0" in workers.roles)
+    workers.dial_only([decode.address])
+    assert workers.roles == {"d0": Role.DECODE}
+    assert log.lines == ["WorkerConnected d0"]
+
+
 async def test_one_worker_under_two_names_is_attached_once(
     make: Callable[..., tuple[Workers, Log]], decode: Program, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -38,6 +38,7 @@ EXAMPLES: list[PdserveError] = [
     errors.Cancelled("the caller left"),
     errors.Unauthenticated("no valid token"),
     errors.PermissionDenied("only for the operator"),
+    errors.ChangeFailed("the roll-out stopped: 1 request failed"),
     errors.TransferFailed("checksum of block 3"),
     errors.KvLost("decode worker d0 is gone"),
     errors.InternalError("our own fault"),

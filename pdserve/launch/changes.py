@@ -1,0 +1,497 @@
+"""A cluster whose workers are processes of this host, and its changes while it serves: the launcher starts, drains and
+ends workers when an operator asks a router for it. `scaling.py` decides which.
+
+A router passes the call to a unix socket in a folder that only this user can enter. One change is made at a time. It
+goes on if its caller leaves, and ends with the launcher.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, TypeVar, final
+
+import grpc.aio
+
+from pdserve.client.aio import AsyncClient
+from pdserve.client.base import Retries
+from pdserve.client.results import Worker
+from pdserve.core.errors import (
+    ChangeFailed,
+    ConfigError,
+    InternalError,
+    InvalidRequest,
+    NotFound,
+    PdserveError,
+    Unauthenticated,
+    Unavailable,
+)
+from pdserve.core.live import LiveFrame
+from pdserve.core.types import Role
+from pdserve.launch.local import LaunchedCluster, split, targets_of_routers
+from pdserve.launch.ports import free_ports
+from pdserve.launch.report import LauncherReport
+from pdserve.launch.scaling import (
+    FailureCount,
+    RollStep,
+    Settings,
+    add_worker,
+    check_serving,
+    index_of,
+    plan_roll,
+    plan_scale,
+    read_settings,
+    slot_for,
+    stopped_text,
+    vacate,
+    with_role,
+    with_slots,
+)
+from pdserve.launch.spec import ClusterSpec, Process, ports, processes, router_config, worker_process
+from pdserve.launch.supervisor import side_by_side, supervised
+from pdserve.v1 import cluster_pb2, cluster_pb2_grpc
+from pdserve.wire import status
+from pdserve.wire.convert import role_to_proto
+
+log = logging.getLogger(__name__)
+
+# --- routers --------------------------------------------------------------------------------------------------
+
+POLL_S: Final = 0.05
+CALL_S: Final = 5.0  # of one call to a router
+ATTACH_S: Final = 60.0  # until each router has connected to a worker that listens
+FORGET_S: Final = 15.0  # until no router lists a worker that has ended
+SETTLE_S: Final = 1.0  # in which a new worker serves before the next one is drained
+
+
+Answer = TypeVar("Answer")
+
+
+@final
+class Routers:
+    """A connection to each router, for one change. Calls are repeated while a router is being started again."""
+
+    def __init__(self, spec: ClusterSpec, address: str) -> None:
+        config = router_config(spec, ())
+        self._clients = [
+            AsyncClient(
+                target,
+                token=config.token or None,
+                tls=tls,
+                insecure=config.insecure,
+                timeout_s=CALL_S,
+                retries=Retries(limit=0),
+            )
+            for target, tls in targets_of_routers(spec, address)
+        ]
+
+    async def __aenter__(self) -> Routers:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for client in self._clients:
+            await client.close()
+
+    async def live(self) -> LiveFrame:
+        """The state of the cluster, with the totals of all routers."""
+
+        async def first(client: AsyncClient) -> LiveFrame:
+            async with asyncio.timeout(CALL_S), contextlib.aclosing(client.watch()) as frames:
+                async for frame in frames:
+                    return frame
+            raise Unavailable("a router sent no frame")
+
+        return await self._of_any(first)
+
+    async def worker(self, worker_id: str) -> Worker | None:
+        """As a router sees it."""
+        topology = await self._of_any(lambda client: client.topology())
+        return next((one for one in topology.workers if one.worker_id == worker_id), None)
+
+    async def drain(self, worker_id: str) -> None:
+        """Raises NotFound if the worker is not connected."""
+        await self._of_any(lambda client: client.drain(worker_id))
+
+    async def wait_for_all(self, worker_id: str, holds: Callable[[Worker | None], bool], limit_s: float) -> bool:
+        """Whether `holds` became true of the worker in time, as each router sees it."""
+        deadline_s = time.monotonic() + limit_s
+        for client in self._clients:
+            while True:
+                with contextlib.suppress(Unavailable, TimeoutError):
+                    topology = await client.topology()
+                    if holds(next((one for one in topology.workers if one.worker_id == worker_id), None)):
+                        break
+                if time.monotonic() >= deadline_s:
+                    return False
+                await asyncio.sleep(POLL_S)
+        return True
+
+    async def _of_any(self, call: Callable[[AsyncClient], Coroutine[Any, Any, Answer]]) -> Answer:
+        """The answer of the first router that has one. Raises the last error after ATTACH_S, and NotFound at once."""
+        deadline_s = time.monotonic() + ATTACH_S
+        while True:
+            for client in self._clients:
+                try:
+                    return await call(client)
+                except (NotFound, InvalidRequest, Unauthenticated):
+                    raise
+                except (PdserveError, TimeoutError) as error:
+                    if time.monotonic() >= deadline_s:
+                        raise Unavailable(f"no router answers the launcher: {error}") from None
+            await asyncio.sleep(POLL_S)
+
+
+# --- cluster --------------------------------------------------------------------------------------------------
+
+LAUNCHER_SOCKET: Final = "launcher.sock"
+Say = Callable[[str, str], None]  # (worker or empty, text)
+
+
+@final
+class LocalCluster(LaunchedCluster):
+    """The workers are processes of this host."""
+
+    def __init__(self, spec: ClusterSpec, report: LauncherReport) -> None:
+        super().__init__(spec, report)
+        socket = self._sockets.path / LAUNCHER_SOCKET
+        self.spec = with_slots(replace(self.spec, launcher_socket=str(socket)))
+        self._changing = ChangeServer(self, socket, router_config(self.spec, ()).token)
+        self._address = ""
+        self._settings = dict.fromkeys(self.spec.worker_ids, self.spec.settings)  # of each worker
+        self._former: Settings | None = None  # before the last roll-out with settings
+
+    async def start(self) -> str:
+        await self._changing.start()
+        self._address = await super().start()
+        self._changing.is_ready = True
+        return self._address
+
+    async def stop(self, *, is_graceful: bool) -> None:
+        await self._changing.close()
+        await super().stop(is_graceful=is_graceful)
+
+    def _processes(self) -> list[Process]:
+        return processes(self.spec)
+
+    async def _start_workers(self, workers: Sequence[Process]) -> None:
+        await side_by_side(self._supervisor.start(supervised(process)) for process in workers)
+
+    def _names_of_workers(self) -> Sequence[str]:
+        return self.spec.worker_ids
+
+    # -- changes -------------------------------------------------------------------------------------------------
+
+    async def scale(self, prefill: int | None, decode: int | None, say: Say) -> None:
+        """Raises PdserveError; workers that were already added or ended then stay so."""
+        async with Routers(self.spec, self._address) as routers:
+            plan = plan_scale(self.spec.slots, (await routers.live()).workers, prefill, decode)
+            before = self.spec
+            try:
+                for worker_id, role in plan.add:
+                    self._take_slot(worker_id, role, before.settings)
+            except PdserveError:
+                self.spec = before
+                raise
+            starts = [self._start_added(worker_id, routers, say) for worker_id, _ in plan.add]
+            for one in await asyncio.gather(*starts, return_exceptions=True):
+                if isinstance(one, BaseException):
+                    raise one
+            for worker_id in plan.remove:
+                await self._end(worker_id, routers, say)
+        say("", f"the cluster has {self.spec.prefill} prefill and {self.spec.decode} decode workers")
+
+    async def set_role(self, worker_id: str, role: Role, say: Say) -> None:
+        slot = self.spec.slots[index_of(self.spec, worker_id)]
+        if slot.role is role:
+            raise InvalidRequest("role", role.value, f"another role: {worker_id} has this one")
+        with_role(self.spec, worker_id, role)  # raises before it is drained
+        async with Routers(self.spec, self._address) as routers:
+            check_serving((await routers.live()).workers, worker_id)
+            await self._replace(worker_id, routers, say, self._settings[worker_id], role)
+        say("", f"the cluster has {self.spec.prefill} prefill and {self.spec.decode} decode workers")
+
+    async def roll(self, worker_ids: Sequence[str], surge: int, settings: str, *, is_undo: bool, say: Say) -> None:
+        """Raises ChangeFailed if it has stopped before its end."""
+        target: Settings | None = read_settings(settings, self.spec.settings) if settings else None
+        if is_undo:
+            if settings or worker_ids:
+                raise InvalidRequest("undo", "settings or workers", "neither beside it: it concerns the last roll-out")
+            if self._former is None:
+                raise ConfigError("undo", "no roll-out", "an earlier one with settings, which was not undone yet")
+            target = self._former
+            worker_ids = [one for one in self.spec.worker_ids if self._settings[one] != target]
+            if not worker_ids:
+                raise ConfigError("undo", "no worker", "workers with other settings than before the last roll-out")
+        elif target is not None and worker_ids:
+            raise InvalidRequest("settings", "some workers", "all of them: a cluster has one set of settings")
+        async with Routers(self.spec, self._address) as routers:
+            frame = await routers.live()
+            count = FailureCount()
+            count.observe(frame.totals)
+            steps = plan_roll(self.spec.slots, frame.workers, worker_ids, surge, is_undo=is_undo)
+            for one in steps:  # a wrong value is an error before anything is drained
+                if one.kind == "replace" and target is not None:
+                    worker_process(replace(self.spec, settings=target), index_of(self.spec, one.worker_id))
+            if target is not None and not is_undo:
+                self._former = self.spec.settings
+            await self._follow(steps, routers, target, surge, count, say)
+        if target is not None:
+            self.spec = replace(self.spec, settings=target)
+            if is_undo:
+                self._former = None
+        kind = "" if target is None else " with the settings from before" if is_undo else " with the new settings"
+        say("", f"all workers that were to be replaced run again{kind}")
+
+    async def _follow(
+        self,
+        steps: Sequence[RollStep],
+        routers: Routers,
+        target: Settings | None,
+        surge: int,
+        count: FailureCount,
+        say: Say,
+    ) -> None:
+        done: list[str] = []
+        added = ""
+        try:
+            for step in steps:
+                settings = self._settings.get(step.worker_id, self.spec.settings) if target is None else target
+                match step.kind:
+                    case "add":
+                        self._take_slot(step.worker_id, step.role, settings, is_surge=True)
+                        added = step.worker_id
+                        await self._start_added(step.worker_id, routers, say)
+                    case "replace":
+                        check_serving((await routers.live()).workers, step.worker_id, surge=surge)
+                        await self._replace(step.worker_id, routers, say, settings)
+                        done.append(step.worker_id)
+                    case "end":
+                        added = ""
+                        await self._end(step.worker_id, routers, say)
+                await asyncio.sleep(SETTLE_S)
+                count.observe((await routers.live()).totals)
+                if count.why_to_stop:
+                    raise ChangeFailed(count.why_to_stop)
+        except PdserveError as error:
+            if added in self._settings:
+                with contextlib.suppress(PdserveError):
+                    await self._end(added, routers, say)
+            left = [one.worker_id for one in steps if one.kind == "replace" and one.worker_id not in done]
+            text = stopped_text(error.message, done, left, has_settings=target is not None)
+            raise ChangeFailed(text) from None
+
+    # -- one worker ----------------------------------------------------------------------------------------------
+
+    def _take_slot(self, worker_id: str, role: Role, settings: Settings, *, is_surge: bool = False) -> None:
+        """A place for a new worker. Raises ConfigError without GPUs for it, or if one of its ports is in use."""
+        before = self.spec
+        listed = {port for _, _, port in ports(before, are_workers_here=True)}
+        port = 0
+        if slot_for(before, role) == len(before.slots):
+            [port] = free_ports(1, {"127.0.0.1"}, avoid=listed)
+        spec = add_worker(before, worker_id, role, port, is_surge=is_surge)
+        for name, host, number in ports(spec, are_workers_here=True):
+            if number not in listed and number not in self._held.ports:
+                self._held.hold(name, host, number)
+        if self._certificates is not None:
+            self._certificates.add(worker_id)
+        self.spec = spec
+        self._settings[worker_id] = settings
+
+    def _process(self, worker_id: str, settings: Settings) -> Process:
+        return worker_process(replace(self.spec, settings=settings), index_of(self.spec, worker_id))
+
+    async def _start_added(self, worker_id: str, routers: Routers, say: Say) -> None:
+        """Returns when each router is connected to it. If it cannot start, its slot is free again."""
+        say(worker_id, "starting")
+        try:
+            await self._supervisor.start(supervised(self._process(worker_id, self._settings[worker_id])))
+            self._told()
+            await self._attached(worker_id, "", routers)
+        except PdserveError as error:
+            say(worker_id, f"is not ready: {error.message}")
+            await self._supervisor.end(worker_id)
+            self._forget(worker_id)
+            raise
+        say(worker_id, "ready")
+
+    async def _end(self, worker_id: str, routers: Routers, say: Say) -> None:
+        await self._drain(worker_id, routers, say)
+        await self._supervisor.end(worker_id)
+        self._forget(worker_id)
+        await routers.wait_for_all(worker_id, lambda one: one is None, FORGET_S)
+        say(worker_id, "ended")
+
+    async def _replace(
+        self, worker_id: str, routers: Routers, say: Say, settings: Settings, role: Role | None = None
+    ) -> None:
+        """With the same name and ports. If the new process does not become ready, one as before takes its place."""
+        before, former = self.spec, self._settings[worker_id]
+        seen = await routers.worker(worker_id)
+        await self._drain(worker_id, routers, say)
+        await self._supervisor.end(worker_id)
+        say(worker_id, "starting" if role is None else f"starting as a {role.value} worker")
+        if role is not None:
+            self.spec = with_role(before, worker_id, role)
+        self._settings[worker_id] = settings
+        incarnation = "" if seen is None else seen.incarnation
+        try:
+            await self._supervisor.start(supervised(self._process(worker_id, settings)))
+            await self._attached(worker_id, incarnation, routers)
+        except PdserveError as error:
+            say(worker_id, f"is not ready: {error.message}; starting it as before")
+            await self._supervisor.end(worker_id)
+            self.spec, self._settings[worker_id] = before, former
+            await self._supervisor.start(supervised(self._process(worker_id, former)))
+            await self._attached(worker_id, incarnation, routers)
+            raise
+        finally:
+            self._told()
+        say(worker_id, "ready")
+
+    async def _drain(self, worker_id: str, routers: Routers, say: Say) -> None:
+        """Until the worker has no requests, for its drain_s at most. Those that are left continue on others."""
+        limit_s, began_s = self._supervisor.drain_s(worker_id), time.monotonic()
+        try:
+            await routers.drain(worker_id)
+        except NotFound:  # it is being started again, and has none
+            return
+        say(worker_id, f"draining, for at most {limit_s:g} s")
+        is_empty = await routers.wait_for_all(worker_id, _is_empty, limit_s)
+        spent_s = time.monotonic() - began_s
+        say(worker_id, f"drained after {spent_s:.1f} s" if is_empty else "still has requests, which others continue")
+
+    async def _attached(self, worker_id: str, former: str, routers: Routers) -> None:
+        """Raises ChangeFailed unless each router connects to an incarnation that is not `former`."""
+
+        def is_attached(one: Worker | None) -> bool:
+            return one is not None and one.is_connected and one.incarnation != former
+
+        if not await routers.wait_for_all(worker_id, is_attached, ATTACH_S):
+            lines = f"see the log of the router for the reason; nothing connected within {ATTACH_S:.0f} s"
+            raise ChangeFailed(f"{worker_id} listens, but a router does not accept it: {lines}")
+
+    def _forget(self, worker_id: str) -> None:
+        self.spec = vacate(self.spec, worker_id)
+        self._settings.pop(worker_id, None)
+        self._told()
+
+    def _told(self) -> None:
+        """Tells the routers and Prometheus of the workers that there are."""
+        self._supervisor.reload(split(self._processes(), self.spec)[1])
+        self._metrics.changed(self.spec)
+
+
+def _is_empty(one: Worker | None) -> bool:
+    return one is None or not one.is_connected or (one.is_draining and one.running == one.waiting == 0)
+
+
+# --- calls of routers -----------------------------------------------------------------------------------------
+
+
+GRACE_S: Final = 0.5  # for the last answers
+Steps = asyncio.Queue[cluster_pb2.ChangeWorkersResponse | None]
+
+
+@final
+class ChangeServer(cluster_pb2_grpc.ClusterServiceServicer):
+    """Serves ChangeWorkers on a unix socket. `start`, then `close`."""
+
+    def __init__(self, cluster: LocalCluster, socket: Path, token: str) -> None:
+        self._cluster, self._socket, self._token = cluster, socket, token
+        self._server: Any = None
+        self._task: asyncio.Task[None] | None = None
+        self._what = ""
+        self.is_ready = False  # the cluster has started
+
+    async def start(self) -> None:
+        self._server = grpc.aio.server()
+        cluster_pb2_grpc.add_ClusterServiceServicer_to_server(self, self._server)
+        if not self._server.add_insecure_port(f"unix:{self._socket}"):
+            raise ConfigError("launcher_socket", self._socket, "a path of at most 107 bytes")
+        self._socket.chmod(0o600)
+        await self._server.start()
+
+    async def close(self) -> None:
+        """Ends the change that runs. Idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._server is not None:
+            await self._server.stop(GRACE_S)
+            self._server = None
+
+    async def ChangeWorkers(
+        self, request: cluster_pb2.ChangeWorkersRequest, context: Any
+    ) -> AsyncIterator[cluster_pb2.ChangeWorkersResponse]:
+        steps: Steps = asyncio.Queue()
+        try:
+            self._check(context.invocation_metadata())
+            change = self._change(request, lambda name, text: self._say(steps, name, text))
+            if self._task is not None and not self._task.done():
+                raise Unavailable(f"the launcher makes another change ({self._what}); try again when it has ended")
+            self._what = request.WhichOneof("change") or ""
+            self._task = task = asyncio.create_task(self._run(change, steps), name="change")
+            task.add_done_callback(_observe)
+            while (step := await steps.get()) is not None:
+                yield step
+            await task  # it has ended
+        except PdserveError as error:
+            await status.abort(context, error)
+
+    def _check(self, metadata: Any) -> None:
+        given = next((str(value) for key, value in metadata or () if key == "authorization"), "")
+        if self._token and not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+            raise Unauthenticated("the launcher needs the operator's token")
+        if not self.is_ready:
+            raise Unavailable("the cluster is still starting", 1.0)
+
+    def _change(self, request: cluster_pb2.ChangeWorkersRequest, say: Say) -> Callable[[], Coroutine[Any, Any, None]]:
+        """Raises InvalidRequest."""
+        cluster = self._cluster
+        match request.WhichOneof("change"):
+            case "scale":
+                scale = request.scale
+                prefill = scale.prefill if scale.HasField("prefill") else None
+                decode = scale.decode if scale.HasField("decode") else None
+                return lambda: cluster.scale(prefill, decode, say)
+            case "roll":
+                roll = request.roll
+                names = list(dict.fromkeys(roll.worker_ids))
+                return lambda: cluster.roll(names, roll.surge, roll.settings, is_undo=roll.is_undo, say=say)
+            case "role":
+                role = next((one for one in Role if role_to_proto(one) == request.role.role), None)
+                if role is None:
+                    raise InvalidRequest("role", request.role.role, "prefill or decode")
+                return lambda: cluster.set_role(request.role.worker_id, role, say)
+        raise InvalidRequest("change", "nothing", "scale, roll or role")
+
+    async def _run(self, change: Callable[[], Coroutine[Any, Any, None]], steps: Steps) -> None:
+        try:
+            await change()
+        except PdserveError as error:
+            self._cluster.say("launcher", f"{self._what}: {error.message}")
+            raise
+        except asyncio.CancelledError:
+            raise Unavailable("the launcher ends") from None
+        except Exception as error:
+            log.exception("a change failed")
+            raise InternalError(f"the change failed: {type(error).__name__}: {error}") from error
+        finally:
+            steps.put_nowait(None)
+
+    def _say(self, steps: Steps, worker_id: str, text: str) -> None:
+        self._cluster.say(worker_id or "launcher", text)
+        steps.put_nowait(cluster_pb2.ChangeWorkersResponse(worker_id=worker_id, text=text))
+
+
+def _observe(task: asyncio.Task[None]) -> None:
+    """Its error is told by `_run`, also if the caller has left."""
+    if not task.cancelled():
+        task.exception()

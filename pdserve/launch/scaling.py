@@ -1,0 +1,286 @@
+"""Decides how the workers of a running cluster change: which ones end, in which order they are replaced, and when a
+roll-out stops. Pure: `changes.py` carries it out.
+
+A changed cluster has slots. A worker that ends leaves its slot vacant, and the next one takes it, with its port, its
+metrics port and its GPUs.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, final
+
+from pdserve.core.errors import ConfigError, InvalidRequest, NotFound
+from pdserve.core.live import LiveTotals, LiveWorker
+from pdserve.core.types import Role
+from pdserve.launch.keys import Kind, Value, check_settings, fields_of
+from pdserve.launch.spec import NUM_WORKERS, ClusterSpec, WorkerSlot, gpus_of, num_gpus, worker_config
+
+# --- which workers --------------------------------------------------------------------------------------------
+
+
+def loss(worker: LiveWorker) -> tuple[Any, ...]:
+    """Orders workers by what their end costs. A worker without requests loses only its prefix cache. Otherwise the
+    tokens count that move to others, or are computed again. Of equal workers, the last by name ends first."""
+    serves = worker.is_connected and not worker.is_drained
+    tokens = worker.context_tokens + worker.pending_prefill_tokens
+    requests = max(worker.running + worker.waiting, worker.booked)
+    return (serves, worker.is_connected, requests > 0, tokens, requests, worker.cached_blocks, *_last_first(worker))
+
+
+def _last_first(worker: LiveWorker) -> tuple[int, int]:
+    number = worker.worker_id.lstrip("pd")
+    return (-len(number), -int(number)) if number.isdecimal() else (0, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalePlan:
+    add: tuple[tuple[str, Role], ...]
+    remove: tuple[str, ...]
+
+
+def plan_scale(
+    slots: Sequence[WorkerSlot], live: Iterable[LiveWorker], prefill: int | None, decode: int | None
+) -> ScalePlan:
+    """None: as many as there are. `live`: the workers as a router sees them, which may lack some. Raises
+    InvalidRequest."""
+    if prefill is None and decode is None:
+        raise InvalidRequest("prefill and decode", "neither", "the wanted number of workers of one role, or of both")
+    loads = {one.worker_id: one for one in live}
+    taken = {one.worker_id for one in slots if not one.is_vacant}
+    add: list[tuple[str, Role]] = []
+    remove: list[str] = []
+    for role, wanted in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
+        if wanted is None:
+            continue
+        if wanted not in (allowed := NUM_WORKERS[role.value]):
+            raise InvalidRequest(role.value, wanted, str(allowed))
+        own = [one.worker_id for one in slots if one.role is role and not one.is_vacant]
+        for _ in range(wanted - len(own)):
+            worker_id = free_id(role, taken)
+            taken.add(worker_id)
+            add.append((worker_id, role))
+        unknown = [one for one in own if one not in loads]  # to the router: it serves nothing
+        known = sorted((loads[one] for one in own if one in loads), key=loss)
+        cheapest = [*reversed(unknown), *(one.worker_id for one in known)]
+        remove += cheapest[: max(len(own) - wanted, 0)]
+    return ScalePlan(add=tuple(add), remove=tuple(remove))
+
+
+def free_id(role: Role, taken: Collection[str]) -> str:
+    """The first free name of that role."""
+    return next(name for number in range(len(taken) + 1) if (name := f"{role.value[0]}{number}") not in taken)
+
+
+def check_serving(live: Iterable[LiveWorker], worker_id: str, *, surge: int = 0) -> None:
+    """Raises ConfigError if no decode worker would serve while this one is away: requests would fail."""
+    serving = [one for one in live if one.role is Role.DECODE and one.is_connected and not one.is_drained]
+    if surge == 0 and [one.worker_id for one in serving] == [worker_id]:
+        raise ConfigError(
+            worker_id, "the only decode worker that serves", "another one beside it: without one, requests fail"
+        )
+
+
+# --- roll-outs ------------------------------------------------------------------------------------------------
+
+StepKind = Literal["add", "replace", "end"]
+SURGES: Final = (0, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollStep:
+    """`add` starts a worker that stands in for the others of its role, `replace` one worker, and `end` ends the first
+    again. It is also the first to try new settings, before a worker is drained."""
+
+    kind: StepKind
+    role: Role
+    worker_id: str
+
+
+def plan_roll(
+    slots: Sequence[WorkerSlot],
+    live: Iterable[LiveWorker],
+    worker_ids: Sequence[str],
+    surge: int,
+    *,
+    is_undo: bool = False,
+) -> list[RollStep]:
+    """`worker_ids` empty: all. Prefill workers come first, those of each role in the order of what they hold. An undo
+    begins with the decode workers: they were replaced last, before requests failed. Raises InvalidRequest and
+    NotFound."""
+    if surge not in SURGES:
+        raise InvalidRequest("surge", surge, "0 or 1")
+    running = {one.worker_id: one.role for one in slots if not one.is_vacant}
+    for worker_id in worker_ids:
+        if worker_id not in running:
+            raise NotFound("worker", worker_id)
+    chosen, loads = set(worker_ids or running), {one.worker_id: one for one in live}
+    steps: list[RollStep] = []
+    for role in (Role.DECODE, Role.PREFILL) if is_undo else (Role.PREFILL, Role.DECODE):
+        own = [one for one, its_role in running.items() if its_role is role and one in chosen]
+        own.sort(key=lambda one: (one in loads, loss(loads[one]) if one in loads else ()))
+        replacing = [RollStep(kind="replace", role=role, worker_id=one) for one in own]
+        if replacing and surge:
+            extra = free_id(role, running)
+            add, end = (RollStep(kind=kind, role=role, worker_id=extra) for kind in ("add", "end"))  # type: ignore[arg-type]
+            replacing = [add, *replacing, end]
+        steps += replacing
+    return steps
+
+
+@final
+class FailureCount:
+    """Counts the failed requests since its first totals. A router that starts again counts from zero."""
+
+    def __init__(self) -> None:
+        self._last: int | None = None
+        self.failed = 0
+
+    def observe(self, totals: LiveTotals) -> None:
+        if self._last is not None:
+            self.failed += totals.failed - self._last if totals.failed >= self._last else totals.failed
+        self._last = totals.failed
+
+    @property
+    def why_to_stop(self) -> str:
+        """Empty: the roll-out goes on."""
+        requests = "1 request" if self.failed == 1 else f"{self.failed} requests"
+        return f"{requests} failed since it began" if self.failed else ""
+
+
+def stopped_text(why: str, done: Sequence[str], left: Sequence[str], *, has_settings: bool) -> str:
+    """What an operator is told of a roll-out that has stopped."""
+    state = f"replaced: {', '.join(done) or 'none'}; not replaced: {', '.join(left) or 'none'}"
+    if not has_settings:
+        return f"the roll-out stopped: {why} ({state})"
+    if not done:
+        return f"the roll-out stopped: {why} ({state}), so all workers have the settings from before"
+    return f"the roll-out stopped: {why} ({state}); `pdserve roll --undo` returns to the settings from before"
+
+
+# --- settings of a roll-out -----------------------------------------------------------------------------------
+# A caller with the operator's token may not choose a program, a file or an address of the launcher's host.
+
+Settings = Mapping[Kind, Mapping[str, Value]]
+_TABLES: Final[tuple[Kind, ...]] = ("worker", "prefill_worker", "decode_worker")
+FIXED: Final = frozenset(
+    {
+        "advertise",
+        "engine",
+        "engine_python",
+        "insecure",
+        "local_ranks",
+        "lora",
+        "lora_folders",
+        "metrics_port",
+        "profile",
+        "rendezvous",
+        "tensor_parallel",  # GPUs are divided at the start
+        "tls_ca",
+        "tls_cert",
+        "tls_key",
+        "tls_peer_name",
+    }
+)
+MAX_SETTINGS_CHARS: Final = 2**16
+
+
+def read_settings(text: str, running: Settings) -> dict[Kind, dict[str, Value]]:
+    """`running` with the values of a TOML text. Raises ConfigError and InvalidRequest."""
+    if len(text) > MAX_SETTINGS_CHARS:
+        raise InvalidRequest("settings", f"{len(text)} characters", f"at most {MAX_SETTINGS_CHARS}")
+    try:
+        given = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest("settings", "no TOML", f"TOML ({error})") from None
+    found = {kind: dict(values) for kind, values in running.items()}
+    for name, values in given.items():
+        if name not in _TABLES or not isinstance(values, dict):
+            raise ConfigError(name, "a value", f"only the tables {', '.join(_TABLES)}: a roll-out replaces workers")
+        kind = name
+        fields = fields_of(kind)
+        lists = {one for one in values if one in fields and fields[one].default == ()}
+        table = {
+            one: tuple(value) if one in lists and isinstance(value, list) else value for one, value in values.items()
+        }
+        check_settings(kind, table)
+        if fixed := sorted(FIXED & table.keys()):
+            raise ConfigError(
+                f"{kind}.{fixed[0]}", "a value", "none here: it can change at a start of `pdserve up` only"
+            )
+        found.setdefault(kind, {}).update(table)
+    return found
+
+
+# --- slots ----------------------------------------------------------------------------------------------------
+
+
+def with_slots(spec: ClusterSpec) -> ClusterSpec:
+    """The same cluster, with a slot for each worker."""
+    if spec.slots:
+        return spec
+    configs = [worker_config(spec, index) for index in spec.running]
+    slots = [
+        WorkerSlot(worker_id=config.worker_id, role=role, port=config.port, gpus=gpus_of(spec, index))
+        for index, (role, config) in enumerate(configs)
+    ]
+    return replace(spec, slots=tuple(slots), first_slots=len(slots))
+
+
+def index_of(spec: ClusterSpec, worker_id: str) -> int:
+    """Raises NotFound."""
+    for index, slot in enumerate(spec.slots):
+        if slot.worker_id == worker_id and not slot.is_vacant:
+            return index
+    raise NotFound("worker", worker_id)
+
+
+def slot_for(spec: ClusterSpec, role: Role) -> int:
+    """The index of the vacant slot that a new worker of that role takes; the number of slots if it needs a new one."""
+    for index, slot in enumerate(spec.slots):
+        if slot.is_vacant and num_gpus(_put(spec, index, replace(slot, role=role)), index) == len(slot.gpus):
+            return index
+    return len(spec.slots)
+
+
+def add_worker(spec: ClusterSpec, worker_id: str, role: Role, port: int, *, is_surge: bool = False) -> ClusterSpec:
+    """With a worker in `slot_for`, on `port` if that slot is new. Raises ConfigError without GPUs for it."""
+    index = slot_for(spec, role)
+    if index < len(spec.slots):
+        slot = replace(spec.slots[index], worker_id=worker_id, role=role, is_vacant=False, is_surge=is_surge)
+        return _put(spec, index, slot)
+    slot = WorkerSlot(worker_id=worker_id, role=role, port=port, is_surge=is_surge)
+    wider = _put(spec, index, slot)
+    if wanted := num_gpus(wider, index):
+        used = {gpu for one in spec.slots for gpu in one.gpus}
+        free = [gpu for gpu in spec.gpus if gpu not in used]
+        if len(free) < wanted:
+            expected = f"{wanted} GPUs of this host that no worker has, and {len(free)} are free; end a worker first"
+            raise ConfigError(role.value, worker_id, expected)
+        wider = _put(spec, index, replace(slot, gpus=tuple(free[:wanted])))
+    return wider
+
+
+def vacate(spec: ClusterSpec, worker_id: str) -> ClusterSpec:
+    index = index_of(spec, worker_id)
+    return _put(spec, index, replace(spec.slots[index], is_vacant=True, is_surge=False))
+
+
+def with_role(spec: ClusterSpec, worker_id: str, role: Role) -> ClusterSpec:
+    """Raises ConfigError if the worker would need another number of GPUs."""
+    index = index_of(spec, worker_id)
+    changed = _put(spec, index, replace(spec.slots[index], role=role))
+    if (wanted := num_gpus(changed, index)) != len(spec.slots[index].gpus):
+        raise ConfigError(worker_id, f"{len(spec.slots[index].gpus)} GPUs", f"{wanted}, as a {role.value} worker has")
+    return changed
+
+
+def _put(spec: ClusterSpec, index: int, slot: WorkerSlot) -> ClusterSpec:
+    slots = (*spec.slots[:index], slot, *spec.slots[index + 1 :])
+    counts = {role: sum(one.role is role and not one.is_vacant and not one.is_surge for one in slots) for role in Role}
+    for role, count in counts.items():
+        if count not in NUM_WORKERS[role.value]:
+            raise ConfigError(role.value, count, str(NUM_WORKERS[role.value]))
+    return replace(spec, slots=slots, prefill=counts[Role.PREFILL], decode=counts[Role.DECODE])

@@ -1,0 +1,250 @@
+"""The workers of a running cluster change while requests run: `pdserve scale`, `restart`, `roll` and `role`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve import Client
+from pdserve.cli.main import main
+from pdserve.client.base import Retries
+from pdserve.client.results import Worker
+from pdserve.core.errors import ChangeFailed, ConfigError, InvalidRequest, NotFound, Unauthenticated, Unavailable
+from pdserve.core.types import Role
+from pdserve.testing import toy_answer
+from tests.cluster.cluster import Cluster
+from tests.cluster.test_routers import TOKEN, connected, until
+
+pytestmark = pytest.mark.timeout(300)
+
+PROMPT = "a prompt that prefill workers compute, because it is longer than decode workers take"
+TOKENS = 24
+FLAGS = ("--model", "toy", "--routers", "2", "--set", "worker.toy_step_s=0.01", "--set", "worker.heartbeat_s=0.1")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(*FLAGS, env={"PDSERVE_TOKEN": TOKEN}) as cluster:
+        cluster.client.close()
+        cluster.client = Client(cluster.target, token=TOKEN)
+        yield cluster
+
+
+@pytest.fixture
+def token(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Arguments of each command."""
+    monkeypatch.setenv("PDSERVE_TOKEN", TOKEN)
+    return ["--target", cluster.target]
+
+
+@contextmanager
+def load(cluster: Cluster, streams: int = 4) -> Iterator[list[str]]:
+    """Requests until the end of the block. All of them must be answered exactly, on the first attempt of the client."""
+    answers: list[str] = []
+    wrong: list[str] = []
+    has_ended = threading.Event()
+    expected = {number: toy_answer(f"{number} {PROMPT}", TOKENS) for number in range(streams)}
+
+    def send(number: int) -> None:
+        with Client(cluster.target, token=TOKEN, retries=Retries(limit=0)) as client:
+            while not has_ended.is_set():
+                try:
+                    text = client.generate(f"{number} {PROMPT}", max_tokens=TOKENS, temperature=0).text
+                except Exception as error:  # of any kind: the test reports it
+                    wrong.append(repr(error))
+                    return
+                (answers if text == expected[number] else wrong).append(text)
+
+    threads = [threading.Thread(target=send, args=(number,)) for number in range(streams)]
+    for one in threads:
+        one.start()
+    try:
+        until(lambda: answers or wrong)
+        yield answers
+        before = len(answers)
+        until(lambda: wrong or len(answers) > before + streams)
+    finally:
+        has_ended.set()
+        for one in threads:
+            one.join()
+    assert not wrong
+
+
+def workers(client: Client) -> dict[str, Worker]:
+    return {one.worker_id: one for one in client.topology().workers}
+
+
+def roles(client: Client) -> dict[str, Role | None]:
+    assert all(one.is_connected and not one.is_draining for one in workers(client).values())
+    return {name: one.role for name, one in workers(client).items()}
+
+
+def each_router_has(cluster: Cluster, names: set[str]) -> bool:
+    clients = connected(cluster).values()
+    try:
+        return all(workers(one).keys() == names for one in clients)
+    finally:
+        for one in clients:
+            one.close()
+
+
+def flags_of(cluster: Cluster, name: str) -> list[str]:
+    return Path(f"/proc/{cluster.running.pid(name)}/cmdline").read_text().split("\0")
+
+
+def run(capsys: pytest.CaptureFixture[str], line: str, token: list[str]) -> str:
+    assert main([*shlex.split(line), *token]) == 0
+    return capsys.readouterr().out
+
+
+def test_scaling_under_load_fails_no_request(
+    cluster: Cluster, token: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with load(cluster) as answers:
+        said = run(capsys, "scale --prefill 2 --decode 3", token)
+        assert said.splitlines()[-1] == "the cluster has 2 prefill and 3 decode workers"
+        assert each_router_has(cluster, {"p0", "p1", "d0", "d1", "d2"}), "when the command returns"
+        served = len(answers)
+        until(lambda: len(answers) > served + 20)
+        said = run(capsys, "scale --prefill 0 --decode 1", token)
+        assert said.splitlines()[-1] == "the cluster has 0 prefill and 1 decode workers"
+        left = workers(cluster.client).keys()
+        assert len(left) == 1
+        assert each_router_has(cluster, set(left))
+    run(capsys, "scale --prefill 1 --decode 2", token)
+    assert sorted(str(role) for role in roles(cluster.client).values()) == ["decode", "decode", "prefill"]
+
+
+def test_a_roll_out_under_load_fails_no_request(
+    cluster: Cluster, token: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    names = workers(cluster.client).keys()
+    pids = {name: cluster.running.pid(name) for name in names}
+    settings = tmp_path / "new.toml"
+    settings.write_text("[worker]\nmax_batch = 48\n[prefill_worker]\nmax_batch_tokens = 96\n")
+    with load(cluster):
+        run(capsys, f"roll --settings {settings}", token)
+        assert workers(cluster.client).keys() == names, "names and numbers stay"
+        assert all("--max-batch=48" in flags_of(cluster, name) for name in names)
+        assert ["--max-batch-tokens=96" in flags_of(cluster, name) for name in sorted(names)] == [False, False, True]
+        run(capsys, "roll --undo --surge 0", token)
+        assert not any("--max-batch=48" in flags_of(cluster, name) for name in names)
+    assert all(cluster.running.pid(name) != pids[name] for name in names)
+    with pytest.raises(ConfigError, match="undo: got no roll-out"):
+        cluster.client.roll(undo=True)
+
+
+def test_a_roll_out_stops_if_a_new_worker_does_not_start(cluster: Cluster) -> None:
+    names = workers(cluster.client).keys()
+    pids = {name: cluster.running.pid(name) for name in names}
+    with load(cluster), pytest.raises(ChangeFailed, match=r"replaced: none.*have the settings from before"):
+        cluster.client.roll(
+            settings="[worker]\nload = 'dummy'\nkv_dtype = 'fp8'\ntransport = 'nccl'\ndevice = 'cuda'\n"
+        )
+    assert {name: cluster.running.pid(name) for name in names} == pids
+    assert workers(cluster.client).keys() == names
+    with load(cluster), pytest.raises(ChangeFailed, match="the roll-out stopped"):
+        cluster.client.roll(surge=0, settings="[decode_worker]\ntransport = 'nccl'\n")
+    assert roles(cluster.client).keys() == names, "the worker that was drained serves again, as before"
+
+
+def test_a_worker_changes_its_role(cluster: Cluster, token: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    decodes = [name for name, role in roles(cluster.client).items() if role is Role.DECODE]
+    with load(cluster):
+        run(capsys, f"role {decodes[0]} prefill", token)
+        for client in connected(cluster).values():
+            assert roles(client)[decodes[0]] is Role.PREFILL
+            client.close()
+    with pytest.raises(ConfigError, match=f"{decodes[1]}|decode: got 0"):
+        cluster.client.set_role(decodes[1], Role.PREFILL)
+    with pytest.raises(InvalidRequest, match="has this one"):
+        cluster.client.set_role(decodes[0], Role.PREFILL)
+    run(capsys, f"role {decodes[0]} decode", token)
+    assert roles(cluster.client)[decodes[0]] is Role.DECODE
+
+
+def test_a_worker_is_restarted(cluster: Cluster, token: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    [name, *others] = sorted(workers(cluster.client))
+    before = {one: cluster.running.pid(one) for one in (name, *others)}
+    said: list[Any] = []
+    with load(cluster):
+        cluster.client.roll([name], surge=0, on_step=said.append)
+    assert cluster.running.pid(name) != before[name]
+    assert all(cluster.running.pid(one) == before[one] for one in others)
+    assert [one.worker_id for one in said] == [name] * (len(said) - 1) + [""]
+    with pytest.raises(NotFound):
+        cluster.client.roll(["nobody"])
+
+
+def test_a_killed_added_worker_comes_back(cluster: Cluster) -> None:
+    cluster.client.scale(decode=2)
+    before = workers(cluster.client).keys()
+    cluster.client.scale(decode=3)
+    [added] = workers(cluster.client).keys() - before
+    pid = cluster.running.pid(added)
+    os.kill(pid, signal.SIGKILL)
+    cluster.running.wait_restarted(added, pid)
+    until(lambda: any(one.worker_id == added and one.is_connected for one in cluster.client.topology().workers))
+
+
+def test_one_change_is_made_at_a_time(cluster: Cluster) -> None:
+    cluster.client.scale(decode=2)
+    began, went_on = threading.Event(), threading.Event()
+
+    def wait(step: Any) -> None:
+        began.set()
+
+    def change() -> None:
+        with Client(cluster.target, token=TOKEN) as client:
+            client.scale(decode=3, on_step=wait)
+        went_on.set()
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    assert began.wait(60.0)
+    with pytest.raises(Unavailable, match="makes another change"):
+        cluster.client.scale(decode=1)
+    thread.join()
+    assert went_on.is_set()
+
+
+def test_a_change_needs_the_operators_token(cluster: Cluster) -> None:
+    for token in (None, "another-token-than-the-operators"):
+        with Client(cluster.target, token=token) as client, pytest.raises(Unauthenticated):
+            client.scale(decode=1)
+    with pytest.raises(InvalidRequest, match="decode: got 0"):
+        cluster.client.scale(decode=0)
+
+
+def test_settings_that_choose_programs_are_rejected(cluster: Cluster) -> None:
+    with pytest.raises(ConfigError, match=r"worker\.engine_python"):
+        cluster.client.roll(settings="[worker]\nengine_python = '/bin/sh'\n")
+
+
+def test_the_launcher_ends_during_a_change(cluster: Cluster) -> None:
+    began, failed = threading.Event(), []
+
+    def change() -> None:
+        with Client(cluster.target, token=TOKEN) as client:
+            try:
+                client.roll(on_step=lambda step: began.set())
+            except Unavailable as error:
+                failed.append(error)
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    assert began.wait(60.0)
+    pids = cluster.running.pids()
+    cluster.client.close()
+    assert cluster.running.stop() == 0
+    thread.join()
+    assert len(failed) == 1
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.values()))
