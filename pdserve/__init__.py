@@ -16,7 +16,6 @@ from pdserve.core.installation import VERSION
 if TYPE_CHECKING:
     from pdserve.client.aio import AsyncClient as AsyncClient
     from pdserve.client.aio import AsyncStream as AsyncStream
-    from pdserve.client.base import Retries as Retries
     from pdserve.client.beam import Beam as Beam
     from pdserve.client.connect import Tls as Tls
     from pdserve.client.results import Choice as Choice
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from pdserve.client.results import Piece as Piece
     from pdserve.client.results import Timings as Timings
     from pdserve.client.results import Usage as Usage
+    from pdserve.client.retries import Retries as Retries
     from pdserve.client.sync import Client as Client
     from pdserve.client.sync import Stream as Stream
     from pdserve.core.errors import Cancelled as Cancelled
@@ -52,7 +52,7 @@ _HOMES: Final = {
     "pdserve.client.beam": ("Beam",),
     "pdserve.client.connect": ("Tls",),
     "pdserve.client.results": ("Choice", "Completion", "Piece", "Timings", "Usage"),
-    "pdserve.client.base": ("Retries",),
+    "pdserve.client.retries": ("Retries",),
     "pdserve.core.types": ("Slo",),
     "pdserve.core.errors": (
         "Cancelled",

@@ -16,10 +16,11 @@ import grpc.aio
 
 from pdserve.client import base, beam
 from pdserve.client import base as calls
-from pdserve.client.base import AnswerBuilder, Attempts, BaseClient, BaseStream, UnaryCall, scored_tokens
+from pdserve.client.base import AnswerBuilder, BaseClient, BaseStream, UnaryCall, scored_tokens
 from pdserve.client.beam import Beam, EarlyStopping, Tops
 from pdserve.client.request import Options, Prompt, role_request, roll_request, scale_request, token_ids_of
 from pdserve.client.results import CHANGE_STEP, ChangeStep, Completion, Explanation, Model, Piece, Token, Topology
+from pdserve.client.retries import Attempts
 from pdserve.core.errors import NotFound, PdserveError, Unavailable
 from pdserve.core.live import LiveFrame, LogLine
 from pdserve.core.types import Role
@@ -307,7 +308,13 @@ class AsyncStream(BaseStream, AsyncIterator[Piece]):
                 break
             if message.HasField("prompt_logprobs"):
                 await self._closing(self._take_scored(message.prompt_logprobs))
-            elif (piece := self._answer.take(message)) is not None:
+                continue
+            try:
+                piece = self._answer.take(message)
+            except PdserveError:
+                self.close()
+                raise
+            if piece is not None:
                 return piece
         raise StopAsyncIteration
 
@@ -331,11 +338,15 @@ class AsyncStream(BaseStream, AsyncIterator[Piece]):
         self._answer.scored(message, tokens)
 
     async def _try_again(self, failure: PdserveError) -> None:
-        delay_s = self._delay_s(failure)
-        if delay_s is None:
+        if self._answer.is_complete:  # only the end of the call was lost
             self._is_closed = True
-            self._answer.fail(failure)
-            raise failure from None
+            self._answer.end()
+            return
+        try:
+            delay_s = self._delay_s(failure)
+        except PdserveError:
+            self._is_closed = True
+            raise
         await asyncio.sleep(delay_s)
         if not self._is_closed:
             self._call = self._begin(self._attempts.remaining_s)

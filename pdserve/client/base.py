@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import random
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,12 +23,13 @@ from pdserve.client.request import (
     tokenize_request,
 )
 from pdserve.client.results import Completion, Explanation, Model, Piece, Token, TokenLogprob, Topology
-from pdserve.core.durations import DAY_S, backoff_s
-from pdserve.core.errors import ConfigError, InternalError, Overloaded, PdserveError, Unavailable
+from pdserve.client.retries import Attempts, HeldCall, Retries
+from pdserve.core.errors import InternalError, InvalidRequest, PdserveError
 from pdserve.core.live import LogLine
 from pdserve.telemetry import names, trace_context
 from pdserve.telemetry.trace_context import ClientCall, request_attributes
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+from pdserve.wire import status
 from pdserve.wire.protocol import LOG_LINE
 
 # --- answer ---------------------------------------------------------------------------------------------------
@@ -52,8 +51,10 @@ class AnswerBuilder:
     ) -> None:
         """`server`: the router's host and port. `keeps_pieces`: for the completion, which is empty otherwise."""
         self._call = ClientCall(partial(_attributes, request, server), is_stream=is_stream)
+        self.held = HeldCall(request)
         self.request_id = request.request_id
         self.prompt_tokens: int | None = None
+        self.seed: int | None = None
         self.reasoning: str | None = None  # how the prompt ends; None: the router does not say
         self._num_answers = request.n if request.HasField("n") else 1
         self._keeps_pieces = keeps_pieces
@@ -70,18 +71,25 @@ class AnswerBuilder:
         return self._call.traceparent
 
     def take(self, message: inference_pb2.GenerateResponse) -> Piece | None:
-        """Returns the piece that the message contains, if any."""
+        """Returns the piece that the message contains, if any. Raises Unavailable if a resumed call begins again."""
         event = message.WhichOneof("event")
         if event == "delta":
             return self._took(message.delta)
         if event == "started":
+            try:
+                self.held.started(message.started)
+            except PdserveError as error:
+                self.fail(error)
+                raise
             self.request_id = message.started.request_id
             self.prompt_tokens = message.started.prompt_tokens
+            self.seed = message.started.seed if message.started.HasField("seed") else None
             self.reasoning = message.started.reasoning if message.started.HasField("reasoning") else None
             self._call.answered_by(message.started.model)
         elif event == "prompt_logprobs":
             self.scored(message.prompt_logprobs, scored_tokens(message.prompt_logprobs))
         elif event == "finished":
+            self.held.finished(message.finished)
             self._finished.append(message.finished)
             if len(self._finished) == self._num_answers:
                 self._completion = self._complete()
@@ -92,10 +100,16 @@ class AnswerBuilder:
         if not (piece.text or piece.token_ids):
             return None
         self.has_begun = True
+        self.held.took(delta)
         if self._keeps_pieces:
             self._pieces.append(piece)
         self._call.took_chunk()
         return piece
+
+    @property
+    def is_complete(self) -> bool:
+        """Every answer has its last message."""
+        return self._completion is not None
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprob | None, ...]:
@@ -165,80 +179,18 @@ def _attributes(request: inference_pb2.GenerateRequest, server: tuple[str, int |
     return found
 
 
-# --- retries --------------------------------------------------------------------------------------------------
-
-MAX_RETRIES: Final = 1000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Retries:
-    """Retries after the first attempt. A call that has yielded a token is never retried.
-
-    If the server names a retry time (RetryInfo), the wait is that time plus some jitter, so that callers do not return
-    together. If it is more than `longest_wait_s`, there is no retry.
-    """
-
-    limit: int = 2
-    first_backoff_s: float = 0.5
-    longest_backoff_s: float = 8.0
-    longest_wait_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.limit <= MAX_RETRIES:
-            raise ConfigError("retries.limit", self.limit, f"between 0 and {MAX_RETRIES}")
-        for name in ("first_backoff_s", "longest_backoff_s", "longest_wait_s"):
-            if not 0.0 <= getattr(self, name) <= DAY_S:
-                raise ConfigError(f"retries.{name}", getattr(self, name), f"between 0 and {DAY_S:g} seconds")
-
-    def delay_s(self, error: PdserveError, tries: int, remaining_s: float, noise: float) -> float | None:
-        """Seconds to wait before the next attempt; None: raise `error`.
-
-        `tries` is the number of failed attempts, including this one; `remaining_s` is the rest of the call's timeout;
-        `noise` is uniform in [0, 1).
-        """
-        if tries > self.limit or not isinstance(error, Overloaded | Unavailable):
-            return None
-        asked_s = error.retry_after_s
-        if not asked_s or asked_s < 0.0:  # absent, or without a retry time
-            ceiling_s = backoff_s(self.first_backoff_s, self.longest_backoff_s, tries - 1)
-            delay_s = ceiling_s * (0.5 + 0.5 * noise)
-        elif asked_s > self.longest_wait_s:
-            return None
-        else:
-            delay_s = asked_s * (1.0 + 0.25 * noise)
-        return delay_s if delay_s < remaining_s else None
-
-
 # --- clients and streams --------------------------------------------------------------------------------------
 
 DEFAULT_TARGET: Final = "localhost:50051"
 
 
-class Attempts:
-    """One call's deadline and attempts."""
-
-    def __init__(self, timeout_s: float, retries: Retries) -> None:
-        self._deadline_s = time.monotonic() + timeout_s
-        self._retries = retries
-        self._count = 0
-
-    @property
-    def remaining_s(self) -> float:
-        return max(self._deadline_s - time.monotonic(), 0.0)
-
-    def delay_s(self, failure: PdserveError) -> float | None:
-        """How long to wait before the next attempt; None: no further attempt."""
-        self._count += 1
-        return self._retries.delay_s(failure, self._count, self._deadline_s - time.monotonic(), random.random())
-
-
 class BaseClient:
     """A connection to a cluster.
 
-    `timeout_s` bounds a whole call, retries included; `connect_timeout_s` bounds one connection attempt. A call is
-    retried (`retries`) only before its first token. `tls`: a Tls, the path of a PEM file with the server's CA, or True
-    for the roots that gRPC brings. `token` is sent over TLS or to this host only, unless `insecure`. `transport` opens
-    the channel; a test replaces it with a pdserve.testing.MockTransport.
+    `timeout_s` bounds a whole call, retries included; `connect_timeout_s` bounds one connection attempt. `retries`: a
+    call is retried before its first token, and resumed after it. `tls`: a Tls, the path of a PEM file with the server's
+    CA, or True for the roots that gRPC brings. `token` is sent over TLS or to this host only, unless `insecure`.
+    `transport` opens the channel; a test replaces it with a pdserve.testing.MockTransport.
     """
 
     def __init__(
@@ -313,7 +265,7 @@ class BaseClient:
 
         def begin(remaining_s: float) -> Any:
             self._check_open()
-            return stub.Generate(request, timeout=remaining_s, metadata=metadata)
+            return stub.Generate(answer.held.request, timeout=remaining_s, metadata=metadata)
 
         return begin, answer, Attempts(options.get("timeout_s") or self._timeout_s, self._retries)
 
@@ -368,6 +320,16 @@ class BaseStream:
         return self._answer.prompt_tokens
 
     @property
+    def seed(self) -> int | None:
+        """The seed of the first answer, which the router draws if there is none. Available with the first piece."""
+        return self._answer.seed
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the call was interrupted after a token, and sent again to continue."""
+        return self._answer.held.interruption is not None
+
+    @property
     def prompt_logprobs(self) -> tuple[TokenLogprob | None, ...]:
         """Logprobs of each prompt token, None for the first. Available with the first piece, if requested."""
         return self._answer.prompt_logprobs
@@ -377,9 +339,25 @@ class BaseStream:
         """The whole answer. Raises RuntimeError unless the stream was read to its end."""
         return self._answer.completion
 
-    def _delay_s(self, failure: PdserveError) -> float | None:
-        """The wait before the next attempt; None after the first token, or if there is no further attempt."""
-        return None if self._answer.has_begun else self._attempts.delay_s(failure)
+    def _delay_s(self, failure: PdserveError) -> float:
+        """The wait before the next attempt, which continues after the tokens so far. Raises the error of the call if
+        there is none."""
+        answer, held, attempts = self._answer, self._answer.held, self._attempts
+        delay_s = None
+        if answer.has_begun or attempts.is_resuming or status.is_connection_lost(failure):
+            delay_s = attempts.resume_delay_s(failure, held.num_tokens)
+        if not answer.has_begun:
+            delay_s = attempts.delay_s(failure) if delay_s is None else delay_s
+        elif delay_s is not None and not held.resume(failure):
+            delay_s = None
+        if delay_s is not None:
+            return delay_s
+        if isinstance(failure, InvalidRequest) and held.interruption is not None:
+            # The request was accepted before, so it is `resume` that was rejected: the call may be sent again.
+            interruption, interruption.__cause__ = held.interruption, failure
+            failure = interruption
+        answer.fail(failure)
+        raise failure from failure.__cause__  # not from the error of grpc
 
 
 # --- unary calls ----------------------------------------------------------------------------------------------
@@ -432,7 +410,7 @@ def tokens(token_ids: Sequence[int]) -> UnaryCall[list[Token]]:
 
 def is_serving() -> UnaryCall[bool]:
     """gRPC's standard health check of the public service, for which no token is needed."""
-    return UnaryCall(_HealthStub, "Check", _SERVICE, lambda status: bool(status == _SERVING))
+    return UnaryCall(_HealthStub, "Check", _SERVICE, lambda health: bool(health == _SERVING))
 
 
 class _HealthStub:

@@ -14,10 +14,11 @@ import grpc
 
 from pdserve.client import base, beam
 from pdserve.client import base as calls
-from pdserve.client.base import AnswerBuilder, Attempts, BaseClient, BaseStream, UnaryCall
+from pdserve.client.base import AnswerBuilder, BaseClient, BaseStream, UnaryCall
 from pdserve.client.beam import Beam, EarlyStopping, Tops
 from pdserve.client.request import Options, Prompt, role_request, roll_request, scale_request, token_ids_of
 from pdserve.client.results import CHANGE_STEP, ChangeStep, Completion, Explanation, Model, Piece, Token, Topology
+from pdserve.client.retries import Attempts
 from pdserve.core.errors import NotFound, PdserveError, Unavailable
 from pdserve.core.live import LiveFrame, LogLine
 from pdserve.core.types import Role
@@ -292,17 +293,25 @@ class Stream(BaseStream, Iterator[Piece]):
                     break  # close() from another thread
                 self._try_again(status.from_rpc_error(error))
                 continue
-            piece = self._answer.take(message)
+            try:
+                piece = self._answer.take(message)
+            except PdserveError:
+                self.close()
+                raise
             if piece is not None:
                 return piece
         raise StopIteration
 
     def _try_again(self, failure: PdserveError) -> None:
-        delay_s = self._delay_s(failure)
-        if delay_s is None:
+        if self._answer.is_complete:  # only the end of the call was lost
             self._closed.set()
-            self._answer.fail(failure)
-            raise failure from None
+            self._answer.end()
+            return
+        try:
+            delay_s = self._delay_s(failure)
+        except PdserveError:
+            self._closed.set()
+            raise
         if not self._closed.wait(delay_s):
             self._call = self._begin(self._attempts.remaining_s)
 

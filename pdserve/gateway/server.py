@@ -15,8 +15,8 @@ from typing import Any, Final, final
 import uvicorn
 
 from pdserve.client.aio import AsyncClient
-from pdserve.client.base import Retries
 from pdserve.client.connect import ClientTransport, ReloadingTransport
+from pdserve.client.retries import Retries
 from pdserve.config import GatewayConfig
 from pdserve.core.access.hosts import is_loopback_host
 from pdserve.core.durations import clamped_s
@@ -148,7 +148,8 @@ class GatewayServer:
     def _client(self) -> AsyncClient:
         config, tls = self._config, self._tls
         if self._transport is not None:
-            return AsyncClient(insecure=True, retries=Retries(limit=0), transport=self._transport)
+            # The router of the call is this process.
+            return AsyncClient(insecure=True, retries=Retries(limit=0, resume_s=0.0), transport=self._transport)
         transport = None
         if tls is not None and tls.files.ca and not config.router.startswith("unix:"):
             transport = ReloadingTransport(self._router_tls or tls)

@@ -20,8 +20,8 @@ from typing import Any, Final, TypeVar, final
 import grpc.aio
 
 from pdserve.client.aio import AsyncClient
-from pdserve.client.base import Retries
 from pdserve.client.results import Worker
+from pdserve.client.retries import Retries
 from pdserve.core.errors import (
     ChangeFailed,
     ConfigError,

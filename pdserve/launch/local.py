@@ -17,9 +17,9 @@ from typing import Final, final
 from redis.exceptions import AuthenticationError
 
 from pdserve.client.aio import AsyncClient
-from pdserve.client.base import Retries
 from pdserve.client.connect import Tls
 from pdserve.client.results import Completion
+from pdserve.client.retries import Retries
 from pdserve.config import LOG_LEVEL_ENV, MAX_ROUTERS, RouterConfig, member_socket
 from pdserve.core.access.hosts import endpoint_of, join, local_host
 from pdserve.core.errors import ConfigError, Overloaded, PdserveError, Unavailable

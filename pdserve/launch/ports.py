@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, final
 
 from pdserve.bounded_file import cache_file, open_private
-from pdserve.client.base import Retries
+from pdserve.client.retries import Retries
 from pdserve.client.sync import Client
 from pdserve.core.access.hosts import is_any_host, is_loopback_host, join, local_host
 from pdserve.core.errors import ConfigError, PdserveError, PermissionDenied, Unauthenticated

@@ -26,7 +26,7 @@ PATH_REMOTE: Path
 PATH_LOCAL: Path
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "chat", "sampling", "slo", "request_id", "priority", "truncate_prompt_tokens", "n", "best_of", "session_id", "cache_salt", "model")
+    __slots__ = ("text", "token_ids", "chat", "sampling", "slo", "request_id", "priority", "truncate_prompt_tokens", "n", "best_of", "session_id", "cache_salt", "model", "resume")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,7 @@ class GenerateRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: TokenIds
     chat: ChatPrompt
@@ -53,7 +54,28 @@ class GenerateRequest(_message.Message):
     session_id: str
     cache_salt: str
     model: str
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., slo: _Optional[_Union[Slo, _Mapping]] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., truncate_prompt_tokens: _Optional[int] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., session_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+    resume: Resumption
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., slo: _Optional[_Union[Slo, _Mapping]] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., truncate_prompt_tokens: _Optional[int] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., session_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., model: _Optional[str] = ..., resume: _Optional[_Union[Resumption, _Mapping]] = ...) -> None: ...
+
+class Resumption(_message.Message):
+    __slots__ = ("key", "answers")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    key: bytes
+    answers: _containers.RepeatedCompositeFieldContainer[ResumedAnswer]
+    def __init__(self, key: _Optional[bytes] = ..., answers: _Optional[_Iterable[_Union[ResumedAnswer, _Mapping]]] = ...) -> None: ...
+
+class ResumedAnswer(_message.Message):
+    __slots__ = ("token_ids", "num_chars", "cumulative_logprob", "has_finished")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHARS_FIELD_NUMBER: _ClassVar[int]
+    CUMULATIVE_LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    HAS_FINISHED_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_chars: int
+    cumulative_logprob: float
+    has_finished: bool
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_chars: _Optional[int] = ..., cumulative_logprob: _Optional[float] = ..., has_finished: _Optional[bool] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -203,16 +225,22 @@ class GenerateResponse(_message.Message):
     def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("request_id", "prompt_tokens", "model", "reasoning")
+    __slots__ = ("request_id", "prompt_tokens", "model", "reasoning", "seed", "resume_key", "is_resumed")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     REASONING_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    RESUME_KEY_FIELD_NUMBER: _ClassVar[int]
+    IS_RESUMED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_tokens: int
     model: str
     reasoning: str
-    def __init__(self, request_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., model: _Optional[str] = ..., reasoning: _Optional[str] = ...) -> None: ...
+    seed: int
+    resume_key: bytes
+    is_resumed: bool
+    def __init__(self, request_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., model: _Optional[str] = ..., reasoning: _Optional[str] = ..., seed: _Optional[int] = ..., resume_key: _Optional[bytes] = ..., is_resumed: _Optional[bool] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("text", "token_ids", "logprobs", "index")

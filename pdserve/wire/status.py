@@ -157,6 +157,8 @@ _NOT_GRPC: Final = (  # gRPC's text when the other side does not speak HTTP/2, t
     ("Failed parsing HTTP/2", "that server does not speak gRPC; give the gRPC port of the router"),
 )
 _NO_NAME: Final = re.compile(r"lookup failed for (\S+): ([^\]]+)")
+_NO_ANSWER: Final = "no server answers at"  # begins the message if no connection was made
+_LOST: Final = re.compile(r"socket closed|connection reset|broken pipe|goaway|keepalive|ping timeout", re.IGNORECASE)
 _ENDED_CALLS: Final = "Cancelling all calls"  # of a gRPC server that ends
 _ALL_DRAIN: Final = "backend unhealthy"  # of a client that watches its routers' health (client/connect.py)
 _TOO_LARGE: Final = re.compile(r"message larger than max \((\d+) vs\.? (\d+)\)")
@@ -227,9 +229,9 @@ def _who_is_away(text: str) -> str:
         foreign = next((why for words, why in _NOT_GRPC if words in text), "")
         if why := foreign or tls_failure(text) or connection_failure(nobody[2]):
             return f"{NO_CONNECTION} {unquote(nobody[1])}: {why}"
-        return f"no server answers at {unquote(nobody[1])} ({nobody[2]})"
+        return f"{_NO_ANSWER} {unquote(nobody[1])} ({nobody[2]})"
     if no_name := _NO_NAME.search(text):
-        return f"no server answers at {no_name[1]} ({no_name[2]})"
+        return f"{_NO_ANSWER} {no_name[1]} ({no_name[2]})"
     return text
 
 
@@ -248,6 +250,12 @@ def from_rpc_error(error: grpc.RpcError) -> PdserveError:
             if BY_NUMBER.get(status.code) is code:
                 return from_status(status)
     return from_code(code, text)
+
+
+def is_connection_lost(error: PdserveError) -> bool:
+    """Whether an established connection has ended during the call, so that the call may have been received."""
+    text = error.message
+    return type(error) is Unavailable and not text.startswith((_NO_ANSWER, NO_CONNECTION)) and bool(_LOST.search(text))
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PdserveError) -> NoReturn:

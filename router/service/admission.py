@@ -6,9 +6,12 @@ router/service/prompts.py, with the field's name, before a worker is involved.
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Final, TypeVar, final
 
 from pdserve.core.access.key_file import DEFAULT_TENANT, Tenant
 from pdserve.core.access.proof import ClusterSecret
@@ -30,12 +33,15 @@ from pdserve.text.tokenizer import Tokenizer, bad_word_ids
 from pdserve.v1 import inference_pb2
 from pdserve.wire import convert
 from router.service import answer
+from router.service.answer import Answer, CallFacts, ResumedAnswer
 from router.service.child_pool import GrammarCheck
 from router.service.fair_queue import ANONYMOUS, ClientKey
 from router.service.model import ModelFacts
 from router.service.prompts import PromptReader
 from router.service.tenants import RESERVED_TOKENS, cache_salt
 from router.service.tokenizing import TextChildren, TokenizerThreads
+
+Result = TypeVar("Result")
 
 MAX_REQUEST_ID_CHARS: Final = 128
 DEFAULT_MAX_TOKENS: Final = 256
@@ -72,9 +78,20 @@ class Prepared(RequestAttributes):
     tenant: str
     cache_salt: bytes  # salt of the prompt's block hashes
     block_hashes: tuple[bytes, ...]
+    lookup_hashes: tuple[bytes, ...]  # of a resumed call also of its tokens, whose KV workers may still have
     is_chat: bool
     reasoning: ReasoningState | None  # of a chat with a model that marks its reasoning
     reasoning_marks: tuple[str, str] | None  # if the answer may have reasoning, to which stop strings do not apply
+    resume_key: bytes = b""  # empty: the call cannot be resumed
+    resumed: tuple[ResumedAnswer, ...] = ()  # of a resumed call: one for each of `samplings`
+
+    @property
+    def tokens_left(self) -> list[int]:
+        """For each answer that has not finished: the most tokens that it can still get."""
+        if not self.resumed:
+            return [one.max_tokens for one in self.samplings]
+        pairs = zip(self.samplings, self.resumed, strict=True)
+        return [one.max_tokens - len(held.token_ids) for one, held in pairs if not held.has_finished]
 
     def reasoning_split(self) -> ReasoningSplit | None:
         """For one answer."""
@@ -132,7 +149,26 @@ class Admission:
         _check_scores(sampling, len(prompt.token_ids))
         if sampling.grammar is not None:
             await self._grammars.check(sampling.grammar, model, client)
-        timeout_s = limits.request_timeout_s
+        timeout_s, key = limits.request_timeout_s, b""
+        resumed: tuple[ResumedAnswer, ...] = ()
+        if best_of == n and self._secret is not None:
+            facts = CallFacts(
+                tenant=tenant.name,
+                model=model,
+                adapter=adapter,
+                prompt_ids=prompt.token_ids,
+                sampling=sampling,
+                num_answers=n,
+            )
+            key = answer.make_key(self._secret, facts, time.time())
+        if request.HasField("resume"):
+            if not key:
+                raise InvalidRequest("resume", "a call that has no key", "none; send the call again without resume")
+            answer.check_key(self._secret, facts, request.resume.key, time.time(), timeout_s)
+            resumed = await self._resumed(request.resume, facts, client)
+            sampling = dataclasses.replace(sampling, prompt_logprobs=None)  # the client has them
+        hashes = await self._hashes(prompt.token_ids, model, salt)
+        held = [one.token_ids for one in resumed if not one.has_finished]
         return Prepared(
             request_id=request_id,
             prompt_ids=prompt.token_ids,
@@ -143,12 +179,40 @@ class Admission:
             deadline_s=timeout_s if time_remaining_s is None else min(timeout_s, max(time_remaining_s, 0.0)),
             tenant=tenant.name,
             cache_salt=salt,
-            block_hashes=await self._hashes(prompt.token_ids, model, salt),
+            block_hashes=hashes,
+            lookup_hashes=await self._hashes(prompt.token_ids + held[0], model, salt) if held else hashes,
             is_chat=request.HasField("chat"),
             reasoning=prompt.reasoning if request.HasField("chat") and self.reasoning_format else None,
             reasoning_marks=self._marks(request, sampling, prompt.reasoning),
+            resume_key=key,
+            resumed=resumed,
             **attributes.attributes(),
         )
+
+    async def _resumed(
+        self, message: inference_pb2.Resumption, facts: CallFacts, client: ClientKey
+    ) -> tuple[ResumedAnswer, ...]:
+        def read() -> tuple[ResumedAnswer, ...]:
+            return answer.read_answers(message, facts)
+
+        return await self._run(answer.num_resumed_tokens(message), message.ByteSize(), read, client)
+
+    async def replay(self, prepared: Prepared, answers: Sequence[Answer], client: ClientKey = ANONYMOUS) -> None:
+        """Brings the answers of a resumed call to the state in which its client has them. Raises InvalidRequest."""
+        if not prepared.resumed:
+            return
+
+        def replay() -> None:
+            for one, held in zip(answers, prepared.resumed, strict=True):
+                one.resume(held)
+
+        await self._run(sum(len(held.token_ids) for held in prepared.resumed), 0, replay, client)
+
+    async def _run(self, num_tokens: int, num_bytes: int, work: Callable[[], Result], client: ClientKey) -> Result:
+        """On the event loop if that is quick, otherwise in a thread."""
+        if num_tokens <= QUICK_TOKENS:
+            return work()
+        return await self._threads.run(num_tokens, num_bytes, work, client)
 
     def _marks(
         self, request: inference_pb2.GenerateRequest, sampling: Sampling, reasoning: ReasoningState
@@ -183,10 +247,7 @@ class Admission:
             detokenizer = self.tokenizer.detokenizer(prompt)
             return detokenizer.push(ids) + detokenizer.finish()
 
-        num_tokens = len(prompt) + len(ids)
-        if num_tokens <= QUICK_TOKENS:
-            return text()
-        return await self._threads.run(num_tokens, request.ByteSize(), text, client)
+        return await self._run(len(prompt) + len(ids), request.ByteSize(), text, client)
 
     def token_bytes(self, request: inference_pb2.GetTokenBytesRequest) -> inference_pb2.GetTokenBytesResponse:
         ids = request.token_ids
@@ -252,7 +313,9 @@ class Admission:
 def least_tokens(request: inference_pb2.GenerateRequest) -> int:
     """The least number of tokens that the request will use of its tenant's quota, before its prompt is tokenized."""
     sampling = request.sampling
-    output = min(sampling.max_tokens if sampling.HasField("max_tokens") else DEFAULT_MAX_TOKENS, RESERVED_TOKENS)
+    most = sampling.max_tokens if sampling.HasField("max_tokens") else DEFAULT_MAX_TOKENS
+    held = max((len(one.token_ids) for one in request.resume.answers), default=0)
+    output = min(max(most - held, 0), RESERVED_TOKENS)
     return max(len(request.token_ids.ids), 1) + output
 
 

@@ -1,4 +1,4 @@
-"""The answer to one request, and a group of answers to one prompt.
+"""The answer to one request, a group of answers to one prompt, and what continues an interrupted call.
 
 An answer converts token ids to text, checks stop strings, and merges pieces for slow readers. No I/O: the task that
 writes to the client waits for `changed` and takes the pending messages.
@@ -8,9 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hmac
+import math
+from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final, final
 
+from pdserve.core.access.proof import ClusterSecret
+from pdserve.core.attempt import EndRule
 from pdserve.core.errors import Cancelled, InternalError, InvalidRequest, PdserveError
 from pdserve.core.results import Usage
 from pdserve.core.types import MAX_DELTA_TOKENS, FinishReason, Sampling, TokenOut
@@ -19,6 +25,7 @@ from pdserve.text.stops import ReasoningSplit, StopMatcher
 from pdserve.v1 import inference_pb2
 from pdserve.wire import convert
 from pdserve.wire.protocol import TIMINGS, USAGE
+from router.service.model import ModelFacts
 from router.state.interface import FinishRequest
 
 MAX_PENDING_TOKENS: Final = 8192  # a client that is further behind is treated as disconnected
@@ -42,6 +49,7 @@ class Answer:
         model: str = "",
         reasoning: str | None = None,
         split: ReasoningSplit | None = None,
+        resume_key: bytes = b"",
     ) -> None:
         """The answers of one call share `changed`. Without `shows_logprobs`, logprobs are used for ranking only, and
         not sent. Stop strings apply to the text after the reasoning that `split` finds."""
@@ -50,10 +58,16 @@ class Answer:
         self.is_over = False  # the last message is pending or was taken, or `error` is set
         self.usage: Usage | None = None  # set with the last message
         self.num_tokens = 0
+        self.num_resumed = 0  # of them, those that the client had before this call
         self.model = model
         self.ended_s: float | None = None  # when the answer ended, by the runtime's clock
         self._started: inference_pb2.Started | None = inference_pb2.Started(
-            request_id=request_id, prompt_tokens=num_prompt_tokens, model=model, reasoning=reasoning
+            request_id=request_id,
+            prompt_tokens=num_prompt_tokens,
+            model=model,
+            reasoning=reasoning,
+            seed=sampling.seed,
+            resume_key=resume_key,
         )
         self._sampling = sampling
         self._detokenizer = detokenizer
@@ -76,7 +90,38 @@ class Answer:
         self._messages: list[inference_pb2.GenerateResponse] = []  # pending deltas, oldest first
         self._delta: inference_pb2.Delta | None = None  # the last of them
         self._num_pending = 0  # tokens in them
+        self._num_to_skip = 0  # characters that the client has already
         self._finished: inference_pb2.Finished | None = None
+
+    def resume(self, given: ResumedAnswer) -> None:
+        """Continues after the tokens that the client has. Text depends only on the tokens before it, so adding them
+        again gives the same state. Called before all other methods. Raises InvalidRequest."""
+        assert self._started is not None
+        self._started.is_resumed = True
+        self._num_to_score = 0
+        self.num_resumed = count = len(given.token_ids)
+        if given.has_finished:
+            self.num_tokens, self.is_over = count, True
+            self.usage = Usage(
+                prompt_tokens=self._started.prompt_tokens, completion_tokens=count, cached_prompt_tokens=0
+            )
+            return
+        for token_id in given.token_ids:
+            if self._stop is not None:
+                raise ended_before(self.num_tokens, count)
+            self._add(TokenOut(token_id=token_id))
+        size = sum(len(message.delta.text) for message in self._messages)
+        # The end of an answer may release text without a token.
+        if given.num_chars < size or (given.num_chars > size and given.finish is None):
+            raise InvalidRequest("resume.answers.num_chars", given.num_chars, f"{size}, the text of {count} tokens")
+        self._num_to_skip = given.num_chars - size
+        self._messages, self._delta, self._num_pending = [], None, 0
+        self._logprob_sum = given.logprob_sum
+
+    @property
+    def has_stopped(self) -> bool:
+        """A stop string has ended the text."""
+        return self._stop is not None
 
     def score(self, scores: inference_pb2.PromptLogprobs) -> None:
         """Adds logprobs of the prompt. A new attempt sends equal logprobs again, from the first position."""
@@ -189,6 +234,8 @@ class Answer:
         return delta
 
     def _write(self, text: str) -> None:
+        if self._num_to_skip:
+            text, self._num_to_skip = text[self._num_to_skip :], max(self._num_to_skip - len(text), 0)
         if text:
             delta = self._begin_delta() if self._delta is None else self._delta
             delta.text += text
@@ -310,6 +357,134 @@ async def is_shared(first: Answer) -> None:
 
     The first token may come from a prefill worker before the KV has arrived.
     """
-    while first.num_tokens < 2 and not first.is_over:
+    while first.num_tokens - first.num_resumed < 2 and not first.is_over:
         first.changed.clear()
         await first.changed.wait()
+
+
+# --- resumed calls --------------------------------------------------------------------------------------------
+# The key of a call, and the checks of what the client of an interrupted call holds.
+#
+# The first message of a call has a key: a time, and a MAC over everything that the call's tokens depend on. If its
+# router dies, the client presents the key and its tokens to another router, which computes the MAC of the request
+# again. A request that differs is rejected. So is one that no router has admitted: a resumed call is placed before new
+# ones, and is never rejected for its targets.
+
+TIME_BYTES: Final = 8
+MAC_BYTES: Final = 16
+CLOCK_SKEW_S: Final = 60.0  # between the clocks of two routers
+
+_EXPECTED_KEY: Final = (
+    "Started.resume_key of this call, not older than a call may last. Its prompt, options, model and seed must be the "
+    "same, and so must be the model's weights and chat template; send the call again without resume"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumedAnswer:
+    """What the client of an interrupted call has of one answer."""
+
+    token_ids: tuple[int, ...]
+    num_chars: int
+    logprob_sum: float
+    has_finished: bool  # the client has its last message
+    finish: FinishReason | None  # why the answer ends with the last token; None: it continues, or a stop string ends it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallFacts:
+    """What the tokens of a call depend on."""
+
+    tenant: str
+    model: ModelFacts
+    adapter: str  # fingerprint
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling  # with its seed
+    num_answers: int
+
+
+def make_key(secret: ClusterSecret, facts: CallFacts, now_s: float) -> bytes:
+    """`now_s` is the time since the epoch."""
+    at = int(now_s).to_bytes(TIME_BYTES, "little")
+    return at + _mac(secret, facts, at)
+
+
+def check_key(secret: ClusterSecret | None, facts: CallFacts, key: bytes, now_s: float, longest_s: float) -> None:
+    """Raises InvalidRequest unless `key` was made for these facts, at most `longest_s` ago."""
+    at, mac = key[:TIME_BYTES], key[TIME_BYTES:]
+    is_right = secret is not None and hmac.compare_digest(mac, _mac(secret, facts, at))
+    age_s = now_s - int.from_bytes(at, "little")
+    if not is_right or not -CLOCK_SKEW_S <= age_s <= longest_s + CLOCK_SKEW_S:
+        raise InvalidRequest("resume.key", f"{len(key)} bytes", _EXPECTED_KEY)
+
+
+def _mac(secret: ClusterSecret, facts: CallFacts, at: bytes) -> bytes:
+    fingerprint = facts.model.fingerprint
+    return secret.mac(
+        "resume",
+        at,
+        facts.tenant,
+        fingerprint.model,
+        fingerprint.engine,
+        facts.adapter,
+        str(facts.num_answers),
+        convert.sampling_to_proto(facts.sampling).SerializeToString(deterministic=True),
+        array("I", facts.prompt_ids).tobytes(),
+    )[:MAC_BYTES]
+
+
+def read_answers(message: inference_pb2.Resumption, facts: CallFacts) -> tuple[ResumedAnswer, ...]:
+    """Raises InvalidRequest, naming the field and its limit."""
+    num_answers, model = facts.num_answers, facts.model
+    if len(message.answers) != num_answers:
+        raise InvalidRequest("resume.answers", f"{len(message.answers)} answers", f"{num_answers}, one for each answer")
+    if not any(one.token_ids for one in message.answers):
+        raise InvalidRequest("resume.answers", "no token", "at least one; send the call again without resume")
+    if all(one.has_finished for one in message.answers):
+        raise InvalidRequest("resume.answers", "finished ones only", "one that is not complete; there is nothing to do")
+    rule = EndRule(eos_token_ids=frozenset(model.eos_token_ids), max_context_tokens=model.max_context_tokens)
+    return tuple([_read_answer(one, facts, rule) for one in message.answers])
+
+
+def num_resumed_tokens(message: inference_pb2.Resumption) -> int:
+    return sum(len(one.token_ids) for one in message.answers)
+
+
+def _read_answer(message: inference_pb2.ResumedAnswer, facts: CallFacts, rule: EndRule) -> ResumedAnswer:
+    token_ids, field = tuple(message.token_ids), "resume.answers.token_ids"
+    sampling, vocab_size = facts.sampling, facts.model.vocab_size
+    if len(token_ids) > sampling.max_tokens:
+        raise InvalidRequest(field, f"{len(token_ids)} tokens", f"at most max_tokens, which is {sampling.max_tokens}")
+    if token_ids and max(token_ids) >= vocab_size:
+        raise InvalidRequest(field, max(token_ids), f"ids below {vocab_size}")
+    if message.has_finished and not token_ids:
+        raise InvalidRequest(field, "a finished answer without tokens", "all of its tokens")
+    logprob_sum = message.cumulative_logprob
+    is_missing = sampling.logprobs is not None and not message.HasField("cumulative_logprob")
+    if is_missing or not math.isfinite(logprob_sum):
+        given = "nothing" if is_missing else logprob_sum
+        raise InvalidRequest("resume.answers.cumulative_logprob", given, "a finite number, because of logprobs")
+    return ResumedAnswer(
+        token_ids=token_ids,
+        num_chars=message.num_chars,
+        logprob_sum=logprob_sum,
+        has_finished=message.has_finished,
+        finish=_finish(token_ids, sampling, len(facts.prompt_ids), rule),
+    )
+
+
+def _finish(token_ids: Sequence[int], sampling: Sampling, num_prompt_tokens: int, rule: EndRule) -> FinishReason | None:
+    """Why the answer ends with its last token; None if it continues. Raises InvalidRequest if it ends before."""
+    for number, token_id in enumerate(token_ids, 1):
+        finish = rule.finish(sampling, token_id, number, num_prompt_tokens + number)
+        if finish is not None:
+            if number < len(token_ids):
+                raise ended_before(number, len(token_ids))
+            return finish
+    return None
+
+
+def ended_before(number: int, count: int) -> InvalidRequest:
+    return InvalidRequest(
+        "resume.answers.token_ids", f"{count} tokens", f"{number}: the answer ends with token {number}, {count} came"
+    )

@@ -32,7 +32,7 @@ from pdserve.core.errors import (
 )
 from pdserve.core.kv.kv_shape import TOY_LAYOUT
 from pdserve.core.protocol import NamedAdapter
-from pdserve.core.types import Slo
+from pdserve.core.types import FinishReason, Slo
 from pdserve.load_gate import EnteredRequest, LoadGate
 from pdserve.prefix.index import PrefixLookup
 from pdserve.telemetry import names, trace_context
@@ -44,7 +44,7 @@ from router.service.adapters import ClusterAdapters
 from router.service.admission import Admission, Prepared, least_tokens
 from router.service.answer import MAX_PENDING_TOKENS, Answer, Group, is_shared
 from router.service.auth import current_tenant
-from router.service.fair_queue import client_of
+from router.service.fair_queue import ClientKey, client_of
 from router.service.measure import Measure, RequestFacts
 from router.service.model import ModelFacts
 from router.service.runtime import Runtime
@@ -232,18 +232,21 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             request, model, context.time_remaining(), client, tenant, adapter.fingerprint
         )
         prepared_s = time.monotonic()
-        max_tokens = [one.max_tokens for one in prepared.samplings]
-        claim.admit(len(prepared.prompt_ids), max_tokens, prepared_s)
+        # A resumed call computes its prompt again, so it pays for it again, but not for the tokens that its client has.
+        claim.admit(len(prepared.prompt_ids), prepared.tokens_left, prepared_s)
         # A prompt with prompt_logprobs is computed completely, so prefix caches are not used.
         is_scored = prepared.sampling.prompt_logprobs is not None
-        cached = await self._cached_blocks(() if is_scored else prepared.block_hashes, span)
+        cached = await self._cached_blocks(() if is_scored else prepared.lookup_hashes, span)
         lookup_s = time.monotonic() - prepared_s
         try:
             with self._streaming(prepared.slo):
                 if len(prepared.samplings) > 1:
-                    await self._generate_many(prepared, model, cached, context, span, claim, lookup_s, adapter, entered)
+                    await self._generate_many(
+                        prepared, model, cached, context, span, claim, lookup_s, adapter, entered, client
+                    )
                     return
                 answer = self._answer(prepared, 0, model, adapter)
+                await self._admission.replay(prepared, [answer], client)
                 request_id = self._begin(prepared, 0, cached, answer, span, claim, lookup_s, adapter)
                 try:
                     await write_answer(answer, context.write, self._write_s, entered.accepted)
@@ -274,25 +277,32 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         lookup_s: float,
         adapter: NamedAdapter,
         entered: EnteredRequest,
+        client: ClientKey,
     ) -> None:
         """Sends nothing before every answer was admitted. The first error ends all of them."""
         changed = asyncio.Event()
         answers = [self._answer(prepared, index, model, adapter, changed) for index in range(len(prepared.samplings))]
+        await self._admission.replay(prepared, answers, client)
         group = Group(answers, changed, num_kept=prepared.num_answers)
-        begun: list[str] = []
+        begun: dict[str, Answer] = {}
         try:
             for index, answer in enumerate(answers):
-                request_id = self._begin(prepared, index, cached, answer, span, claim, lookup_s, adapter)
-                begun.append(request_id)
-                if index == 0 and prepared.block_hashes:
+                if answer.is_over:  # before the call was interrupted
+                    continue
+                is_first = not begun
+                request_id = self._begin(
+                    prepared, index, cached, answer, span, claim, lookup_s, adapter, is_sibling=not is_first
+                )
+                begun[request_id] = answer
+                if is_first and prepared.block_hashes:
                     await is_shared(answer)
-                    cached = self._shared_blocks(begun[0], len(prepared.block_hashes)) or cached
+                    cached = self._shared_blocks(request_id, len(prepared.block_hashes)) or cached
                 if group.error is not None:
                     raise group.error
             changed.set()
             await write_answer(group, context.write, self._write_s, entered.accepted)
         finally:
-            for request_id, answer in zip(begun, answers, strict=False):  # `begun` is shorter if an answer was rejected
+            for request_id, answer in begun.items():
                 self._runtime.leave(request_id, answer)
             self._delivered(span, answers)
 
@@ -326,6 +336,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             model=adapter.name or model.name,
             reasoning=prepared.reasoning,
             split=prepared.reasoning_split(),
+            resume_key=prepared.resume_key,
         )
 
     def _shared_blocks(self, request_id: str, num_blocks: int) -> Mapping[str, int]:
@@ -343,12 +354,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         claim: CallClaim,
         lookup_s: float,
         adapter: NamedAdapter,
+        *,
+        is_sibling: bool = False,
     ) -> str:
         """Passes answer number `index` to the state, and returns the id of its request. `lookup_s`: that the prefix
         lookup just before has taken."""
         # A tenant can neither learn nor occupy the ids of another tenant.
         name = f"{prepared.tenant}/{prepared.request_id}" if prepared.tenant else prepared.request_id
-        name = name if index == 0 else f"{name}#{index}"
+        name = f"{name}#{index}" if is_sibling else name
         request_id, sampling = self._unused(name, prepared.tenant), prepared.samplings[index]
         # The runtime adds the number, output and deadline of each attempt.
         attempt = Attempt(
@@ -371,24 +384,26 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             num_prompt_tokens=len(prepared.prompt_ids),
             sampling=sampling,
             slo=prepared.slo,
-            spent_s=0.0 if index else spent_s,
-            lookup_s=0.0 if index else lookup_s,
+            spent_s=0.0 if is_sibling else spent_s,
+            lookup_s=0.0 if is_sibling else lookup_s,
             deadline_s=max(prepared.deadline_s - spent_s, 0.0),
             tenant=prepared.tenant,
             block_hashes=prepared.block_hashes,
             cached_blocks=cached,
             adapter=adapter.fingerprint,
             adapter_name=adapter.name,
+            output_ids=prepared.resumed[index].token_ids if prepared.resumed else (),
+            finish=_finish_of(prepared, index, answer),
             **prepared.attributes(),
         )
         facts = RequestFacts(
             span=span,
-            arrived_s=now_s if index else span.started_s,
+            arrived_s=now_s if is_sibling else span.started_s,
             slo=prepared.slo,
             operation=names.CHAT if prepared.is_chat else names.TEXT_COMPLETION,
             model=answer.model,
             tenant=prepared.tenant,
-            is_sibling=index > 0,
+            is_sibling=is_sibling,
         )
         self._measure.arrived(facts, arrival)
         self._runtime.begin(arrival, answer, sequence, facts, claim.take(), now_s)
@@ -417,6 +432,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         most = max(cached.values(), default=0) if cached is not None and is_told else None
         self._measure.looked_up(span, time.monotonic() - began_s, most)
         return cached or {}
+
+
+def _finish_of(prepared: Prepared, index: int, answer: Answer) -> FinishReason | None:
+    """Why a resumed answer ends with the tokens that its client has; None if it continues."""
+    if not prepared.resumed:
+        return None
+    return FinishReason.STOP if answer.has_stopped else prepared.resumed[index].finish
 
 
 async def write_answer(

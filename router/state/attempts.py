@@ -323,6 +323,8 @@ def _prefilled(request: Request, worker_id: str, block_size: int, durations: Fir
 def _emit(cluster: ClusterState, request: Request, tokens: Sequence[TokenOut]) -> EmitTokens:
     if request.first_token_s is None:
         request.first_token_s = cluster.now_s
+    if request.first_emitted_s is None:
+        request.first_emitted_s = cluster.now_s
     request.last_token_s = cluster.now_s
     first_index = len(request.output)
     request.output.extend([token.token_id for token in tokens])

@@ -178,7 +178,7 @@ class ClusterState:
         if where is None or request.unloaded is None:
             return
         _, per_row_s, per_context_token_s = where.cost.decode_coefficients
-        answer_s = len(request.output) * (per_row_s + per_context_token_s * request.num_tokens)
+        answer_s = request.num_emitted * (per_row_s + per_context_token_s * request.num_tokens)
         self._recharge(request, request.unloaded.ttft_s + answer_s)
 
     def refund(self, request: Request) -> None:

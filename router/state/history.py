@@ -117,7 +117,7 @@ def _explanation(request: Request, decision: Decision, now_s: float) -> Decision
 
 def _measure(explanation: DecisionRecord, request: Request) -> None:
     explanation.actual_ttft_s = request.ttft_s()
-    explanation.actual_tpot_s = request.tpot_s() if len(request.output) > 1 else None
+    explanation.actual_tpot_s = request.tpot_s() if request.num_emitted > 1 else None
 
 
 def is_chosen(candidate: Candidate, decision: Decision) -> bool:
@@ -197,7 +197,7 @@ def live_request(
         why="" if record is None or outcome is None else record.ended_because,
         retry_after_s=None if record is None else record.retry_after_s,
         ttft_s=request.ttft_s(),
-        tpot_s=request.tpot_s() if len(request.output) > 1 else None,
+        tpot_s=request.tpot_s() if request.num_emitted > 1 else None,
         slo_ttft_s=facts.slo.ttft_s,
         slo_tpot_s=facts.slo.tpot_s,
         predicted_ttft_s=None if chosen is None else chosen.ttft_s,

@@ -44,6 +44,8 @@ class RequestArrived(RequestAttributes):
     cached_blocks: Mapping[str, int] = field(default_factory=dict)  # worker id -> leading prompt blocks it may hold
     adapter: str = ""  # fingerprint of its LoRA adapter; empty: the model alone
     adapter_name: str = ""
+    output_ids: tuple[int, ...] = ()  # of a resumed answer: the tokens that its client has from another router
+    finish: FinishReason | None = None  # the answer ends with `output_ids`, and only its end is missing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

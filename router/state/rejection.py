@@ -132,7 +132,7 @@ def reject_waiting(cluster: ClusterState, request: Request) -> list[Command]:
     """Gives up requests of the level of `request`, which is new, until all others of it can start in time."""
     unloaded, queue = request.unloaded, cluster.queue
     commands: list[Command] = []
-    if "rejection" not in cluster.rules or unloaded is None or request.request_id not in queue:
+    if "rejection" not in cluster.rules or unloaded is None or request.output or request.request_id not in queue:
         return commands
     entry, present = queue.entry(request.request_id), present_capacity(cluster)
     if _misses_tpot(unloaded, request.facts.slo.tpot_s):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, final
 
+from pdserve.core.durations import clamped_s
 from pdserve.core.protocol import Granted, TransferEnded
 from pdserve.core.results import Phase, Phases, Slice, Timings, Usage
 from pdserve.core.types import Path
@@ -168,6 +169,7 @@ _REPORTED: Final[Mapping[type, tuple[tuple[str, str], ...]]] = {
     for kind in (Granted, TransferEnded)
 }
 WorkerKey = tuple[str, str]  # worker id and incarnation
+LONGEST_AHEAD_S: Final = 3600.0  # workers reject a wait of more than a day
 STORY_LENGTH: Final = 16  # moves kept for the message of an IllegalMove
 
 
@@ -235,7 +237,9 @@ class Request:
 
     # For Timings and Usage.
     last_path: Placement | None = None
+    #: When its client got the first token. Of a resumed answer: when it would have, had all come at the TPOT target.
     first_token_s: float | None = None
+    first_emitted_s: float | None = None  # when this router emitted the first token
     last_token_s: float = 0.0
     timeline: Timeline = field(init=False)
     reported: dict[str, Any] = field(default_factory=dict)  # fields of Timings, as workers reported them
@@ -258,6 +262,17 @@ class Request:
     def output_ids(self) -> tuple[int, ...]:
         return tuple(self.output)
 
+    @property
+    def num_emitted(self) -> int:
+        """Output tokens without those that the client of a resumed answer already had."""
+        return len(self.output) - len(self.facts.output_ids)
+
+    def resume(self, now_s: float) -> None:
+        """The client has `facts.output_ids`. Its next token is due at `now_s` plus the TPOT target."""
+        self.output.extend(self.facts.output_ids)
+        ahead_s = clamped_s((len(self.output) - 1) * self.facts.slo.tpot_s, longest_s=LONGEST_AHEAD_S)
+        self.first_token_s, self.last_token_s = now_s - ahead_s, now_s
+
     def uncached_on(self, view: WorkerView) -> int:
         """Tokens that this worker must compute: at least one, because logits are needed."""
         cached = self.cached_blocks.get(view.worker_id, 0) * view.hello.block_size
@@ -278,12 +293,12 @@ class Request:
         )
 
     def ttft_s(self) -> float | None:
-        return None if self.first_token_s is None else self.first_token_s - self.arrived_s
+        return None if self.first_emitted_s is None else self.first_emitted_s - self.arrived_s
 
     def tpot_s(self) -> float:
-        if self.first_token_s is None or len(self.output) < 2:
+        if self.first_emitted_s is None or self.num_emitted < 2:
             return 0.0
-        return (self.last_token_s - self.first_token_s) / (len(self.output) - 1)
+        return (self.last_token_s - self.first_emitted_s) / (self.num_emitted - 1)
 
     @property
     def attempt_token_s(self) -> float | None:

@@ -311,6 +311,8 @@ def _on_arrived(cluster: ClusterState, event: RequestArrived) -> Iterable[Comman
         serial=cluster.serial,
         cached_blocks=dict(event.cached_blocks),
     )
+    if event.output_ids:
+        request.resume(cluster.now_s)
     looked_up_s = min(max(event.lookup_s, 0.0), event.spent_s)
     request.timeline.close(Phase.PREPARE, cluster.now_s - looked_up_s, 0)
     request.timeline.close(Phase.PREFIX_LOOKUP, cluster.now_s, 0)
@@ -321,6 +323,8 @@ def _on_arrived(cluster: ClusterState, event: RequestArrived) -> Iterable[Comman
         return (Reject(request, FailKind.SHUTTING_DOWN, _CLOSING, retry_after_s=RETRY_S),)
     if deadline_at_s is not None and deadline_at_s <= cluster.now_s:
         return (Expire(request),)
+    if event.finish is not None:
+        return (Finish(request, event.finish, cancel=False),)
     if deadline_at_s is not None:
         cluster.timers.deadlines.set(event.request_id, deadline_at_s)
     return ()

@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any, Final, final
 
 from pdserve.client.aio import AsyncClient
-from pdserve.client.base import Retries
 from pdserve.client.connect import Tls
 from pdserve.client.request import Options
 from pdserve.client.results import Explanation
+from pdserve.client.retries import Retries
 from pdserve.core.errors import ConfigError, DeadlineExceeded, NotFound, Overloaded, PdserveError
 from simulator.bench.server import BenchAnswer, BenchOutcome, RequestOptions, ServerReply, most_chunks
 

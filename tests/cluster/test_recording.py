@@ -14,7 +14,7 @@ import pytest
 
 from pdserve import AsyncClient
 from pdserve.cli.main import main
-from pdserve.client.base import Retries
+from pdserve.client.retries import Retries
 from pdserve.core.errors import Overloaded, PdserveError
 from router.recording import replay
 from simulator.traces.files import FileTrace

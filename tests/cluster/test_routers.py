@@ -16,7 +16,7 @@ import pytest
 
 from pdserve import Client
 from pdserve.cli.main import main
-from pdserve.client.base import Retries
+from pdserve.client.retries import Retries
 from pdserve.core.access.key_file import key_hash, make_key
 from pdserve.core.errors import PdserveError, QuotaExceeded
 from tests.cluster.cluster import Cluster
@@ -75,7 +75,7 @@ def connected(cluster: Cluster, token: str = TOKEN) -> dict[str, Client]:
     found: dict[str, Client] = {}
 
     def have_both() -> bool:
-        client = Client(cluster.target, token=TOKEN, retries=Retries(limit=0))
+        client = Client(cluster.target, token=TOKEN, retries=Retries(limit=0, resume_s=0.0))
         name = client.topology().router_id
         if name in found:
             client.close()

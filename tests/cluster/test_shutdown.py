@@ -15,7 +15,7 @@ import httpx2 as httpx
 import pytest
 
 from pdserve import AsyncClient
-from pdserve.client.base import Retries
+from pdserve.client.retries import Retries
 from pdserve.core.errors import Unavailable
 from pdserve.launch.running import Running
 
@@ -28,13 +28,11 @@ FLAGS = (
 )
 
 
-def tokens(number: int) -> int:
-    """Some streams end within the drain, most do not."""
-    return 20 if number % 5 == 0 else 2000
+MOST_TOKENS = 2000  # of a stream that does not end within the drain
 
 
-async def over_http(http: httpx.AsyncClient, url: str, number: int, begun: asyncio.Semaphore) -> str:
-    body = {"prompt": f"stream {number}", "max_tokens": tokens(number), "stream": True}
+async def over_http(http: httpx.AsyncClient, url: str, number: int, tokens: int, begun: asyncio.Semaphore) -> str:
+    body = {"prompt": f"stream {number}", "max_tokens": tokens, "stream": True}
     async with http.stream("POST", f"{url}/completions", json=body) as answer:
         last = ""
         async for line in answer.aiter_lines():
@@ -45,9 +43,9 @@ async def over_http(http: httpx.AsyncClient, url: str, number: int, begun: async
     return "complete" if last == "[DONE]" else str(json.loads(last)["error"]["message"])
 
 
-async def over_grpc(client: AsyncClient, number: int, begun: asyncio.Semaphore) -> str:
+async def over_grpc(client: AsyncClient, number: int, tokens: int, begun: asyncio.Semaphore) -> str:
     try:
-        stream = client.stream(f"stream {number}", max_tokens=tokens(number))
+        stream = client.stream(f"stream {number}", max_tokens=tokens)
         is_first = True
         async for _ in stream:
             if is_first:
@@ -58,17 +56,21 @@ async def over_grpc(client: AsyncClient, number: int, begun: asyncio.Semaphore) 
     return "complete" if stream.completion.choices else "cut"
 
 
-async def ends(cluster: Running, act: Callable[[], None]) -> list[str]:
-    """How each stream ends if `act` happens after all have begun: the HTTP streams first."""
+async def ends(cluster: Running, act: Callable[[], None], most_tokens: int = MOST_TOKENS) -> list[str]:
+    """How each stream ends if `act` happens after all have begun: the HTTP streams first. A fifth of them is short."""
+    tokens = [20 if number % 5 == 0 else most_tokens for number in range(EACH)]
     begun = asyncio.Semaphore(0)
     limits = httpx.Limits(max_connections=EACH)
     async with (
         httpx.AsyncClient(timeout=60.0, limits=limits) as http,
-        AsyncClient(cluster.target, retries=Retries(limit=0)) as client,
+        AsyncClient(cluster.target, retries=Retries(limit=0, resume_s=0.0)) as client,
     ):
         streams = [
-            *(asyncio.create_task(over_http(http, cluster.http_url, number, begun)) for number in range(EACH)),
-            *(asyncio.create_task(over_grpc(client, number, begun)) for number in range(EACH)),
+            *(
+                asyncio.create_task(over_http(http, cluster.http_url, number, most, begun))
+                for number, most in enumerate(tokens)
+            ),
+            *(asyncio.create_task(over_grpc(client, number, most, begun)) for number, most in enumerate(tokens)),
         ]
         for _ in streams:
             await begun.acquire()
@@ -93,11 +95,12 @@ def test_every_stream_ends_complete_or_with_the_error_event(is_hurried: bool, fo
         assert cluster.process.wait(20.0) == 0
 
 
-def test_the_streams_of_a_killed_router_end_with_an_error_event() -> None:
+def test_the_calls_of_a_killed_router_that_are_not_resumed_end_with_an_error() -> None:
     with Running.start(*FLAGS, "--http-process") as cluster:
-        found = asyncio.run(ends(cluster, lambda: os.kill(cluster.pid("router"), signal.SIGKILL)))
-        assert "cut" not in found, "each has an error"
-        assert set(found) != {"complete"}
+        found = asyncio.run(ends(cluster, lambda: os.kill(cluster.pid("router"), signal.SIGKILL), most_tokens=200))
+        assert found[:EACH] == ["complete"] * EACH, "the gateway resumes its calls"
+        assert "cut" not in found[EACH:], "each has an error"
+        assert set(found[EACH:]) != {"complete"}
 
 
 def test_folders_of_killed_workers_end_with_the_cluster(tmp_path: Path) -> None:

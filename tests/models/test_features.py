@@ -19,7 +19,7 @@ import pytest
 
 from pdserve import Client
 from pdserve.cli.main import main
-from pdserve.client.base import Retries
+from pdserve.client.retries import Retries
 from pdserve.core.errors import NoWorkers
 from pdserve.core.progress import PhaseProgress
 from pdserve.progress import PhaseReport

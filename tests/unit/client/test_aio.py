@@ -22,7 +22,8 @@ from pdserve import (
 )
 from pdserve.client import aio
 from pdserve.client.aio import AsyncStream
-from pdserve.client.base import AnswerBuilder, Attempts
+from pdserve.client.base import AnswerBuilder
+from pdserve.client.retries import Attempts
 from pdserve.v1 import inference_pb2
 
 from .conftest import WAIT_S, Script, delta, finished, started
@@ -74,7 +75,7 @@ async def test_a_rejection_is_retried_after_the_servers_time(script: Script, tar
     assert time.monotonic() - begin_s >= 0.2
 
 
-async def test_a_failure_after_the_first_token_is_never_retried(script: Script, target: str) -> None:
+async def test_a_failure_after_the_first_token_is_not_retried_without_a_key(script: Script, target: str) -> None:
     script.fails(Unavailable("gone"), started(), delta("a", 1))
     async with AsyncClient(target, retries=QUICK) as client:
         stream = client.stream("hi")

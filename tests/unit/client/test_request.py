@@ -107,7 +107,8 @@ def test_every_option_reaches_its_field() -> None:
 
 def test_every_field_of_a_request_is_an_option() -> None:
     sampling = set(inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name) - {"bad_token_ids", "structured_output"}
-    request = set(inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name) - {"text", "token_ids", "chat", "sampling"}
+    prompts = ("text", "token_ids", "chat")
+    request = set(inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name) - {*prompts, "sampling", "resume"}
     output = set(inference_pb2.StructuredOutput.DESCRIPTOR.fields_by_name)
     assert Options.__annotations__.keys() == {
         *sampling,

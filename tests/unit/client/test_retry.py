@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.client.base import Retries
+from pdserve.client.retries import Retries
 from pdserve.core.errors import (
     ConfigError,
     DeadlineExceeded,

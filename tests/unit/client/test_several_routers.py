@@ -15,8 +15,8 @@ import openai
 import pytest
 
 from pdserve import AsyncClient, Client
-from pdserve.client.base import Retries
 from pdserve.client.connect import is_loopback, may_have_several
+from pdserve.client.retries import Retries
 from pdserve.core.errors import NotFound, ShuttingDown, Unavailable
 from pdserve.testing import Cluster
 from tests.unit.gateway.conftest import PATIENT, WAIT_S, gateway

@@ -108,7 +108,7 @@ def test_retries_end_with_the_original_error(script: Script, target: str) -> Non
     assert script.plays == []
 
 
-def test_a_failure_after_the_first_token_is_never_retried(script: Script, target: str) -> None:
+def test_a_failure_after_the_first_token_is_not_retried_without_a_key(script: Script, target: str) -> None:
     script.fails(Unavailable("gone"), started(), delta("a", 1))
     with Client(target, retries=QUICK) as client:
         stream = client.stream("hi")

@@ -15,7 +15,7 @@ import pytest
 
 from pdserve import Client
 from pdserve.client.aio import AsyncClient
-from pdserve.client.base import Retries
+from pdserve.client.retries import Retries
 from pdserve.config import GatewayConfig
 from pdserve.core.errors import ShuttingDown
 from pdserve.gateway.app import Gateway
@@ -162,7 +162,7 @@ def test_a_router_that_ends_below_the_gateway_says_so(is_streamed: bool) -> None
 def test_grpc_streams_and_viewers_of_a_router_that_ends_get_the_words() -> None:
     with (
         Cluster(worker={"toy_step_s": 0.02}) as cluster,
-        Client(cluster.address, retries=Retries(limit=0)) as sdk,
+        Client(cluster.address, retries=Retries(limit=0, resume_s=0.0)) as sdk,
         sdk.stream("x", max_tokens=2000) as stream,
     ):
         next(stream)

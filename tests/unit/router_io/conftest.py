@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve import AsyncClient
-from pdserve.client.base import Retries
+from pdserve.client.retries import Retries
 from pdserve.config import RouterConfig
 from pdserve.telemetry.metrics import Metrics
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc

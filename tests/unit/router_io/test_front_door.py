@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from pdserve import AsyncClient, Client
 from pdserve.build import FULL_VERSION
-from pdserve.client.base import Retries
+from pdserve.client.retries import Retries
 from pdserve.core.errors import ConfigError, InvalidRequest, NotFound, Unauthenticated, Unavailable
 from pdserve.core.installation import VERSION_KEY
 from pdserve.engine.toy import answer

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pdserve import AsyncClient, QuotaExceeded, Unauthenticated
-from pdserve.client.base import Retries
+from pdserve.client.retries import Retries
 from pdserve.core.access.key_file import MAX_TENANTS, key_hash, make_key
 from tests.unit.router_io.conftest import SLOW_STEP_S, Connect, Front, until
 from tests.unit.router_io.processes import Program, Start

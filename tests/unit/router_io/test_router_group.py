@@ -13,7 +13,7 @@ import pytest
 
 from pdserve import AsyncClient
 from pdserve.cli.operate import render
-from pdserve.client.base import Retries
+from pdserve.client.retries import Retries
 from pdserve.config import RouterConfig
 from pdserve.core.errors import ConfigError, NotFound, QuotaExceeded, ShuttingDown, Unavailable
 from pdserve.core.live import LiveFrame

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve import AsyncClient, QuotaExceeded
-from pdserve.client.base import Retries
+from pdserve.client.retries import Retries
 from pdserve.core.access.key_file import key_hash, make_key
 from pdserve.telemetry.metrics import Metrics
 from router.service.tenants import BoundedLabels

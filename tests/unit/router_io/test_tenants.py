@@ -15,7 +15,7 @@ import grpc.aio
 import pytest
 
 from pdserve import AsyncClient, InvalidRequest, PermissionDenied, Unauthenticated
-from pdserve.client.base import Retries
+from pdserve.client.retries import Retries
 from pdserve.core.access.key_file import MAX_FILE_BYTES, Tenant, key_hash, make_key
 from pdserve.core.errors import ConfigError, Overloaded
 from pdserve.v1 import inference_pb2

@@ -16,7 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve.client.aio import AsyncClient
-from pdserve.client.base import Retries
+from pdserve.client.retries import Retries
 from pdserve.client.sync import Client
 from pdserve.core.access.key_file import KEY_RANDOM_BYTES, KeyFile, make_key, parse
 from pdserve.core.errors import (
