@@ -16,9 +16,10 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.kv.blocks import CacheChange
 from pdserve.core.types import Role
 from pdserve.prefix.index import PrefixIndex
-from router.state.interface import DrainRequested, Event, UndrainRequested, WorkerLost
+from router.state.interface import Command, DrainRequested, Event, UndrainRequested, WorkerForgotten, WorkerLost
 from simulator.cluster.agenda import Agenda
 from simulator.cluster.decoder import DecodeMachine
+from simulator.cluster.elastic import Elastic, Scaler
 from simulator.cluster.front import Front, OnStep
 from simulator.cluster.machine import AnyMachine, Environment
 from simulator.cluster.network import Network
@@ -45,7 +46,7 @@ from simulator.model import (
 class Station:
     def __init__(self, env: Environment, shape: WorkerShape, number: int) -> None:
         config = env.config
-        self._env, self._shape = env, shape
+        self._env, self.shape = env, shape
         self._speed = Speed(shape, config.noise, random.Random(config.seed * 1_000_003 + number))
         self.tally = Tally(shape)
         self.machine: AnyMachine | None = None
@@ -53,8 +54,8 @@ class Station:
 
     def start(self) -> None:
         self.num_lives += 1
-        kind = PrefillMachine if self._shape.role is Role.PREFILL else DecodeMachine
-        self.machine = kind(self._env, self._shape, self._speed, self.tally, str(self.num_lives))
+        kind = PrefillMachine if self.shape.role is Role.PREFILL else DecodeMachine
+        self.machine = kind(self._env, self.shape, self._speed, self.tally, str(self.num_lives))
         self.machine.connect()
 
     def inject(self, fault: WorkerFault) -> None:
@@ -65,7 +66,7 @@ class Station:
                     return
                 self.machine = None
                 machine.die()
-                lost = WorkerLost(worker_id=self._shape.worker_id, reason="it died")
+                lost = WorkerLost(worker_id=self.shape.worker_id, reason="it died")
                 for router in range(self._env.config.num_routers):
                     machine.send_event(router, lost)
                 if fault.for_s < math.inf:
@@ -78,7 +79,7 @@ class Station:
                 if machine is not None:
                     machine.stall(fault.for_s)
             case WorkerFaultKind.DRAIN:
-                worker_id = self._shape.worker_id
+                worker_id = self.shape.worker_id
                 self._env.send_event(0, DrainRequested(worker_id=worker_id))
                 if fault.for_s < math.inf:
                     agenda.after(fault.for_s, self._env.send_event, 0, UndrainRequested(worker_id=worker_id))
@@ -134,7 +135,9 @@ class World:
         *,
         on_step: OnStep | None = None,
         keeps_rows: bool = True,
+        elastic: Elastic | None = None,
     ) -> None:
+        """With `elastic`, `config.workers` are only the first ones."""
         self.config = config
         self.agenda = Agenda()
         self.network = Network(self.agenda)
@@ -144,18 +147,22 @@ class World:
         if self._block_tokens % config.block_size:
             expected = f"a divisor of the trace's {self._block_tokens} tokens per block id"
             raise ConfigError("block_size", config.block_size, expected)
-        env = Environment(
+        self._env = Environment(
             agenda=self.agenda,
             config=config,
             network=self.network,
             send_event=self._send_event,
             cache_changed=self._cache_changed,
         )
+        self._on_step = on_step
         self.fronts = [
-            Front(number, config, self.agenda, self._machine, self._lookup, self._ended, None if number else on_step)
+            Front(number, config, self.agenda, self._machine, self._lookup, self._ended, self._step_of(number, elastic))
             for number in range(config.num_routers)
         ]
-        self.stations = {shape.worker_id: Station(env, shape, number) for number, shape in enumerate(config.workers)}
+        self.stations = {
+            shape.worker_id: Station(self._env, shape, number) for number, shape in enumerate(config.workers)
+        }
+        self.scaler = Scaler(elastic, self.agenda, self.fronts, self) if elastic is not None else None
         for fault in config.faults:
             station = self.stations.get(fault.worker_id)
             if station is None:
@@ -183,6 +190,8 @@ class World:
     def start(self) -> None:
         for station in self.stations.values():
             station.start()
+        if self.scaler is not None:
+            self.scaler.start()
         self._next_arrival()
         self._sample()
 
@@ -211,6 +220,39 @@ class World:
         for station in self.stations.values():
             if station.machine is not None:
                 yield station.machine
+
+    # -- workers that come and go --------------------------------------------------------------------------------
+
+    def all_stations(self) -> Iterable[Station]:
+        return self.stations.values()
+
+    def add_worker(self, shape: WorkerShape) -> None:
+        station = self.stations[shape.worker_id] = Station(self._env, shape, len(self.stations))
+        station.start()
+
+    def end_worker(self, worker_id: str) -> None:
+        """Of a worker that is idle. Routers lose its stream, and forget it."""
+        station = self.stations[worker_id]
+        machine = station.machine
+        assert machine is not None, f"{worker_id} has ended"
+        assert machine.is_idle, f"{worker_id} has requests"
+        station.inject(WorkerFault(at_s=self.agenda.now_s, worker_id=worker_id, kind=WorkerFaultKind.DIE))
+        for router in range(self.config.num_routers):
+            machine.send_event(router, WorkerForgotten(worker_id=worker_id))
+
+    def _step_of(self, number: int, elastic: Elastic | None) -> OnStep | None:
+        """What sees the events of the router: the caller those of the first, the scaler those of each."""
+        caller = None if number else self._on_step
+        if elastic is None:
+            return caller
+
+        def seen(now_s: float, event: Event, commands: list[Command]) -> None:
+            assert self.scaler is not None
+            self.scaler.logs[number].handled(event, commands)
+            if caller is not None:
+                caller(now_s, event, commands)
+
+        return seen
 
     def check(self) -> None:
         """Raises AssertionError unless all tables are consistent."""

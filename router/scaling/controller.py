@@ -1,0 +1,181 @@
+"""Decides about the number of workers and their roles by predicted goodput. Pure.
+
+Rules, in this order:
+1. Nothing changes while a roll-out or a recovery runs, or before arrivals were seen.
+2. One change at a time: the next one is decided when the last one is complete and one interval with it was seen.
+3. Of all changes, the one whose best plan costs least is chosen (`plan.py`), if it costs less than keeping the size.
+4. A drain that would make requests miss their targets is refused.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Final, final
+
+from router.scaling.demand import ArrivalHistory, foreseen
+from router.scaling.interface import Alternative, Change, Decision, Demand, Observed, Outcome, ScalingSettings, Size
+from router.scaling.plan import SizePlan, slice_edges_s
+
+SHOWN: Final = 6  # alternatives of a decision
+BACKLOG_S: Final = 60.0  # in which queued requests should be served
+FIRST_CAPACITY_SHARE: Final = 0.92  # of the closed form; assumed until misses say otherwise
+LEAST_CAPACITY_SHARE: Final = 0.6
+JUDGED_INTERVALS: Final = 6  # misses are compared with the prediction over this many
+FEWEST_JUDGED: Final = 40  # requests
+LOST_FACTOR: Final = 0.97  # of the capacity share, each time more requests missed than predicted
+REGAINED: Final = 0.002  # each time a nearly full cluster missed no more than predicted
+INFORMATIVE_LOAD: Final = 0.8  # a cluster with less load says nothing about its capacity
+
+
+@dataclass(slots=True)
+class _Pending:
+    change: Change
+    decided_s: float
+    expected_attainment: float
+    expected_rate_rps: float
+    completed_s: float | None = None  # when the change was complete
+
+
+@final
+class Controller:
+    """State: the history of arrivals, the change that is under way, and the learned share of the capacity."""
+
+    def __init__(self, settings: ScalingSettings) -> None:
+        self._settings = settings
+        self._edges_s = slice_edges_s(settings.horizon_s)
+        self._history = ArrivalHistory()
+        self._pending: _Pending | None = None
+        self._capacity = _CapacityShare()
+
+    def decide(self, observed: Observed, now_s: float) -> Decision:
+        """Called with consecutive intervals. The caller carries the changes out, and reports their workers as
+        `starting` and `draining` from the next call on."""
+        self._history.add(observed.interval)
+        if observed.busy_because:
+            self._capacity.forget()
+            return self._kept(observed, now_s, f"nothing changes during a {observed.busy_because}")
+        if observed.starting.total or observed.draining.total:
+            self._capacity.forget()
+            pending = self._pending
+            return self._kept(observed, now_s, f"under way: {pending.change if pending else 'a change by hand'}")
+        outcome = None
+        if self._pending is not None:
+            pending = self._pending
+            if pending.completed_s is None:
+                pending.completed_s = now_s
+                return self._kept(observed, now_s, f"the effect is not yet seen: {pending.change}")
+            outcome = _outcome(pending, pending.completed_s, observed)
+            self._pending = None
+        if observed.ready.total < 1 or observed.ready.decode < 1:
+            return self._kept(observed, now_s, "no decode worker is ready")
+        demands = self._demands(observed, now_s)
+        if not demands:
+            return replace(self._kept(observed, now_s, "too few requests were seen"), outcome=outcome)
+        every_s = observed.interval.width_s
+        plan = SizePlan(self._settings, observed, demands, self._edges_s, self._capacity.share, every_s)
+        self._capacity.judge(observed, plan.attainment_now(), plan.load_now())
+        return replace(self._chosen(plan, observed, demands, now_s), outcome=outcome)
+
+    def _demands(self, observed: Observed, now_s: float) -> list[Demand]:
+        """One for each slice of the horizon."""
+        edges_s = self._edges_s
+        if observed.future:
+            demands = foreseen(observed.future, edges_s, now_s)
+            if len(demands) < len(edges_s) - 1:  # nothing arrives in the first slices
+                return []
+        elif self._history.has_enough:
+            middles_s = [0.5 * (begin + end) for begin, end in pairwise(edges_s)]
+            demands = self._history.forecast(middles_s, observed.tokens_so_far)
+        else:
+            return []
+        extra = observed.queued / BACKLOG_S
+        return [replace(one, rate_rps=one.rate_rps + extra) if one.at_s < BACKLOG_S else one for one in demands]
+
+    def _chosen(self, plan: SizePlan, observed: Observed, demands: list[Demand], now_s: float) -> Decision:
+        ranked = plan.alternatives()
+        keep = next(one for one, change in ranked if change is None)
+        bounds = self._settings
+        best, change = next(
+            (one, change)
+            for one, change in ranked
+            if not one.refused or (change is not None and observed.ready.total > bounds.max_workers)
+        )
+        if change is None or best.cost_s >= keep.cost_s:
+            best, change = keep, None
+            reason = "no change costs less than keeping the size"
+        else:
+            saved_s = keep.cost_s - best.cost_s
+            reason = f"saves {saved_s:.0f} worker-seconds, with misses and changes, in {bounds.horizon_s:.0f} s"
+            self._pending = _Pending(change, now_s, best.attainment, demands[0].rate_rps)
+        return Decision(
+            at_s=now_s,
+            changes=(change,) if change is not None else (),
+            reason=reason,
+            size=observed.ready,
+            demand=(demands[0], demands[-1]),
+            alternatives=_shown([one for one, _ in ranked], best, keep),
+            capacity_share=self._capacity.share,
+        )
+
+    def _kept(self, observed: Observed, now_s: float, reason: str) -> Decision:
+        return Decision(at_s=now_s, reason=reason, size=observed.ready, capacity_share=self._capacity.share)
+
+
+def _shown(ranked: list[Alternative], best: Alternative, keep: Alternative) -> tuple[Alternative, ...]:
+    """The cheapest ones, always with the chosen one and `keep`."""
+    must = [best] if best is keep else [best, keep]
+    rest = [one for one in ranked if one not in must][: SHOWN - len(must)]
+    return tuple(sorted([*must, *rest], key=lambda one: one.cost_s))
+
+
+def _outcome(pending: _Pending, completed_s: float, observed: Observed) -> Outcome:
+    interval = observed.interval
+    ended = interval.met + interval.missed
+    return Outcome(
+        decided_s=pending.decided_s,
+        change=str(pending.change),
+        expected_attainment=pending.expected_attainment,
+        seen_attainment=interval.met / ended if ended else None,
+        expected_rate_rps=pending.expected_rate_rps,
+        seen_rate_rps=interval.requests / interval.width_s,
+        took_s=completed_s - pending.decided_s,
+    )
+
+
+# --- what misses say about the capacity -----------------------------------------------------------------------
+
+
+@final
+class _CapacityShare:
+    """The share of the predicted capacity that the cluster reaches, corrected where it misses more than predicted.
+
+    Only intervals without a change count, because requests that end after a change arrived before it.
+    """
+
+    def __init__(self) -> None:
+        self.share = FIRST_CAPACITY_SHARE
+        self._judged: deque[tuple[float, int, int]] = deque(maxlen=JUDGED_INTERVALS)  # (expected, met, ended)
+        self._size: Size | None = None
+
+    def forget(self) -> None:
+        self._judged.clear()
+
+    def judge(self, observed: Observed, expected: float, load: float) -> None:
+        if observed.ready != self._size:
+            self._size = observed.ready
+            self.forget()
+        interval = observed.interval
+        self._judged.append((expected, interval.met, interval.met + interval.missed))
+        ended = sum(count for _, _, count in self._judged)
+        if len(self._judged) < JUDGED_INTERVALS or ended < FEWEST_JUDGED:
+            return
+        met = sum(count for _, count, _ in self._judged)
+        mean = sum(one * count for one, _, count in self._judged) / ended
+        deviation = (max(mean * (1.0 - mean), 0.01) / ended) ** 0.5
+        if met / ended < mean - 3.0 * deviation:
+            self.share = max(LEAST_CAPACITY_SHARE, self.share * LOST_FACTOR)
+            self.forget()
+        elif load > INFORMATIVE_LOAD:
+            self.share = min(1.0, self.share + REGAINED)

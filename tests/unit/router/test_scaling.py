@@ -1,0 +1,316 @@
+"""The controller of the cluster's size: forecast, predicted attainment, and the rules of its decisions."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from pdserve.core.cost.latency import CostPrior
+from pdserve.core.errors import ConfigError
+from pdserve.core.types import Role, Slo
+from router.recording.replay import decode_value, encode_value
+from router.scaling.attainment import LoadModel, expected_attainment
+from router.scaling.controller import Controller
+from router.scaling.demand import Bin, newest_line, true_interval
+from router.scaling.interface import (
+    NONE,
+    Change,
+    ChangeKind,
+    Decision,
+    Demand,
+    Interval,
+    Observed,
+    ScalingSettings,
+    Size,
+)
+from router.scaling.plan import SizePlan, resized, slice_edges_s
+
+#: A worker decodes about 2.5 of the requests below per second, or prefills 10.
+COST = CostPrior(
+    prefill_base_s=0.0,
+    prefill_per_token_s=1e-4,
+    prefill_per_token_context_s=0.0,
+    decode_base_s=0.01,
+    decode_per_row_s=2e-3,
+    decode_per_context_token_s=0.0,
+)
+SLO = Slo(ttft_s=2.0, tpot_s=0.05)
+EVERY_S = 5.0
+SETTINGS = ScalingSettings(min_workers=2, max_workers=8, start_s=40.0, drain_s=10.0)
+
+
+def interval(now_s: float, rate_rps: float, prompt: int = 1000, output: int = 100, **sums: float) -> Interval:
+    """Equal requests, and as many answers as requests."""
+    count = round(rate_rps * EVERY_S)
+    found = true_interval(now_s - EVERY_S, now_s, [(prompt, 0, output, SLO)] * count)
+    return replace(found, met=count, **sums)
+
+
+def seen(now_s: float, rate_rps: float, size: Size, **more: object) -> Observed:
+    return Observed(interval=interval(now_s, rate_rps), ready=size, cost=COST, **more)  # type: ignore[arg-type]
+
+
+def decisions(
+    controller: Controller, rate: Callable[[float], float], size: Size, seconds: float = 60.0, **more: object
+) -> Iterator[Decision]:
+    """Of a cluster whose changes take effect at the next decision."""
+    for number in range(1, int(seconds / EVERY_S) + 1):
+        now_s = number * EVERY_S
+        decision = controller.decide(seen(now_s, rate(now_s), size, **more), now_s)
+        yield decision
+        for change in decision.changes:
+            size = resized(size, change)
+
+
+def demand(rate_rps: float, **more: float) -> Demand:
+    fields = {
+        "at_s": 0.0,
+        "rate_rps": rate_rps,
+        "error": 0.0,
+        "prompt_tokens": 1000.0,
+        "uncached_tokens": 1000.0,
+        "token_context": 0.0,
+        "output_tokens": 100.0,
+        "prompt_spread": 1.0,
+        "dispersion": 1.0,
+        "ttft_s": 2.0,
+        "tpot_s": 0.05,
+    }
+    return Demand(**{**fields, **more})
+
+
+# --- forecast -------------------------------------------------------------------------------------------------
+
+
+def bins(counts: list[int]) -> list[Bin]:
+    return [(EVERY_S * at, EVERY_S * (at + 1), float(count), float(count)) for at, count in enumerate(counts)]
+
+
+def test_steady_arrivals_are_averaged_over_the_longest_window() -> None:
+    rng = random.Random(0)
+    line = newest_line(bins([sum(rng.random() < 0.5 for _ in range(200)) for _ in range(140)]))
+    rate, deviation = line.at(0.0)
+    assert line.window_s == 640.0
+    assert abs(rate - 20.0) < 1.0
+    assert deviation < 0.5
+
+
+def test_a_step_leaves_only_what_came_after_it() -> None:
+    line = newest_line(bins([30] * 60 + [90] * 4))
+    assert line.window_s <= 20.0
+    assert line.at(0.0)[0] == pytest.approx(18.0)
+
+
+def test_a_trend_is_continued_half_as_far_as_it_was_seen() -> None:
+    line = newest_line(bins([50 + 5 * at for at in range(33)]))
+    assert line.window_s == 160.0
+    now, soon, later = (line.at(ahead_s)[0] for ahead_s in (0.0, 80.0, 600.0))
+    assert now == pytest.approx(42.5, abs=1.0)
+    assert soon == pytest.approx(now + 80.0 * 0.2, abs=1.0)
+    assert later == soon
+
+
+def test_an_uncertain_rate_is_not_believed_to_be_zero() -> None:
+    rate, deviation = newest_line(bins([0] * 30)).at(0.0)
+    assert rate == 0.0
+    assert deviation > 0.0
+
+
+# --- predicted attainment -------------------------------------------------------------------------------------
+
+
+def test_all_requests_meet_their_targets_below_the_capacity() -> None:
+    assert expected_attainment(0.5, 0.1) == 1.0
+
+
+def test_above_the_capacity_the_share_is_what_fits() -> None:
+    assert expected_attainment(2.0, 0.0) == pytest.approx(0.5, abs=1e-6)
+
+
+def test_chance_costs_requests_near_the_capacity() -> None:
+    assert 0.9 < expected_attainment(1.0, 0.1) < 1.0
+    assert expected_attainment(1.0, 0.2) < expected_attainment(1.0, 0.1)
+
+
+def test_prefill_workers_take_prompts_but_no_answers() -> None:
+    """At 4 requests/s, rows take 0.8 and prompts 0.4 seconds of work per second. Of a decode worker's second, 0.8 are
+    left for rows, and all of it for both."""
+    model = LoadModel(demand(4.0), seen(EVERY_S, 4.0, Size(0, 1)), 1.0)
+    assert model.load(Size(0, 1)) == pytest.approx(1.2)
+    assert model.load(Size(1, 1)) == pytest.approx(1.0)
+    assert model.load(Size(8, 1)) == pytest.approx(1.0)
+    assert model.load(Size(0, 2)) == pytest.approx(0.6)
+    assert model.attainment(Size(3, 0)) == 0.0
+
+
+def test_memory_limits_the_rows_of_a_worker() -> None:
+    observed = seen(EVERY_S, 4.0, Size(0, 1), kv_tokens=10_500)
+    assert LoadModel(demand(4.0), observed, 1.0).load(Size(0, 1)) == pytest.approx(20.0 / 9.0)
+
+
+# --- decisions ------------------------------------------------------------------------------------------------
+
+
+def test_a_full_cluster_gets_workers() -> None:
+    found = [one for one in decisions(Controller(SETTINGS), lambda now_s: 12.0, Size(0, 2)) if one.changes]
+    change = found[0].changes[0]
+    assert change.kind is ChangeKind.START
+    assert change.role is Role.DECODE
+    assert found[0].alternatives[0].cost_s < next(one.cost_s for one in found[0].alternatives if one.change == "keep")
+
+
+def test_an_idle_cluster_loses_workers_down_to_the_minimum() -> None:
+    sizes = [one.size for one in decisions(Controller(SETTINGS), lambda now_s: 1.0, Size(2, 8), 200.0)]
+    assert sizes[-1].total == SETTINGS.min_workers
+    assert sizes[-1].decode >= 1
+
+
+def test_a_fitting_cluster_keeps_its_size() -> None:
+    first = list(decisions(Controller(SETTINGS), lambda now_s: 12.0, Size(0, 3), 300.0))[-1].size
+    later = [one for one in decisions(Controller(SETTINGS), lambda now_s: 12.0, first, 300.0) if one.changes]
+    assert later == []
+
+
+def test_nothing_is_decided_without_arrivals() -> None:
+    found = list(decisions(Controller(SETTINGS), lambda now_s: 0.0, Size(0, 4), 200.0))
+    assert all(not one.changes for one in found)
+    assert found[-1].reason == "too few requests were seen"
+
+
+def test_nothing_changes_during_a_roll_out() -> None:
+    found = list(decisions(Controller(SETTINGS), lambda now_s: 30.0, Size(0, 2), busy_because="roll-out"))
+    assert all(not one.changes for one in found)
+    assert found[-1].reason == "nothing changes during a roll-out"
+
+
+def test_nothing_changes_while_a_change_is_under_way() -> None:
+    found = list(decisions(Controller(SETTINGS), lambda now_s: 30.0, Size(0, 2), starting=Size(0, 1)))
+    assert all(not one.changes for one in found)
+
+
+def test_the_next_change_waits_for_the_effect_of_the_last() -> None:
+    controller = Controller(SETTINGS)
+    found = list(decisions(controller, lambda now_s: 8.0 if now_s < 60.0 else 24.0, Size(0, 2), 120.0))
+    changed = [number for number, one in enumerate(found) if one.changes]
+    assert len(changed) >= 2
+    for number in changed[:-1]:
+        assert found[number + 1].reason.startswith("the effect is not yet seen")
+        outcome = found[number + 2].outcome
+        assert outcome is not None
+        assert outcome.change == str(found[number].changes[0])
+        assert outcome.seen_attainment == 1.0
+
+
+def plan(size: Size, rates: Callable[[float], float], settings: ScalingSettings = SETTINGS) -> SizePlan:
+    edges_s = slice_edges_s(settings.horizon_s)
+    demands = [replace(demand(rates(at_s)), at_s=at_s) for at_s in edges_s[:-1]]
+    return SizePlan(settings, seen(EVERY_S, rates(0.0), size), demands, edges_s, 1.0, EVERY_S)
+
+
+def best(found: SizePlan) -> str:
+    return next(one.change for one, _ in found.alternatives() if not one.refused)
+
+
+def test_a_drain_that_would_make_misses_is_refused() -> None:
+    """The load falls in 30 s, but until then the worker is needed."""
+    alternatives = {
+        one.change: one for one, _ in plan(Size(0, 3), lambda at_s: 10.0 if at_s < 30.0 else 1.0).alternatives()
+    }
+    assert alternatives["stop 1 decode"].refused
+    assert not alternatives["keep"].refused
+
+
+def test_a_worker_is_started_before_the_load_that_needs_it() -> None:
+    step_s = SETTINGS.start_s
+    assert best(plan(Size(0, 2), lambda at_s: 4.0 if at_s < step_s else 12.0)).startswith("start")
+    assert best(plan(Size(0, 2), lambda at_s: 4.0 if at_s < step_s + 120.0 else 12.0)) == "keep"
+
+
+def test_what_a_change_costs_decides_whether_a_dip_is_used() -> None:
+    """Two workers are too many for 170 s. Their stop and start cost a minute each, or ten minutes."""
+
+    def dip(at_s: float) -> float:
+        return 4.0 if at_s < 170.0 else 16.0
+
+    cheap, dear = replace(SETTINGS, start_s=20.0), replace(SETTINGS, start_s=400.0)
+    assert best(plan(Size(0, 6), dip, cheap)).startswith("stop")
+    assert best(plan(Size(0, 6), dip, dear)) == "keep"
+
+
+def test_idle_prefill_workers_become_decode_workers() -> None:
+    assert best(plan(Size(4, 2), lambda at_s: 10.0)).startswith("change")
+
+
+def test_roles_stay_if_they_may_not_change() -> None:
+    fixed = replace(SETTINGS, may_change_roles=False)
+    for one, _ in plan(Size(4, 2), lambda at_s: 10.0, fixed).alternatives():
+        assert one.size.prefill == 4
+
+
+def test_sizes_stay_within_the_bounds() -> None:
+    rng = random.Random(1)
+    for _ in range(20):
+        total = rng.randint(2, 8)
+        prefill = rng.randint(0, total - 1)
+        rate = rng.uniform(0.1, 60.0)
+        for one, change in plan(Size(prefill, total - prefill), lambda at_s, rate=rate: rate).alternatives():
+            assert 2 <= one.size.total <= 8
+            assert one.size.decode >= 1
+            assert 0.0 <= one.attainment <= 1.0
+            assert change is None or resized(Size(prefill, total - prefill), change) == one.size
+
+
+def test_more_misses_than_predicted_lower_the_capacity_that_is_counted_on() -> None:
+    controller, size, now_s = Controller(SETTINGS), Size(0, 6), 0.0
+    shares, smallest = [], size.total
+    for number in range(1, 61):
+        now_s = number * EVERY_S
+        sums = interval(now_s, 12.0)
+        observed = Observed(interval=replace(sums, met=30, missed=30), ready=size, cost=COST)
+        decision = controller.decide(observed, now_s)
+        shares.append(decision.capacity_share)
+        for change in decision.changes:
+            size = resized(size, change)
+        smallest = min(smallest, size.total)
+    assert shares[-1] < 0.9 * shares[0]
+    assert size.total > smallest
+
+
+def test_a_recording_of_observations_decides_the_same() -> None:
+    observed = [seen(EVERY_S * number, 2.0 * number, Size(1, 2), queued=number) for number in range(1, 15)]
+    stored = [json.dumps(encode_value(one)) for one in observed]
+    live, again = Controller(SETTINGS), Controller(SETTINGS)
+    for one, line in zip(observed, stored, strict=True):
+        read = decode_value(Observed, json.loads(line))
+        assert read == one
+        decision = live.decide(one, one.interval.end_s)
+        assert again.decide(read, one.interval.end_s) == decision
+        assert decode_value(Decision, json.loads(json.dumps(encode_value(decision)))) == decision
+
+
+def test_a_clairvoyant_sees_the_future_instead_of_the_past() -> None:
+    future = tuple(interval(EVERY_S * number, 2.0 if number < 10 else 20.0) for number in range(2, 120))
+    observed = seen(EVERY_S, 2.0, Size(0, 2), future=future)
+    decision = Controller(SETTINGS).decide(observed, EVERY_S)
+    assert decision.changes
+    assert decision.changes[0].kind is ChangeKind.START
+
+
+def test_changes_are_named_for_people() -> None:
+    change = Change(kind=ChangeKind.CHANGE_ROLE, role=Role.PREFILL, count=2)
+    assert str(change) == "change 2 from decode to prefill"
+    assert resized(Size(1, 4), change) == Size(3, 2)
+    assert NONE.total == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"min_workers": 0}, {"min_workers": 20}, {"max_workers": 10**6}, {"start_s": -1.0}, {"horizon_s": float("inf")}],
+)
+def test_settings_out_of_bounds_are_rejected(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        ScalingSettings(**wrong)  # type: ignore[arg-type]
