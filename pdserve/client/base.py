@@ -24,7 +24,7 @@ from pdserve.client.request import (
 )
 from pdserve.client.results import Completion, Explanation, Model, Piece, Token, TokenLogprob, Topology
 from pdserve.client.retries import Attempts, HeldCall, Retries
-from pdserve.core.errors import InternalError, InvalidRequest, PdserveError
+from pdserve.core.errors import InternalError, InvalidRequest, Overloaded, PdserveError, Unavailable
 from pdserve.core.live import LogLine
 from pdserve.telemetry import names, trace_context
 from pdserve.telemetry.trace_context import ClientCall, request_attributes
@@ -347,13 +347,14 @@ class BaseStream:
         if answer.has_begun or attempts.is_resuming or status.is_connection_lost(failure):
             delay_s = attempts.resume_delay_s(failure, held.num_tokens)
         if not answer.has_begun:
-            delay_s = attempts.delay_s(failure) if delay_s is None else delay_s
+            if delay_s is None and not attempts.has_given_up:
+                delay_s = attempts.delay_s(failure)
         elif delay_s is not None and not held.resume(failure):
             delay_s = None
         if delay_s is not None:
             return delay_s
-        if isinstance(failure, InvalidRequest) and held.interruption is not None:
-            # The request was accepted before, so it is `resume` that was rejected: the call may be sent again.
+        if isinstance(failure, InvalidRequest | Overloaded | Unavailable) and held.interruption is not None:
+            # The request was accepted before, so the interruption is what went wrong: the call may be sent again.
             interruption, interruption.__cause__ = held.interruption, failure
             failure = interruption
         answer.fail(failure)

@@ -23,6 +23,7 @@ MAX_RETRIES: Final = 1000
 FIRST_RESUME_S: Final = 0.1  # the calls of a router that died do not reach the next one together
 LONGEST_RESUME_S: Final = 2.0
 MAX_LOST: Final = 3  # connections without a further token: the call may be what ends its routers
+PROGRESS_TOKENS: Final = 8  # since the first of these connections, after which their number counts anew
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +95,9 @@ class Attempts:
         self._count = 0
         self._resumes = (0, -1, 0.0)  # failures after so many tokens, and when the first was
         self._num_lost = 0  # of them, those that ended an established connection
+        self._lost_from = 0  # tokens at the first of these
+        self.has_given_up = False
+        """An interrupted call is not sent again."""
 
     @property
     def remaining_s(self) -> float:
@@ -114,13 +118,16 @@ class Attempts:
         now_s = time.monotonic()
         count, tokens, began_s = self._resumes
         if tokens != num_tokens:
-            count, began_s, self._num_lost = 0, now_s, 0
+            count, began_s = 0, now_s
+        if num_tokens - self._lost_from >= PROGRESS_TOKENS:
+            self._num_lost, self._lost_from = 0, num_tokens
         self._resumes = (count + 1, num_tokens, began_s)
         self._num_lost += is_connection_lost(failure)
-        if self._num_lost > MAX_LOST:
-            return None
         delay_s = self._retries.resume_delay_s(failure, count + 1, now_s - began_s, random.random())
-        return delay_s if delay_s is not None and now_s + delay_s < self._deadline_s else None
+        if delay_s is not None and self._num_lost <= MAX_LOST and now_s + delay_s < self._deadline_s:
+            return delay_s
+        self.has_given_up = self._retries.resume_s > 0.0
+        return None
 
 
 # --- what --------------------------------------------------------------------------------------------------

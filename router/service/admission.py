@@ -46,6 +46,7 @@ Result = TypeVar("Result")
 MAX_REQUEST_ID_CHARS: Final = 128
 DEFAULT_MAX_TOKENS: Final = 256
 QUICK_TOKENS: Final = 4096  # a shorter prompt is hashed on the event loop, a longer one in a thread
+REPLAY_COST: Final = 16  # of a held token that is replayed, in tokens that are hashed
 MAX_PROMPT_LOGPROBS: Final = 2**19  # over all positions of a prompt: 6 MB on the wire
 QUICK_WORDS: Final = 16  # fewer bad words are tokenized on the event loop
 MAX_TOKENS_PER_CALL: Final = 8192  # in one GetTokenBytes
@@ -84,6 +85,11 @@ class Prepared(RequestAttributes):
     reasoning_marks: tuple[str, str] | None  # if the answer may have reasoning, to which stop strings do not apply
     resume_key: bytes = b""  # empty: the call cannot be resumed
     resumed: tuple[ResumedAnswer, ...] = ()  # of a resumed call: one for each of `samplings`
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens to compute before the first new one: the prompt, and what a resumed call already has."""
+        return len(self.prompt_ids) + sum(len(one.token_ids) for one in self.resumed if not one.has_finished)
 
     @property
     def tokens_left(self) -> list[int]:
@@ -160,7 +166,8 @@ class Admission:
                 sampling=sampling,
                 num_answers=n,
             )
-            key = answer.make_key(self._secret, facts, time.time())
+            secret = self._secret
+            key = await self._run(len(prompt.token_ids), 0, lambda: answer.make_key(secret, facts, time.time()), client)
         if request.HasField("resume"):
             if not key:
                 raise InvalidRequest("resume", "a call that has no key", "none; send the call again without resume")
@@ -195,7 +202,8 @@ class Admission:
         def read() -> tuple[ResumedAnswer, ...]:
             return answer.read_answers(message, facts)
 
-        return await self._run(answer.num_resumed_tokens(message), message.ByteSize(), read, client)
+        num_tokens = answer.num_resumed_tokens(message)
+        return await self._run(num_tokens * REPLAY_COST, message.ByteSize(), read, client)
 
     async def replay(self, prepared: Prepared, answers: Sequence[Answer], client: ClientKey = ANONYMOUS) -> None:
         """Brings the answers of a resumed call to the state in which its client has them. Raises InvalidRequest."""
@@ -206,7 +214,8 @@ class Admission:
             for one, held in zip(answers, prepared.resumed, strict=True):
                 one.resume(held)
 
-        await self._run(sum(len(held.token_ids) for held in prepared.resumed), 0, replay, client)
+        num_tokens = sum(len(held.token_ids) for held in prepared.resumed)
+        await self._run(num_tokens * REPLAY_COST, 0, replay, client)
 
     async def _run(self, num_tokens: int, num_bytes: int, work: Callable[[], Result], client: ClientKey) -> Result:
         """On the event loop if that is quick, otherwise in a thread."""
@@ -314,9 +323,9 @@ def least_tokens(request: inference_pb2.GenerateRequest) -> int:
     """The least number of tokens that the request will use of its tenant's quota, before its prompt is tokenized."""
     sampling = request.sampling
     most = sampling.max_tokens if sampling.HasField("max_tokens") else DEFAULT_MAX_TOKENS
-    held = max((len(one.token_ids) for one in request.resume.answers), default=0)
-    output = min(max(most - held, 0), RESERVED_TOKENS)
-    return max(len(request.token_ids.ids), 1) + output
+    held = [len(one.token_ids) for one in request.resume.answers]
+    output = min(max(most - max(held, default=0), 0), RESERVED_TOKENS)
+    return max(len(request.token_ids.ids), 1) + sum(held) + output
 
 
 def _is_hidden(mark: str, tokenizer: Tokenizer) -> bool:

@@ -232,8 +232,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             request, model, context.time_remaining(), client, tenant, adapter.fingerprint
         )
         prepared_s = time.monotonic()
-        # A resumed call computes its prompt again, so it pays for it again, but not for the tokens that its client has.
-        claim.admit(len(prepared.prompt_ids), prepared.tokens_left, prepared_s)
+        claim.admit(prepared.num_computed, prepared.tokens_left, prepared_s)
         # A prompt with prompt_logprobs is computed completely, so prefix caches are not used.
         is_scored = prepared.sampling.prompt_logprobs is not None
         cached = await self._cached_blocks(() if is_scored else prepared.lookup_hashes, span)

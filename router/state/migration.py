@@ -89,10 +89,10 @@ class _Migration:
             if room <= 0:
                 return commands
             decision = self._decide(answer)
-            if decision is not None and decision.obstacle is Obstacle.PREFILL:  # for all answers
-                cluster.migrate_after_s = cluster.now_s + RETRY_S
-                return commands
-            if decision is not None and decision.choice in STARTS and self._is_worth_it(answer, decision):
+            if decision is not None and decision.obstacle is Obstacle.PREFILL:  # perhaps only for this answer
+                answer.request.stays_until_s = cluster.now_s + RETRY_S
+                cluster.migrate_after_s = cluster.now_s + RETRY_S / MAX_ASKED
+            elif decision is not None and decision.choice in STARTS and self._is_worth_it(answer, decision):
                 commands += self._move(answer, decision)
                 room -= 1
             else:  # the next passes consider others

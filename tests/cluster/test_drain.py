@@ -87,6 +87,7 @@ def test_answers_move_from_a_drained_worker(
         time.sleep(0.1)
 
 
+@pytest.mark.slow  # the router moves answers as in the test above
 def test_answers_move_from_a_worker_that_ends(cluster: Cluster, asked: Asked, undisturbed: list[Completion]) -> None:
     """After SIGTERM it drains itself, and ends when its answers have moved. The launcher starts another one."""
 

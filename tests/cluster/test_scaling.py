@@ -171,6 +171,7 @@ def test_a_worker_changes_its_role(cluster: Cluster, token: list[str], capsys: p
     assert roles(cluster.client)[decodes[0]] is Role.DECODE
 
 
+@pytest.mark.slow  # the tests above start as many processes, and CI has 20 minutes
 def test_a_worker_is_restarted(cluster: Cluster, token: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     [name, *others] = sorted(workers(cluster.client))
     before = {one: cluster.running.pid(one) for one in (name, *others)}
@@ -184,6 +185,7 @@ def test_a_worker_is_restarted(cluster: Cluster, token: list[str], capsys: pytes
         cluster.client.roll(["nobody"])
 
 
+@pytest.mark.slow  # the tests above start as many processes, and CI has 20 minutes
 def test_a_killed_added_worker_comes_back(cluster: Cluster) -> None:
     cluster.client.scale(decode=2)
     before = workers(cluster.client).keys()
@@ -229,6 +231,7 @@ def test_settings_that_choose_programs_are_rejected(cluster: Cluster) -> None:
         cluster.client.roll(settings="[worker]\nengine_python = '/bin/sh'\n")
 
 
+@pytest.mark.slow  # the tests above start as many processes, and CI has 20 minutes
 def test_the_launcher_ends_during_a_change(cluster: Cluster) -> None:
     began, failed = threading.Event(), []
 
