@@ -118,15 +118,22 @@ class Routers:
         """Raises NotFound if the worker is not connected."""
         await self._of_any(lambda client: client.drain(worker_id))
 
+    async def undrain(self, worker_id: str) -> None:
+        await self._of_any(lambda client: client.undrain(worker_id))
+
     async def wait_for_all(self, worker_id: str, holds: Callable[[Worker | None], bool], limit_s: float) -> bool:
         """Whether `holds` became true of the worker in time, as each router sees it."""
         deadline_s = time.monotonic() + limit_s
         for client in self._clients:
             while True:
-                with contextlib.suppress(Unavailable, TimeoutError):
+                try:
                     topology = await client.topology()
                     if holds(next((one for one in topology.workers if one.worker_id == worker_id), None)):
                         break
+                except Unauthenticated:
+                    raise
+                except (PdserveError, TimeoutError):  # an overloaded router may take longer than a call's limit
+                    pass
                 if time.monotonic() >= deadline_s:
                     return False
                 await asyncio.sleep(POLL_S)
@@ -268,7 +275,7 @@ class LocalCluster(LaunchedCluster):
                         added = step.worker_id
                         await self._start_added(step.worker_id, routers, say)
                     case "replace":
-                        check_serving((await routers.live()).workers, step.worker_id, surge=surge)
+                        check_serving((await routers.live()).workers, step.worker_id)
                         await self._replace(step.worker_id, routers, say, settings)
                         done.append(step.worker_id)
                     case "end":
@@ -314,8 +321,8 @@ class LocalCluster(LaunchedCluster):
             await self._supervisor.start(supervised(self._process(worker_id, self._settings[worker_id])))
             self._told()
             await self._attached(worker_id, "", routers)
-        except PdserveError as error:
-            say(worker_id, f"is not ready: {error.message}")
+        except Exception as error:  # as above
+            say(worker_id, f"is not ready: {_why(error)}")
             await self._supervisor.end(worker_id)
             self._forget(worker_id)
             raise
@@ -344,8 +351,8 @@ class LocalCluster(LaunchedCluster):
         try:
             await self._supervisor.start(supervised(self._process(worker_id, settings)))
             await self._attached(worker_id, incarnation, routers)
-        except PdserveError as error:
-            say(worker_id, f"is not ready: {error.message}; starting it as before")
+        except Exception as error:  # also of the system, such as no memory for a process
+            say(worker_id, f"is not ready: {_why(error)}; starting it as before")
             await self._supervisor.end(worker_id)
             self.spec, self._settings[worker_id] = before, former
             await self._supervisor.start(supervised(self._process(worker_id, former)))
@@ -363,7 +370,12 @@ class LocalCluster(LaunchedCluster):
         except NotFound:  # it is being started again, and has none
             return
         say(worker_id, f"draining, for at most {limit_s:g} s")
-        is_empty = await routers.wait_for_all(worker_id, _is_empty, limit_s)
+        try:
+            is_empty = await routers.wait_for_all(worker_id, _is_empty, limit_s)
+        except PdserveError:  # the change ends here, and the worker has not ended
+            with contextlib.suppress(PdserveError):
+                await routers.undrain(worker_id)
+            raise
         spent_s = time.monotonic() - began_s
         say(worker_id, f"drained after {spent_s:.1f} s" if is_empty else "still has requests, which others continue")
 
@@ -386,6 +398,10 @@ class LocalCluster(LaunchedCluster):
         """Tells the routers and Prometheus of the workers that there are."""
         self._supervisor.reload(split(self._processes(), self.spec)[1])
         self._metrics.changed(self.spec)
+
+
+def _why(error: Exception) -> str:
+    return error.message if isinstance(error, PdserveError) else str(error)
 
 
 def _is_empty(one: Worker | None) -> bool:

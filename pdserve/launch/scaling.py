@@ -74,10 +74,10 @@ def free_id(role: Role, taken: Collection[str]) -> str:
     return next(name for number in range(len(taken) + 1) if (name := f"{role.value[0]}{number}") not in taken)
 
 
-def check_serving(live: Iterable[LiveWorker], worker_id: str, *, surge: int = 0) -> None:
+def check_serving(live: Iterable[LiveWorker], worker_id: str) -> None:
     """Raises ConfigError if no decode worker would serve while this one is away: requests would fail."""
     serving = [one for one in live if one.role is Role.DECODE and one.is_connected and not one.is_drained]
-    if surge == 0 and [one.worker_id for one in serving] == [worker_id]:
+    if [one.worker_id for one in serving] == [worker_id]:
         raise ConfigError(
             worker_id, "the only decode worker that serves", "another one beside it: without one, requests fail"
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
@@ -56,7 +57,7 @@ class SessionOutbox:
         self._wakes = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._pace_s = self._tokens_s = 0.0
-        self._sent_s = 0.0  # the last message, by the loop's clock
+        self._sent_s = -math.inf  # the last message, by the loop's clock
         self._num_put = self._num_taken = self._last_urgent = 0
         self.is_closed = False
 

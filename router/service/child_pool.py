@@ -2,14 +2,15 @@
 
 All work first gets a little CPU time of one quick child. What takes longer goes to the slow children, with the full
 limit. So quick work never waits for slow work, and both queues are fair among clients. The event loop never blocks. The
-quick child takes up to QUICK_BATCH messages at once: otherwise it would answer one in each turn of the event loop,
-which takes long when it is needed most.
+quick child of texts takes several messages at once: otherwise it would answer one in each turn of the event loop, which
+takes long when it is needed most.
 GrammarCheck uses the pool for grammars; router/service/tokenizing.py uses it for texts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 import logging
 import os
@@ -28,7 +29,6 @@ from pdserve.isolated.process import ChildEnded, ChildProcess
 from router.service.fair_queue import ANONYMOUS, ClientKey, FairQueue, QueueLimits
 from router.service.model import ModelFacts
 
-QUICK_BATCH: Final = 16
 BATCH_BYTES: Final = 2**15  # of messages that are sent together; pipes hold twice as many
 HANGING: Final = 2.0  # multiple of the wall time after which the process itself is assumed to hang
 
@@ -49,6 +49,7 @@ class Purpose:
     slow_cpu_s: float
     wall_s: float
     queue: QueueLimits
+    quick_batch: int = 1  # messages that the quick child is sent together; each may take quick_cpu_s
 
 
 class LoadFailed(Exception):
@@ -95,7 +96,7 @@ class Children:
         quick = ChildProcess(purpose.module) if quick is None else quick
         slow = [ChildProcess(purpose.module) for _ in range(purpose.num_slow)]
         self.pools = (
-            ChildPool(purpose, [quick], purpose.quick_cpu_s, on_loaded, QUICK_BATCH),
+            ChildPool(purpose, [quick], purpose.quick_cpu_s, on_loaded, purpose.quick_batch),
             ChildPool(purpose, slow, purpose.slow_cpu_s, on_loaded),
         )
 
@@ -225,9 +226,13 @@ class ChildPool:
                 try:
                     await self._send(child, batch)
                 except Exception as error:  # any error is passed to the callers
+                    # A child that had ended before costs one message. A child that does not start costs all.
                     while batch:
-                        _fail(batch.popleft(), error)
-                    break
+                        self._queue.forget(batch[0].client)
+                        _fail(batch.popleft(), copy.copy(error))
+                        if isinstance(error, Overloaded):
+                            break
+                    continue
                 while batch and child.is_started:
                     asked = batch[0]
                     try:
@@ -241,6 +246,7 @@ class ChildPool:
                     began_s = now_s
         finally:
             for asked in batch:
+                self._queue.forget(asked.client)
                 asked.answer.cancel()
             del self._began_s[child]
             self._idle.append(child)

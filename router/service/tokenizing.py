@@ -129,6 +129,7 @@ class _Task(Generic[Result]):
 QUICK_CPU_S: Final = 0.01
 SLOW_CPU_S: Final = 1.0
 WALL_S: Final = 4.0
+QUICK_BATCH: Final = 16
 # More time for a long request, in addition to both.
 RENDERED_BYTES_PER_S: Final = 2**21
 ENCODED_BYTES_PER_S: Final = 2**18
@@ -206,6 +207,7 @@ class TextChildren:
                 slow_cpu_s=SLOW_CPU_S,
                 wall_s=WALL_S,
                 queue=QUEUE,
+                quick_batch=QUICK_BATCH,
             ),
             quick,
             self._loaded,

@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from pdserve import Client
+from pdserve.client.retries import Retries
 from pdserve.config import GatewayConfig, HttpRouterConfig, RouterConfig, with_gateway
 from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.gateway.app import Gateway
@@ -152,7 +153,8 @@ def test_a_drain_over_its_time_tells_the_clients(cluster: Cluster, *, is_whole: 
 
 def test_stop_tells_the_clients_of_both_ports(cluster: Cluster) -> None:
     host = router_of(cluster)
-    with openai_of(cluster) as client, Client(cluster.address) as sdk:
+    never = Retries(limit=0, resume_s=0.0)
+    with openai_of(cluster) as client, Client(cluster.address, retries=never) as sdk:
         reasons = stream(client, 2000)
         next(reasons)
         over_grpc = sdk.stream("hello", max_tokens=2000, ignore_eos=True)

@@ -557,7 +557,7 @@ def test_each_live_setting_changes(kind: str, tmp_path: Path) -> None:
     running = read({"model": "toy"}, folder=tmp_path)
     names = live_names({"router": RouterConfig, "gateway": GatewayConfig}.get(kind, WorkerConfig))
     for name in (one for one in names if one not in COMPUTED):
-        value = 0.5 if name == "trace_share" else 1025
+        value = {"trace_share": 0.5, "stream_interval_s": 0.05}.get(name, 1025)
         wanted = read({"model": "toy"}, None, f"{kind}.{name}={value}", folder=tmp_path)
         merged, changed, fixed = merge(running, wanted)
         assert (merged.spec.settings, changed, fixed) == (wanted.spec.settings, [f"{kind}.{name}"], [])

@@ -184,8 +184,8 @@ async def test_chats_that_wait_are_sent_together(make: Make, monkeypatch: pytest
     pid = child.pid
     work = [asyncio.create_task(admission.prepare(chat(one), MODEL, None)) for one in texts]
     found = await within(asyncio.gather(*work, return_exceptions=True))
-    assert child.pid != pid
     errors = [one for one in found if isinstance(one, BaseException)]
+    assert child.pid != pid or not errors
     assert len(errors) <= 1  # the one that was answered next; none if all answers were in the pipe
     assert all(isinstance(one, Overloaded) for one in errors)
 
