@@ -179,7 +179,7 @@ def test_padded_deltas_are_multiples_of_64_bytes(bundled: Served) -> None:
     fields = {"model": bundled.model, "input": INPUT, **BASE, "stream_options": {"include_obfuscation": True}}
     with bundled.openai.responses.with_streaming_response.create(stream=True, **fields) as answer:
         lines = [line for line in answer.iter_lines() if line.startswith("data: ") and ".delta" in line]
-    assert len(lines) > 3
+    assert len(lines) > 1
     assert {(len(line.encode()) - len("data: ")) % 64 for line in lines} == {0}
 
 

@@ -201,7 +201,7 @@ def test_a_template_rejects_what_the_encoder_rejects() -> None:
 
 
 class Scripted(inference_pb2_grpc.InferenceServiceServicer):
-    """Writes the start and the texts, then a pause, then the last text and the end, and may then fail."""
+    """Writes the start and the texts, then a pause, then the last text and the end, before which it may fail."""
 
     def __init__(self, *texts: str, fails: bool = False) -> None:
         self._texts, self._fails = texts, fails
@@ -214,10 +214,10 @@ class Scripted(inference_pb2_grpc.InferenceServiceServicer):
                 await self.goes_on.wait()
             delta = inference_pb2.Delta(text=text, token_ids=[number])
             await context.write(inference_pb2.GenerateResponse(delta=delta))
-        finished = inference_pb2.Finished(reason=inference_pb2.FINISH_REASON_LENGTH)
-        await context.write(inference_pb2.GenerateResponse(finished=finished))
         if self._fails:
             await context.abort(grpc.StatusCode.INTERNAL, "the last step failed")
+        finished = inference_pb2.Finished(reason=inference_pb2.FINISH_REASON_LENGTH)
+        await context.write(inference_pb2.GenerateResponse(finished=finished))
 
 
 async def bodies_of(servicer: Scripted, failure: type[Exception] | None = None) -> list[tuple[bytes, bool]]:
