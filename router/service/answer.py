@@ -367,8 +367,8 @@ async def is_shared(first: Answer) -> None:
 #
 # The first message of a call has a key: a time, and a MAC over everything that the call's tokens depend on. If its
 # router dies, the client presents the key and its tokens to another router, which computes the MAC of the request
-# again. A request that differs is rejected. So is one that no router has admitted: a resumed call is placed before new
-# ones, and is never rejected for its targets.
+# again. A request that differs is rejected. So is one that no router has admitted: a resumed call is never rejected for
+# its targets.
 
 TIME_BYTES: Final = 8
 MAC_BYTES: Final = 16

@@ -237,7 +237,7 @@ def entry_of(request: Request, fleet: Fleet, lengths: OutputLengths, rules: froz
     """Sets its place in the queue and `request.unloaded`, according to the present workers."""
     facts = request.facts
     # An answer that was resumed here is like a new one until its next token: what its client sends gives no precedence.
-    is_begun = request.first_token_s is not None
+    is_begun = request.first_emitted_s is not None
     level = (0 if is_begun else 1, -facts.priority if "priority" in rules else 0)
     tenant = facts.tenant if "fairness" in rules else ""
     request.unloaded = None
@@ -248,9 +248,10 @@ def entry_of(request: Request, fleet: Fleet, lengths: OutputLengths, rules: froz
             cached_tokens = _cached_tokens(request, fleet)
             request.unloaded = unloaded_estimate(request.num_tokens, expected_tokens, cached_tokens, prefills, decodes)
     prefill_s = request.unloaded.ttft_s if request.unloaded is not None else 0.0
-    if request.first_token_s is not None and "least-slack" in rules:
+    if is_begun and "least-slack" in rules:
         # When its next token is due at the target TPOT: an answer that is ahead of it tolerates a longer gap.
-        due_s = request.first_token_s + len(request.output) * facts.slo.tpot_s
+        began_s = request.arrived_s if request.first_token_s is None else request.first_token_s
+        due_s = began_s + len(request.output) * facts.slo.tpot_s
         return Entry(due_s, request.serial, request.request_id, level, tenant, prefill_s)
     if is_begun or "least-slack" not in rules:
         return Entry(request.serial, request.serial, request.request_id, level, tenant, prefill_s)

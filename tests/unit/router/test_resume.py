@@ -8,6 +8,7 @@ import pytest
 
 from pdserve.core.types import FinishReason, Sampling, Slo
 from router.recording.replay import decode_value, encode_value
+from router.state.fleet import NOTHING, entry_of
 from router.state.interface import FinishRequest, Outcome, RequestArrived, RouterSettings
 from tests.unit.router.expected import admit, emit, prefill, reserve
 from tests.unit.router.given import Given
@@ -63,6 +64,20 @@ def test_only_its_end_is_sent_if_it_has_all_tokens(given: Given, reason: FinishR
     assert isinstance(end, FinishRequest)
     assert (end.reason, end.usage.completion_tokens, end.outcome) == (reason, 3, Outcome.SERVED)
     assert given.state.is_empty
+
+
+def test_what_its_client_sends_gives_no_precedence(given: Given) -> None:
+    """A key admits a call, not its tokens: only a token of this router shows that the answer has begun."""
+    cluster = given.state._cluster
+    given.arrives(output_ids=HELD)
+
+    def level() -> int:
+        return entry_of(cluster.requests["a"], cluster.fleet, cluster.lengths, NOTHING, given.now_s).level[0]
+
+    assert level() == 1
+    given.granted()
+    given.first(100)
+    assert level() == 0
 
 
 def test_it_is_not_rejected_for_its_targets() -> None:
