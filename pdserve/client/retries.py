@@ -110,7 +110,7 @@ class Attempts:
 
     @property
     def is_resuming(self) -> bool:
-        """An attempt was interrupted before its first token."""
+        """An attempt was interrupted."""
         return self._resumes[0] > 0
 
     def resume_delay_s(self, failure: PdserveError, num_tokens: int) -> float | None:

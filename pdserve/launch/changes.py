@@ -211,7 +211,7 @@ class LocalCluster(LaunchedCluster):
                     raise one
             for worker_id in plan.remove:
                 await self._end(worker_id, routers, say)
-        say("", f"the cluster has {self.spec.prefill} prefill and {self.spec.decode} decode workers")
+        self._say_numbers(say)
 
     async def set_role(self, worker_id: str, role: Role, say: Say) -> None:
         slot = self.spec.slots[index_of(self.spec, worker_id)]
@@ -221,7 +221,7 @@ class LocalCluster(LaunchedCluster):
         async with Routers(self.spec, self._address) as routers:
             check_serving((await routers.live()).workers, worker_id)
             await self._replace(worker_id, routers, say, self._settings[worker_id], role)
-        say("", f"the cluster has {self.spec.prefill} prefill and {self.spec.decode} decode workers")
+        self._say_numbers(say)
 
     async def roll(self, worker_ids: Sequence[str], surge: int, settings: str, *, is_undo: bool, say: Say) -> None:
         """Raises ChangeFailed if it has stopped before its end."""
@@ -321,7 +321,7 @@ class LocalCluster(LaunchedCluster):
             await self._supervisor.start(supervised(self._process(worker_id, self._settings[worker_id])))
             self._told()
             await self._attached(worker_id, "", routers)
-        except Exception as error:  # as above
+        except Exception as error:  # also of the system, such as no memory for a process
             say(worker_id, f"is not ready: {_why(error)}")
             await self._supervisor.end(worker_id)
             self._forget(worker_id)
@@ -351,7 +351,7 @@ class LocalCluster(LaunchedCluster):
         try:
             await self._supervisor.start(supervised(self._process(worker_id, settings)))
             await self._attached(worker_id, incarnation, routers)
-        except Exception as error:  # also of the system, such as no memory for a process
+        except Exception as error:  # as above
             say(worker_id, f"is not ready: {_why(error)}; starting it as before")
             await self._supervisor.end(worker_id)
             self.spec, self._settings[worker_id] = before, former
@@ -393,6 +393,9 @@ class LocalCluster(LaunchedCluster):
         self.spec = vacate(self.spec, worker_id)
         self._settings.pop(worker_id, None)
         self._told()
+
+    def _say_numbers(self, say: Say) -> None:
+        say("", f"the cluster has {self.spec.prefill} prefill and {self.spec.decode} decode workers")
 
     def _told(self) -> None:
         """Tells the routers and Prometheus of the workers that there are."""

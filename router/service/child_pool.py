@@ -227,11 +227,9 @@ class ChildPool:
                     await self._send(child, batch)
                 except Exception as error:  # any error is passed to the callers
                     # A child that had ended before costs one message. A child that does not start costs all.
-                    while batch:
+                    for _ in range(1 if isinstance(error, Overloaded) else len(batch)):
                         self._queue.forget(batch[0].client)
                         _fail(batch.popleft(), copy.copy(error))
-                        if isinstance(error, Overloaded):
-                            break
                     continue
                 while batch and child.is_started:
                     asked = batch[0]

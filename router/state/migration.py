@@ -91,7 +91,7 @@ class _Migration:
             decision = self._decide(answer)
             if decision is not None and decision.obstacle is Obstacle.PREFILL:  # perhaps only for this answer
                 answer.request.stays_until_s = cluster.now_s + RETRY_S
-                cluster.migrate_after_s = cluster.now_s + RETRY_S / MAX_ASKED
+                cluster.migrate_after_s = cluster.now_s + RETRY_S / MAX_ASKED  # not after each event
             elif decision is not None and decision.choice in STARTS and self._is_worth_it(answer, decision):
                 commands += self._move(answer, decision)
                 room -= 1

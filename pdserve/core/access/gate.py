@@ -22,6 +22,8 @@ is not under what runs. It is dropped once it has rejected nothing for OFF_S. Ca
 
 The CPU time of a running request is what its tokens cost, so a limit on running requests also holds for long answers.
 
+The delay also sets the pace of the workers' messages (Pace).
+
 A gateway asks before it has read a request's body, and so its priority. If the caller has used several priorities
 lately, the request passes, and the gateway asks again when it knows the priority.
 """
@@ -74,7 +76,6 @@ FRONT_RETRY_S: Final = 1.0
 _GOLDEN: Final = 0.6180339887498949
 _UNLIMITED: Final = 2**31
 
-
 PACE_DELAY_S: Final = 0.005  # of the event loop; below it messages need no pace
 PACE_FACTOR: Final = 3.0
 LEAST_PACE_S: Final = 0.02
@@ -96,16 +97,15 @@ class Pace:
     def follow(self, late_s: float) -> None:
         """After an interval with this mean delay of the event loop, which is half a turn."""
         self._late_s += PACE_WEIGHT * (late_s - self._late_s)
-        needed_s = PACE_FACTOR * self._late_s if self._late_s > PACE_DELAY_S else 0.0
-        if needed_s == 0.0:
+        if self._late_s <= PACE_DELAY_S:
             self.interval_s = 0.0
-        elif (
-            needed_s > self.interval_s or needed_s < self.interval_s / 4.0
-        ):  # few changes: each is a message to all workers
-            interval_s = LEAST_PACE_S
-            while interval_s < min(needed_s, MOST_PACE_S):
-                interval_s *= 2.0
-            self.interval_s = interval_s
+            return
+        needed_s = min(PACE_FACTOR * self._late_s, MOST_PACE_S)
+        if self.interval_s / 4.0 <= needed_s <= self.interval_s:  # each change is a message to all workers
+            return
+        self.interval_s = LEAST_PACE_S
+        while self.interval_s < needed_s:
+            self.interval_s *= 2.0
 
 
 @final

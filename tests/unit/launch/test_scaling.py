@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pdserve.core.errors import ConfigError, InvalidRequest, NotFound
+from pdserve.client.results import Worker
+from pdserve.core.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotFound,
+    PdserveError,
+    Unauthenticated,
+    Unavailable,
+)
 from pdserve.core.live import LiveTotals, LiveWorker
 from pdserve.core.types import Role
+from pdserve.launch.changes import Routers
 from pdserve.launch.scaling import (
     FailureCount,
     RollStep,
@@ -245,3 +257,29 @@ def test_a_roll_out_takes_no_other_settings(text: str) -> None:
 def test_a_text_that_is_no_toml_is_rejected(text: str) -> None:
     with pytest.raises(InvalidRequest):
         read_settings(text, {})
+
+
+# --- routers --------------------------------------------------------------------------------------------------
+
+
+class SlowRouter:
+    """Its first calls exceed their time limit."""
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self.failures: list[PdserveError] = [DeadlineExceeded("too late"), Unavailable("restarts")]
+        self._workers = tuple(workers)
+
+    async def topology(self) -> SimpleNamespace:
+        if self.failures:
+            raise self.failures.pop()
+        return SimpleNamespace(workers=self._workers)
+
+
+async def test_a_slow_router_is_asked_again() -> None:
+    routers = object.__new__(Routers)
+    routers._clients = [SlowRouter([]), SlowRouter([])]  # type: ignore[list-item]
+    assert await routers.wait_for_all("d0", lambda one: one is None, limit_s=60.0)
+    assert not any(one.failures for one in routers._clients)  # type: ignore[attr-defined]
+    routers._clients[0].failures.append(Unauthenticated("no token"))  # type: ignore[attr-defined]
+    with pytest.raises(Unauthenticated):
+        await routers.wait_for_all("d0", lambda one: one is None, limit_s=60.0)

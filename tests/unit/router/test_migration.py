@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pdserve.core.attempt import RefusalReason
 from pdserve.core.cost.latency import CostPrior
 from pdserve.core.protocol import Cancel, DrainWorker, Load, Reserve
 from pdserve.core.types import FinishReason, Slo
+from router.policy.interface import Choice, Decision, Obstacle, PolicyInput
 from router.state.interface import Command, DrainRequested, FinishRequest, RouterSettings, UndrainRequested
 from router.state.lifecycle import Stage
 from router.state.migration import PATIENCE_S
@@ -195,6 +198,26 @@ def test_the_longest_answer_moves_first(given: Given) -> None:
         given.first(100, request_id=name)
         given.committed(request_id=name)
     given.connect_decode("d1")
+    assert [one.request_id for one in drain(given) if isinstance(one, Reserve)] == ["b"]
+
+
+def test_an_answer_that_waits_for_a_prefill_worker_keeps_no_other_on_the_worker(given: Given) -> None:
+    """Perhaps only it has its prefix there, or its adapter."""
+    for name, most in (("a", 200), ("b", 20)):
+        given.arrives(name, max_tokens=most)
+        given.granted(request_id=name)
+        given.first(100, request_id=name)
+        given.committed(request_id=name)
+    given.connect_decode("d1")
+    cluster = given.state._cluster
+    policy = cluster.policy
+
+    def waiting(asked: PolicyInput, *workers: Any) -> Decision:
+        if asked.request_id == "a":
+            return Decision(choice=Choice.WAIT, reason="its worker is busy", obstacle=Obstacle.PREFILL)
+        return policy(asked, *workers)
+
+    cluster.policy = waiting
     assert [one.request_id for one in drain(given) if isinstance(one, Reserve)] == ["b"]
 
 

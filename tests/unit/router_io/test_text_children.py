@@ -203,6 +203,7 @@ async def test_health_fails_while_no_child_starts(make: Make, monkeypatch: pytes
     with pytest.raises(InternalError, match="did not start"):
         await within(admission.prepare(chat("good"), MODEL, None))
     assert not admission.can_work
+    assert not admission.children._children.pools[0]._queue._running, "a message that was not sent runs for nobody"
     monkeypatch.setattr(sys, "executable", interpreter)
     warming = asyncio.create_task(admission.children.keep_warm())  # no request is needed
     async with asyncio.timeout(AMPLE_S):
