@@ -13,6 +13,7 @@ from pdserve.core.grammar import Grammar, GrammarKind, choice
 from pdserve.gateway.api.request_models import Tool
 from pdserve.gateway.tools.grammars import terminal
 from pdserve.gateway.tools.plan import AnswerTools, ToolPlan, message, plan_tools
+from pdserve.structured import checker
 from pdserve.structured.checker import reason_against
 from pdserve.structured.compile import Compiler
 from tests.support.tooled_model import BUNDLED
@@ -86,6 +87,12 @@ def plan(form: str, *, is_parallel: bool = True, answer: Any = ANSWER) -> ToolPl
     found = plan_tools(TOOLS, "auto", model, is_parallel=is_parallel, is_thinking=True, answer=answer)
     assert found is not None
     return found
+
+
+@pytest.fixture(autouse=True)
+def any_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit counts the CPU time of the whole process, which has other threads here."""
+    monkeypatch.setattr(checker, "MAX_COMPILE_S", 60.0)
 
 
 @pytest.fixture(scope="module")

@@ -177,13 +177,14 @@ async def test_a_clean_stop_is_visible_at_once(url: str) -> None:
 async def test_a_slot_is_reused_only_after_its_sweep(url: str) -> None:
     blocks = chain(3000)
     async with following(url) as index, publishing(url, "sweeper", lease_s=0.4) as sweeper:
-        worker = publisher(url, "w", "first", lease_s=0.4)
+        worker = publisher(url, "w", "first", lease_s=60.0)
         worker.offer(stored=blocks)
         await worker.start()
         await until_found(index, blocks, {"w": 3000})
         await crash(worker)
         with redis.Redis.from_url(url) as client:
             assert client.scard(f"{TAG}:free") == 0
+            assert client.delete(f"{TAG}:w:1") == 1  # its lease ends
             await until(lambda: client.scard(f"{TAG}:free") == 1)
             assert client.exists(f"{TAG}:r:1") == 0
         await until(lambda: sweeper._sweeper.num_swept_slots == 1)
