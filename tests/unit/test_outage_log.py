@@ -290,7 +290,7 @@ async def test_a_flapping_router_is_logged_once_a_minute(
     assert lines() == ["router attached", "router gone", "router attached"]
 
 
-def test_routers_that_read_too_slowly_are_told_to_the_owner() -> None:
+async def test_routers_that_read_too_slowly_are_told_to_the_owner() -> None:
     told: list[int] = []
     outbox = SessionOutbox(limit=1, on_full=told.append)
     outbox.put([worker_pb2.AttachResponse()])

@@ -175,7 +175,8 @@ def test_a_secret_whose_file_is_gone_stays(
 def test_flags_of_live_settings_give_the_same_config(kind: Any) -> None:
     needed = {"model": "m"} if kind is not GatewayConfig else {"router": "r:1"}
     needed |= {"worker_id": "p0"} if kind is WorkerConfig else {}
-    config = kind(**needed, **{name: 1 if name == "trace_share" else 1025 for name in live_names(kind)})
+    other = {"trace_share": 1, "stream_interval_s": 0.05, "workers": ("h:1", "h:2")}
+    config = kind(**needed, **{name: other.get(name, 1025) for name in live_names(kind)})
     own = [f"--{name.replace('_', '-')}={value}" for name, value in needed.items()]
     assert parse_flags(kind, [*own, *live_flags(config)], "prog", {}) == config
     assert parse_flags(kind, [*own, *live_flags(config), *live_flags(kind(**needed))], "prog", {}) == kind(**needed)

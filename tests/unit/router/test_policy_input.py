@@ -55,8 +55,8 @@ def test_a_resumed_requests_wait_starts_at_its_last_token(fleet: Fleet) -> None:
 def test_resumed_requests_are_ordered_by_due_time(fleet: Fleet) -> None:
     """An answer that is far ahead of its target tolerates a longer gap."""
     ahead, behind = request(serial=1), request(serial=2)
-    ahead.output, ahead.first_token_s = [1] * 50, 1.0
-    behind.output, behind.first_token_s = [1], 4.0
+    ahead.output, ahead.first_token_s, ahead.first_emitted_s = [1] * 50, 1.0, 1.0
+    behind.output, behind.first_token_s, behind.first_emitted_s = [1], 4.0, 4.0
     entries = [entry_of(one, fleet, OutputLengths(), RULES, NOW_S) for one in (ahead, behind)]
     assert [one.key for one in entries] == pytest.approx([1.0 + 50 * 0.1, 4.0 + 0.1])
     assert sorted(entries)[0].serial == 2
@@ -93,7 +93,7 @@ def test_a_worker_that_is_too_small_is_skipped(fleet: Fleet) -> None:
 
 def test_queue_entries_sort_by_level_then_start_time(fleet: Fleet) -> None:
     plain, urgent, begun = request(), request(priority=9), request(priority=0)
-    begun.output, begun.first_token_s = [1], 4.5
+    begun.output, begun.first_token_s, begun.first_emitted_s = [1], 4.5, 4.5
     entries = {
         name: entry_of(one, fleet, OutputLengths(), RULES, NOW_S)
         for name, one in (("plain", plain), ("urgent", urgent), ("begun", begun))
