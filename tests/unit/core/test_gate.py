@@ -280,9 +280,9 @@ def test_an_overloaded_loop_sheds_what_it_cannot_serve(gate: Gate, load: float, 
     front = Front(gate)
     front.serve(poisson(load * CAPACITY_RPS, 20.0))
     front.delays_s.sort()
-    assert front.delays_s[len(front.delays_s) // 2] < 0.04
+    assert front.delays_s[len(front.delays_s) // 2] < 3.0 * rules.TARGET_S
     late_s = sorted(front.waits_s[len(front.waits_s) // 2 :])
-    assert late_s[int(0.95 * len(late_s))] < 0.1
+    assert late_s[int(0.95 * len(late_s))] < 6.0 * rules.TARGET_S
     # What the rejections leave, after the first seconds.
     left = 1.0 - (load - 1.0) * CAPACITY_RPS * front.rejection_s
     kept = sum(at_s > 5.0 for at_s in front.admitted_s) / 15.0
