@@ -1,23 +1,17 @@
-"""A cluster whose workers are processes of this host, and its changes while it serves: the launcher starts, drains and
-ends workers when an operator asks a router for it. `scaling.py` decides which.
-
-A router passes the call to a unix socket in a folder that only this user can enter. One change is made at a time. It
-goes on if its caller leaves, and ends with the launcher.
+"""Changes of a cluster while it serves: the launcher starts, drains and ends workers when an operator asks a router for
+it. `scaling.py` decides which; a subclass starts and ends one worker. Also the cluster whose workers are processes of
+this host.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
-import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final, TypeVar, final
-
-import grpc.aio
 
 from pdserve.client.aio import AsyncClient
 from pdserve.client.results import Worker
@@ -25,7 +19,6 @@ from pdserve.client.retries import Retries
 from pdserve.core.errors import (
     ChangeFailed,
     ConfigError,
-    InternalError,
     InvalidRequest,
     NotFound,
     PdserveError,
@@ -34,6 +27,7 @@ from pdserve.core.errors import (
 )
 from pdserve.core.live import LiveFrame
 from pdserve.core.types import Role
+from pdserve.launch.change_server import ChangeServer, Say
 from pdserve.launch.local import LaunchedCluster, split, targets_of_routers
 from pdserve.launch.ports import free_ports
 from pdserve.launch.report import LauncherReport
@@ -55,11 +49,6 @@ from pdserve.launch.scaling import (
 )
 from pdserve.launch.spec import ClusterSpec, Process, ports, processes, router_config, worker_process
 from pdserve.launch.supervisor import side_by_side, supervised
-from pdserve.v1 import cluster_pb2, cluster_pb2_grpc
-from pdserve.wire import status
-from pdserve.wire.convert import role_to_proto
-
-log = logging.getLogger(__name__)
 
 # --- routers --------------------------------------------------------------------------------------------------
 
@@ -157,16 +146,17 @@ class Routers:
 # --- cluster --------------------------------------------------------------------------------------------------
 
 LAUNCHER_SOCKET: Final = "launcher.sock"
-Say = Callable[[str, str], None]  # (worker or empty, text)
 
 
-@final
-class LocalCluster(LaunchedCluster):
-    """The workers are processes of this host."""
+class ChangingCluster(LaunchedCluster):
+    """A cluster whose workers can change. A subclass says how one of them is started, ended and addressed."""
 
-    def __init__(self, spec: ClusterSpec, report: LauncherReport) -> None:
-        super().__init__(spec, report)
+    def __init__(self, spec: ClusterSpec, report: LauncherReport, *, ray: str | None = None) -> None:
+        """`ray` as in `with_ports`."""
+        super().__init__(spec, report, ray=ray)
         socket = self._sockets.path / LAUNCHER_SOCKET
+        if ray is not None:  # Ray assigns both
+            self.spec = replace(self.spec, worker_ports=(), gpus=())
         self.spec = with_slots(replace(self.spec, launcher_socket=str(socket)))
         self._changing = ChangeServer(self, socket, router_config(self.spec, ()).token)
         self._address = ""
@@ -182,15 +172,6 @@ class LocalCluster(LaunchedCluster):
     async def stop(self, *, is_graceful: bool) -> None:
         await self._changing.close()
         await super().stop(is_graceful=is_graceful)
-
-    def _processes(self) -> list[Process]:
-        return processes(self.spec)
-
-    async def _start_workers(self, workers: Sequence[Process]) -> None:
-        await side_by_side(self._supervisor.start(supervised(process)) for process in workers)
-
-    def _names_of_workers(self) -> Sequence[str]:
-        return self.spec.worker_ids
 
     # -- changes -------------------------------------------------------------------------------------------------
 
@@ -296,41 +277,30 @@ class LocalCluster(LaunchedCluster):
     # -- one worker ----------------------------------------------------------------------------------------------
 
     def _take_slot(self, worker_id: str, role: Role, settings: Settings, *, is_surge: bool = False) -> None:
-        """A place for a new worker. Raises ConfigError without GPUs for it, or if one of its ports is in use."""
-        before = self.spec
-        listed = {port for _, _, port in ports(before, are_workers_here=True)}
-        port = 0
-        if slot_for(before, role) == len(before.slots):
-            [port] = free_ports(1, {"127.0.0.1"}, avoid=listed)
-        spec = add_worker(before, worker_id, role, port, is_surge=is_surge)
-        for name, host, number in ports(spec, are_workers_here=True):
-            if number not in listed and number not in self._held.ports:
-                self._held.hold(name, host, number)
+        """A place for a new worker. Raises ConfigError if there is none."""
+        spec = self._with_worker(worker_id, role, is_surge=is_surge)
         if self._certificates is not None:
             self._certificates.add(worker_id)
         self.spec = spec
         self._settings[worker_id] = settings
 
-    def _process(self, worker_id: str, settings: Settings) -> Process:
-        return worker_process(replace(self.spec, settings=settings), index_of(self.spec, worker_id))
-
     async def _start_added(self, worker_id: str, routers: Routers, say: Say) -> None:
         """Returns when each router is connected to it. If it cannot start, its slot is free again."""
         say(worker_id, "starting")
         try:
-            await self._supervisor.start(supervised(self._process(worker_id, self._settings[worker_id])))
+            await self._start_worker(worker_id, self._settings[worker_id], say)
             self._told()
             await self._attached(worker_id, "", routers)
         except Exception as error:  # also of the system, such as no memory for a process
             say(worker_id, f"is not ready: {_why(error)}")
-            await self._supervisor.end(worker_id)
+            await self._end_worker(worker_id)
             self._forget(worker_id)
             raise
         say(worker_id, "ready")
 
     async def _end(self, worker_id: str, routers: Routers, say: Say) -> None:
         await self._drain(worker_id, routers, say)
-        await self._supervisor.end(worker_id)
+        await self._end_worker(worker_id)
         self._forget(worker_id)
         await routers.wait_for_all(worker_id, lambda one: one is None, FORGET_S)
         say(worker_id, "ended")
@@ -342,20 +312,20 @@ class LocalCluster(LaunchedCluster):
         before, former = self.spec, self._settings[worker_id]
         seen = await routers.worker(worker_id)
         await self._drain(worker_id, routers, say)
-        await self._supervisor.end(worker_id)
+        await self._end_worker(worker_id)
         say(worker_id, "starting" if role is None else f"starting as a {role.value} worker")
         if role is not None:
             self.spec = with_role(before, worker_id, role)
         self._settings[worker_id] = settings
         incarnation = "" if seen is None else seen.incarnation
         try:
-            await self._supervisor.start(supervised(self._process(worker_id, settings)))
+            await self._start_worker(worker_id, settings, say)
             await self._attached(worker_id, incarnation, routers)
         except Exception as error:  # as above
             say(worker_id, f"is not ready: {_why(error)}; starting it as before")
-            await self._supervisor.end(worker_id)
+            await self._end_worker(worker_id)
             self.spec, self._settings[worker_id] = before, former
-            await self._supervisor.start(supervised(self._process(worker_id, former)))
+            await self._start_worker(worker_id, former, say)
             await self._attached(worker_id, incarnation, routers)
             raise
         finally:
@@ -364,7 +334,7 @@ class LocalCluster(LaunchedCluster):
 
     async def _drain(self, worker_id: str, routers: Routers, say: Say) -> None:
         """Until the worker has no requests, for its drain_s at most. Those that are left continue on others."""
-        limit_s, began_s = self._supervisor.drain_s(worker_id), time.monotonic()
+        limit_s, began_s = self._drain_s(worker_id), time.monotonic()
         try:
             await routers.drain(worker_id)
         except NotFound:  # it is being started again, and has none
@@ -389,6 +359,25 @@ class LocalCluster(LaunchedCluster):
             lines = f"see the log of the router for the reason; nothing connected within {ATTACH_S:.0f} s"
             raise ChangeFailed(f"{worker_id} listens, but a router does not accept it: {lines}")
 
+    # -- where the workers run -------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _with_worker(self, worker_id: str, role: Role, *, is_surge: bool) -> ClusterSpec:
+        """The spec with a worker that has not started yet. Raises ConfigError if there is no place for it."""
+
+    @abstractmethod
+    async def _start_worker(self, worker_id: str, settings: Settings, say: Say) -> None:
+        """Returns when the worker listens. If it raises, `_end_worker` follows."""
+
+    @abstractmethod
+    async def _end_worker(self, worker_id: str) -> None:
+        """Drains a worker, for its own time limit at most, and ends it for good: its name may be used again."""
+
+    @abstractmethod
+    def _drain_s(self, worker_id: str) -> float: ...
+
+    # ------------------------------------------------------------------------------------------------------------
+
     def _forget(self, worker_id: str) -> None:
         self.spec = vacate(self.spec, worker_id)
         self._settings.pop(worker_id, None)
@@ -411,106 +400,43 @@ def _is_empty(one: Worker | None) -> bool:
     return one is None or not one.is_connected or (one.is_draining and one.running == one.waiting == 0)
 
 
-# --- calls of routers -----------------------------------------------------------------------------------------
-
-
-GRACE_S: Final = 0.5  # for the last answers
-Steps = asyncio.Queue[cluster_pb2.ChangeWorkersResponse | None]
+# --- processes of this host -----------------------------------------------------------------------------------
 
 
 @final
-class ChangeServer(cluster_pb2_grpc.ClusterServiceServicer):
-    """Serves ChangeWorkers on a unix socket. `start`, then `close`."""
+class LocalCluster(ChangingCluster):
+    """The workers are processes of this host."""
 
-    def __init__(self, cluster: LocalCluster, socket: Path, token: str) -> None:
-        self._cluster, self._socket, self._token = cluster, socket, token
-        self._server: Any = None
-        self._task: asyncio.Task[None] | None = None
-        self._what = ""
-        self.is_ready = False  # the cluster has started
+    def _processes(self) -> list[Process]:
+        return processes(self.spec)
 
-    async def start(self) -> None:
-        self._server = grpc.aio.server()
-        cluster_pb2_grpc.add_ClusterServiceServicer_to_server(self, self._server)
-        if not self._server.add_insecure_port(f"unix:{self._socket}"):
-            raise ConfigError("launcher_socket", self._socket, "a path of at most 107 bytes")
-        self._socket.chmod(0o600)
-        await self._server.start()
+    async def _start_workers(self, workers: Sequence[Process]) -> None:
+        await side_by_side(self._supervisor.start(supervised(process)) for process in workers)
 
-    async def close(self) -> None:
-        """Ends the change that runs. Idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        if self._server is not None:
-            await self._server.stop(GRACE_S)
-            self._server = None
+    def _names_of_workers(self) -> Sequence[str]:
+        return self.spec.worker_ids
 
-    async def ChangeWorkers(
-        self, request: cluster_pb2.ChangeWorkersRequest, context: Any
-    ) -> AsyncIterator[cluster_pb2.ChangeWorkersResponse]:
-        steps: Steps = asyncio.Queue()
-        try:
-            self._check(context.invocation_metadata())
-            change = self._change(request, lambda name, text: self._say(steps, name, text))
-            if self._task is not None and not self._task.done():
-                raise Unavailable(f"the launcher makes another change ({self._what}); try again when it has ended")
-            self._what = request.WhichOneof("change") or ""
-            self._task = task = asyncio.create_task(self._run(change, steps), name="change")
-            task.add_done_callback(_observe)
-            while (step := await steps.get()) is not None:
-                yield step
-            await task  # it has ended
-        except PdserveError as error:
-            await status.abort(context, error)
+    def _with_worker(self, worker_id: str, role: Role, *, is_surge: bool) -> ClusterSpec:
+        """Raises ConfigError without GPUs for it, or if one of its ports is in use."""
+        before = self.spec
+        listed = {port for _, _, port in ports(before, are_workers_here=True)}
+        port = 0
+        if slot_for(before, role) == len(before.slots):
+            [port] = free_ports(1, {"127.0.0.1"}, avoid=listed)
+        spec = add_worker(before, worker_id, role, port, is_surge=is_surge)
+        for name, host, number in ports(spec, are_workers_here=True):
+            if number not in listed and number not in self._held.ports:
+                self._held.hold(name, host, number)
+        return spec
 
-    def _check(self, metadata: Any) -> None:
-        given = next((str(value) for key, value in metadata or () if key == "authorization"), "")
-        if self._token and not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
-            raise Unauthenticated("the launcher needs the operator's token")
-        if not self.is_ready:
-            raise Unavailable("the cluster is still starting", 1.0)
+    async def _start_worker(self, worker_id: str, settings: Settings, say: Say) -> None:
+        await self._supervisor.start(supervised(self._process(worker_id, settings)))
 
-    def _change(self, request: cluster_pb2.ChangeWorkersRequest, say: Say) -> Callable[[], Coroutine[Any, Any, None]]:
-        """Raises InvalidRequest."""
-        cluster = self._cluster
-        match request.WhichOneof("change"):
-            case "scale":
-                scale = request.scale
-                prefill = scale.prefill if scale.HasField("prefill") else None
-                decode = scale.decode if scale.HasField("decode") else None
-                return lambda: cluster.scale(prefill, decode, say)
-            case "roll":
-                roll = request.roll
-                names = list(dict.fromkeys(roll.worker_ids))
-                return lambda: cluster.roll(names, roll.surge, roll.settings, is_undo=roll.is_undo, say=say)
-            case "role":
-                role = next((one for one in Role if role_to_proto(one) == request.role.role), None)
-                if role is None:
-                    raise InvalidRequest("role", request.role.role, "prefill or decode")
-                return lambda: cluster.set_role(request.role.worker_id, role, say)
-        raise InvalidRequest("change", "nothing", "scale, roll or role")
+    async def _end_worker(self, worker_id: str) -> None:
+        await self._supervisor.end(worker_id)
 
-    async def _run(self, change: Callable[[], Coroutine[Any, Any, None]], steps: Steps) -> None:
-        try:
-            await change()
-        except PdserveError as error:
-            self._cluster.say("launcher", f"{self._what}: {error.message}")
-            raise
-        except asyncio.CancelledError:
-            raise Unavailable("the launcher ends") from None
-        except Exception as error:
-            log.exception("a change failed")
-            raise InternalError(f"the change failed: {type(error).__name__}: {error}") from error
-        finally:
-            steps.put_nowait(None)
+    def _drain_s(self, worker_id: str) -> float:
+        return self._supervisor.drain_s(worker_id)
 
-    def _say(self, steps: Steps, worker_id: str, text: str) -> None:
-        self._cluster.say(worker_id or "launcher", text)
-        steps.put_nowait(cluster_pb2.ChangeWorkersResponse(worker_id=worker_id, text=text))
-
-
-def _observe(task: asyncio.Task[None]) -> None:
-    """Its error is told by `_run`, also if the caller has left."""
-    if not task.cancelled():
-        task.exception()
+    def _process(self, worker_id: str, settings: Settings) -> Process:
+        return worker_process(replace(self.spec, settings=settings), index_of(self.spec, worker_id))

@@ -1,9 +1,10 @@
 """The driver of `up --ray`: makes each worker a Ray actor and replaces actors that Ray has given up.
 
-    python -m pdserve.launch.ray_cluster ADDRESS SPEC
+    python -m pdserve.launch.ray_cluster ADDRESS FILE
 
-The only module that imports ray. Ray places the workers and restarts them. Requests, tokens and KV never pass through
-it, so losing its control plane stops no request. Reports events on stdout as `@NAME TEXT`.
+The only module that imports ray. The workers are those in FILE, also after it changes: `ray_workers.py` decides. Ray
+places them and restarts them. Requests, tokens and KV never pass through it, so losing its control plane stops no
+request. Reports events on stdout as `@NAME TEXT`.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import math
 import os
 import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -32,30 +33,34 @@ from pdserve.launch import confine
 from pdserve.launch.engine_python import ANSWER_S, trouble_with
 from pdserve.launch.ports import listeners, session_of
 from pdserve.launch.rank_actor import RankActor
-from pdserve.launch.spec import (
-    MODULES,
-    ClusterSpec,
-    ray_bundles,
-    ray_resources,
-    remote_ranks,
-    waiting_env,
-    why_not_placed,
-    worker_config,
+from pdserve.launch.ray_workers import (
+    ActorApi,
+    ActorGone,
+    ActorUnreachable,
+    Bundles,
+    NameTaken,
+    RayTrouble,
+    RayWorkers,
+    Resources,
 )
+from pdserve.launch.spec import MODULES, ray_resources, remote_ranks, waiting_env
 from pdserve.launch.supervisor import StartFailed
 from pdserve.launch.with_ray import (
     BEGINS,
     IMPORTING,
     LOADING,
-    NOW,
-    PLACING,
+    STATE,
     TOOK,
     WARMING,
+    WORKER_START_S,
     ActorHealth,
-    ActorStarts,
+    Phase,
+    WantedCluster,
+    WantedFile,
+    WantedWorker,
     emit,
     last_line,
-    spec_from_json,
+    states_to_json,
 )
 from pdserve.model_source import TOY, find_model
 from pdserve.owned_folder import OwnedFolder
@@ -79,14 +84,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 log = logging.getLogger(__name__)
 
 NAMESPACE: Final = "pdserve"
-START_S: Final = 600.0
 GIVE_BACK_S: Final = 5.0
+PLACE: Final = "place"  # a resource of a Ray of our own
+NUM_PLACES: Final = 4096
 _OBJECT_STORE_BYTES: Final = 100 * 2**20  # no data of ours is sent there
-_HEALTH_S: Final = 2.0
-_WATCH_S: Final = 0.5
 _ASK_S: Final = 2 * ANSWER_S  # with the start of the process of Ray that asks
-_POLL_S: Final = 0.1  # between two looks at workers that start
-_QUIET_S: Final = 10.0  # interval between two reports that Ray does not answer
+_POLL_S: Final = 0.1
+Ranks = tuple[str, list[Any]]  # rendezvous address, actors
 _LOOPBACK: Final = re.compile(r"unix:|rediss?://(.*@)?(127\.|localhost|\[::1\])")
 
 
@@ -159,58 +163,222 @@ class WorkerActor:
             self._host.wait(timeout_s)
 
 
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    """Ray's errors as those of `ActorApi`."""
+    try:
+        yield
+    except ray.exceptions.ActorUnavailableError as error:
+        raise ActorUnreachable(last_line(error)) from None
+    except ray.exceptions.ActorDiedError as error:
+        raise ActorGone(last_line(error)) from None
+    except ray.exceptions.ActorAlreadyExistsError as error:
+        raise NameTaken(last_line(error)) from None
+    except (ray.exceptions.RayError, TimeoutError, ConnectionError, RuntimeError, ValueError) as error:
+        raise RayTrouble(last_line(error)) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A placement group. `ready` is an object that exists once it is placed."""
+
+    group: Any
+    ready: Any
+
+
+@final
+class RayApi(ActorApi):
+    """`address` as of the driver."""
+
+    def __init__(self, address: str, redis: str) -> None:
+        self._address, self._redis = address, redis
+        self._is_on_many_hosts: bool | None = None
+        self._actor_class = ray.remote(concurrency_groups={"health": 1})(WorkerActor)
+
+    def bundles(self, config: WorkerConfig) -> Bundles:
+        with _translated():
+            has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+        found = []
+        for count in (0, *remote_ranks(config)):
+            needs = ray_resources(config, has_gpus=has_gpus, ranks=count or None)
+            if not self._address:  # any N + M workers share the cores of a laptop
+                needs = {PLACE: 1.0, **{kind: one for kind, one in needs.items() if kind != "CPU"}}
+            found.append(needs)
+        return tuple(found)
+
+    def nodes(self) -> Mapping[str, Resources]:
+        with _translated():
+            return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+
+    def resources(self) -> tuple[Resources, Resources]:
+        with _translated():
+            return ray.available_resources(), ray.cluster_resources()
+
+    def place(self, name: str, bundles: Bundles, strategy: str, node: str) -> Group:
+        with _translated():
+            group = placement_group(
+                [dict(one) for one in bundles],
+                strategy=strategy.upper() if len(bundles) > 1 else "STRICT_PACK",
+                name=name,
+                _soft_target_node_id=node or None,  # Ray has it for STRICT_PACK alone
+            )
+            return Group(group, group.ready())
+
+    def is_placed(self, place: Group) -> bool:
+        with _translated():
+            if not ray.wait([place.ready], timeout=0)[0]:
+                return False
+            ray.get(place.ready)  # raises the error, if it is one
+        return True
+
+    def node_of(self, place: Group) -> str:
+        with _translated():
+            return str(ray.util.placement_group_table(place.group)["bundles_to_node_id"].get(0) or "")
+
+    def release(self, place: Group) -> None:
+        with _translated():
+            ray.util.remove_placement_group(place.group)
+
+    def check(self, one: WantedWorker, place: Group) -> tuple[Any, float] | None:
+        """Begins a check of the worker's Python, which Ray would start again and again if it is absent, and tell
+        nobody. Raises StartFailed and ConfigError."""
+        with _translated():
+            num_hosts = sum(bool(node["Alive"]) for node in ray.nodes())
+        if self._is_on_many_hosts is None:  # nodes may have joined while the workers waited for them
+            self._is_on_many_hosts = num_hosts > 1
+        elif num_hosts > 1 and not self._is_on_many_hosts:
+            raise StartFailed(
+                f"{one.worker_id}: Ray had one node when the cluster started, so the workers listen on loopback, and "
+                f"now it has {num_hosts}; start `pdserve up` again"
+            )
+        if self._is_on_many_hosts and _LOOPBACK.match(self._redis):
+            raise ConfigError("redis", self._redis, "a URL that every host of the Ray cluster reaches")
+        if not self._address or not one.config.engine_python:
+            return None
+        with _translated():
+            at = PlacementGroupSchedulingStrategy(place.group, 0)
+            asking = ray.remote(trouble_with).options(num_cpus=0, max_retries=0, scheduling_strategy=at)
+            call = asking.remote(one.config.engine_python, is_for_vllm=one.config.engine == VLLM)
+        return call, time.monotonic() + _ASK_S
+
+    def complaint(self, call: tuple[Any, float]) -> str | None:
+        """If the node's own Python has no pdserve, nothing is known."""
+        asked, until_s = call
+        try:
+            if ray.wait([asked], timeout=0)[0]:
+                return str(ray.get(asked))
+        except ray.exceptions.RayError:
+            return ""
+        return None if time.monotonic() < until_s else ""
+
+    def create(self, one: WantedWorker, cluster: str, place: Group) -> Any:
+        first = self.bundles(one.config)[0]
+        with _translated():
+            return self._actor_class.options(
+                name=f"pdserve-{cluster}-{one.worker_id}",
+                max_restarts=-1,
+                max_task_retries=0,  # a generation is not idempotent
+                **_options(one.config, first, place, 0),
+            ).remote(MODULES[one.role], to_flags(one.config), to_env(one.config), bool(self._is_on_many_hosts))
+
+    def with_ranks(self, one: WantedWorker, place: Group, before: Ranks | None) -> Ranks | None:
+        """Starts the ranks on other nodes, with the address of the first rank, which changes if its node is lost."""
+        config = one.config
+        if not config.rendezvous:
+            return before
+        node = self.node_of(place)
+        with _translated():
+            alive = {each["NodeID"]: each["NodeManagerAddress"] for each in ray.nodes() if each["Alive"]}
+            address = f"{alive.get(node)}:{config.rendezvous.rpartition(':')[2]}"
+            if node not in alive or (before is not None and address == before[0]):
+                return before
+            if before is not None:
+                self.kill_ranks(before)
+            tls = {name: getattr(config, name) for name in ("tls_cert", "tls_key", "tls_ca", "tls_peer_name")}
+            counts = remote_ranks(config)
+            ranks = [
+                ray.remote(RankActor)
+                .options(max_restarts=-1, **_options(config, needs, place, number))
+                .remote(address, count, config.model, to_env(config), WORKER_START_S, tls)
+                for number, (count, needs) in enumerate(zip(counts, self.bundles(config)[1:], strict=True), 1)
+            ]
+        return address, ranks
+
+    def kill_ranks(self, ranks: Ranks) -> None:
+        for one in ranks[1]:
+            self.kill(one)
+
+    def ask(self, actor: Any) -> Any:
+        with _translated():
+            return actor.health.remote()
+
+    def answer(self, call: Any) -> ActorHealth | None:
+        with _translated():
+            if not ray.wait([call], timeout=0)[0]:
+                return None
+            health: ActorHealth = ray.get(call)
+            return health
+
+    def drain(self, actor: Any, limit_s: float) -> Any:
+        with _translated():
+            return actor.drain.remote(limit_s)
+
+    def is_over(self, call: Any) -> bool:
+        with _translated():
+            return bool(ray.wait([call], timeout=0)[0])
+
+    def kill(self, actor: Any) -> None:
+        with _translated():
+            ray.kill(actor, no_restart=True)
+
+
+def _options(config: WorkerConfig, needs: Resources, place: Group, bundle: int) -> dict[str, Any]:
+    """Of an actor that takes a whole bundle."""
+    return {
+        "num_cpus": needs.get("CPU", 0),
+        "num_gpus": needs.get("GPU", 0),
+        "resources": {kind: one for kind, one in needs.items() if kind == PLACE},
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(place.group, bundle),
+        "runtime_env": _environment(config),
+    }
+
+
 @final
 class RayDriver:
     """Owns the actors. `address` is of a Ray cluster; empty starts one on this host, which keeps its files in
-    `folder`."""
+    `folder`. `read` returns what is wanted."""
 
-    def __init__(self, spec: ClusterSpec, address: str, folder: OwnedFolder | None) -> None:
-        self._spec = spec
-        self._address = address
-        self._folder = folder
-        self._configs = {spec.worker_ids[index]: worker_config(spec, index) for index in range(len(spec.worker_ids))}
-        self._bundles = ray_bundles(spec)
-        self._actors: dict[str, Any] = {}
-        # for workers with ranks on other nodes: rendezvous address, actors
-        self._ranks: dict[str, tuple[str, list[Any]]] = {}
-        self._last: dict[str, ActorHealth] = {}
-        self._group: Any = None
-        self._is_on_many_hosts = False
-        self._actor_class = ray.remote(concurrency_groups={"health": 1})(WorkerActor)
+    def __init__(self, address: str, folder: OwnedFolder | None, redis: str, read: Callable[[], WantedCluster]) -> None:
+        self._address, self._folder, self._read = address, folder, read
+        self._wanted: WantedCluster | None = None
+        self._workers = RayWorkers(RayApi(address, redis), emit)
+        self._states = ""
 
     def start(self) -> str:
         """Returns the address of Ray's control plane once every worker listens."""
-        for name, work in (("ray_init", self._init), ("placement", self._place)):
-            began_s = time.monotonic()
-            emit(name, BEGINS)
-            work()
-            emit(name, f"{TOOK}{time.monotonic() - began_s:.2f} s")
-        self._wait_for_workers()
+        workers = self._workers
+        with _step("ray_init"):
+            self._init()
+        with _step("placement"):
+            self._start_until(lambda: workers.are_placed)
+        self._start_until(lambda: workers.are_up)
+        workers.first_started()
         for warning in confine.warnings(os.environ, self._open_ports(), is_own=not self._address):
             emit("ray", warning)
         address = str(ray.get_runtime_context().gcs_address)
         emit("ray", f"its state: {confine.status_command(os.environ, address, Path(sys.executable))}")
         return address
 
-    def reconcile(self, stop: threading.Event) -> None:
-        """Checks each actor in turn until `stop`; replaces one only after Ray itself has given it up."""
-        told_s = 0.0
-        while True:
-            for worker_id in self._actors:
-                if stop.wait(_WATCH_S):
-                    return
-                try:
-                    self._look(worker_id)
-                except (ray.exceptions.RayError, TimeoutError, ConnectionError, RuntimeError, ValueError) as error:
-                    if time.monotonic() - told_s > _QUIET_S:
-                        told_s = time.monotonic()
-                        emit("ray", f"{worker_id} does not report ({last_line(error)}); requests continue")
+    def run(self, stop: threading.Event) -> None:
+        """Makes the workers what is wanted, until `stop`."""
+        while not stop.wait(_POLL_S):
+            self._tick()
 
     def stop(self) -> None:
         """Drains the workers in parallel, then frees their placement; ends Ray if it is ours."""
-        drain_s = max(config.drain_s for _, config in self._configs.values())
-        calls = [actor.drain.remote(drain_s) for actor in self._actors.values()]
-        ray.wait(calls, num_returns=len(calls), timeout=drain_s)
+        drain_s = max((one.config.drain_s for one in self._wanted.workers), default=0.0) if self._wanted else 0.0
+        if calls := [actor.drain.remote(drain_s) for actor in self._workers.actors]:
+            ray.wait(calls, num_returns=len(calls), timeout=drain_s)
         # Without its control plane Ray would wait for it here; the launcher ends the remaining processes.
         ending = threading.Thread(target=self._give_back, daemon=True)
         ending.start()
@@ -220,11 +388,30 @@ class RayDriver:
         if ending.is_alive():
             os._exit(0)
 
+    def _start_until(self, holds: Callable[[], bool]) -> None:
+        """The first worker that fails ends the start, also while others load. Raises StartFailed."""
+        while True:
+            self._tick()
+            for state in self._workers.states.values():
+                if state.phase is Phase.FAILED:
+                    raise StartFailed(state.error)
+            if holds():
+                return
+            time.sleep(_POLL_S)
+
+    def _tick(self) -> None:
+        wanted = self._read()
+        if wanted is not self._wanted:
+            self._wanted = wanted
+            self._workers.want(wanted)
+        self._workers.tick(time.monotonic())
+        states = states_to_json(self._workers.states)
+        if states != self._states:
+            self._states = states
+            emit("ray", f"{STATE}{states}")
+
     def _give_back(self) -> None:
-        for actor in [*self._actors.values(), *(rank for _, ranks in self._ranks.values() for rank in ranks)]:
-            ray.kill(actor, no_restart=True)
-        if self._group is not None:
-            ray.util.remove_placement_group(self._group)
+        self._workers.give_up()
         ray.shutdown()
 
     def _init(self) -> None:
@@ -234,7 +421,7 @@ class RayDriver:
             ray.init(
                 "local",  # not another user's Ray on this host
                 namespace=NAMESPACE,
-                num_cpus=max(os.cpu_count() or 1, self._needed_cpus()),  # any N + M workers start on a laptop
+                resources={PLACE: NUM_PLACES},
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level="ERROR",
@@ -250,161 +437,14 @@ class RayDriver:
         nodes = [node for node in ray.nodes() if node["Alive"] and not node["NodeManagerAddress"].startswith("127.")]
         return [f"raylet on {node['NodeManagerAddress']}:{node['NodeManagerPort']}" for node in nodes]
 
-    def _place(self) -> None:
-        bundles = [self._resources(worker_id, count) for worker_id, count in self._bundles]
-        free, strategy = ray.available_resources(), self._spec.ray_strategy
-        if strategy == "auto":  # GPUs of one node exchange KV without a network
-            strategy = "pack" if any("GPU" in bundle for bundle in bundles) else "spread"
-        for worker_id in self._configs:
-            emit(worker_id, BEGINS)
-            emit(worker_id, f"{NOW}{PLACING}")
-        self._group = placement_group(bundles, strategy=strategy.upper(), name=f"pdserve-{self._spec.cluster}")
-        if not self._group.wait(self._spec.ray_wait_s):
-            raise StartFailed(why_not_placed(bundles, free, ray.cluster_resources(), self._spec.ray_wait_s))
-        # Only now, because nodes may have joined while the workers waited for them.
-        self._is_on_many_hosts = sum(bool(node["Alive"]) for node in ray.nodes()) > 1
-        if self._is_on_many_hosts and _LOOPBACK.match(self._spec.redis):
-            raise ConfigError("redis", self._spec.redis, "a URL that every host of the Ray cluster reaches")
-        if self._address:
-            self._check_pythons()
-        for worker_id in self._configs:
-            self._create(worker_id)
 
-    def _check_pythons(self) -> None:
-        """On the nodes where the workers are placed: Ray would start an absent Python again and again, and tell nobody.
-        If the nodes' own Python has no pdserve, nothing is known. Raises StartFailed."""
-        calls = {}
-        for worker_id, (_, config) in self._configs.items():
-            if config.engine_python:
-                at = PlacementGroupSchedulingStrategy(self._group, self._bundles.index((worker_id, 0)))
-                asking = ray.remote(trouble_with).options(num_cpus=0, max_retries=0, scheduling_strategy=at)
-                calls[worker_id] = asking.remote(config.engine_python, is_for_vllm=config.engine == VLLM)
-        until_s = time.monotonic() + _ASK_S  # for all together
-        for worker_id, call in calls.items():
-            trouble = ""
-            with contextlib.suppress(ray.exceptions.RayError):
-                trouble = ray.get(call, timeout=max(0.0, until_s - time.monotonic()))
-            if trouble:
-                raise StartFailed(f"{worker_id}, on its node: {trouble}")
-
-    def _create(self, worker_id: str) -> None:
-        role, config = self._configs[worker_id]
-        options = self._actor_class.options(
-            name=f"pdserve-{self._spec.cluster}-{worker_id}",
-            num_cpus=self._resources(worker_id)["CPU"],
-            num_gpus=self._resources(worker_id).get("GPU", 0),
-            max_restarts=-1,
-            max_task_retries=0,  # a generation is not idempotent
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, self._bundles.index((worker_id, 0))),
-            runtime_env=_environment(config),
-        )
-        self._actors[worker_id] = options.remote(
-            MODULES[role], to_flags(config), to_env(config), self._is_on_many_hosts
-        )
-        self._see_to_ranks(worker_id)
-
-    def _see_to_ranks(self, worker_id: str) -> None:
-        """Starts the ranks on other nodes, with the address of the first rank, which changes if its node is lost."""
-        _, config = self._configs[worker_id]
-        if not config.rendezvous:
-            return
-        first = self._bundles.index((worker_id, 0))
-        node = ray.util.placement_group_table(self._group)["bundles_to_node_id"].get(first)
-        where = next((one["NodeManagerAddress"] for one in ray.nodes() if one["NodeID"] == node and one["Alive"]), None)
-        address = f"{where}:{config.rendezvous.rpartition(':')[2]}"
-        before, ranks = self._ranks.get(worker_id, ("", []))
-        if where is None or address == before:
-            return
-        tls = {name: getattr(config, name) for name in ("tls_cert", "tls_key", "tls_ca", "tls_peer_name")}
-        for rank in ranks:
-            ray.kill(rank, no_restart=True)
-        self._ranks[worker_id] = (
-            address,
-            [
-                ray.remote(RankActor)
-                .options(
-                    num_cpus=self._resources(worker_id, count)["CPU"],
-                    num_gpus=self._resources(worker_id, count).get("GPU", 0),
-                    max_restarts=-1,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, first + number),
-                    runtime_env=_environment(config),
-                )
-                .remote(address, count, config.model, to_env(config), START_S, tls)
-                for number, count in enumerate(remote_ranks(config), 1)
-            ],
-        )
-
-    def _wait_for_workers(self) -> None:
-        """The first worker that fails ends the start, also while others load."""
-        starts = ActorStarts(self._actors, time.monotonic(), START_S)
-        calls: dict[str, Any] = {}
-        while starts.waiting:
-            for worker_id in starts.waiting:
-                if worker_id not in calls:
-                    calls[worker_id] = self._actors[worker_id].health.remote()
-                health: ActorHealth | None = None
-                try:
-                    if ray.wait([calls[worker_id]], timeout=0)[0]:
-                        health = ray.get(calls.pop(worker_id))
-                except ray.exceptions.ActorUnavailableError as error:
-                    starts.lost(worker_id, last_line(error))
-                except ray.exceptions.ActorDiedError as error:
-                    raise StartFailed(f"{worker_id}: {last_line(error)}") from None
-                for text in starts.observe(worker_id, health, time.monotonic()):
-                    emit(worker_id, text)
-                if health is not None and health.address:
-                    self._note(worker_id, health)
-            time.sleep(_POLL_S)
-
-    def _look(self, worker_id: str) -> None:
-        self._see_to_ranks(worker_id)
-        try:
-            health = self._health(worker_id, _HEALTH_S)
-        except ray.exceptions.ActorUnavailableError:  # it is being started again
-            self._lost(worker_id)
-        except ray.exceptions.ActorDiedError as error:
-            self._lost(worker_id)
-            emit(worker_id, f"Ray has given it up ({last_line(error)}); it is created again")
-            self._create_again(worker_id)
-        else:
-            if health.error:
-                emit(worker_id, f"did not come back: {health.error}; it is created again")
-                self._create_again(worker_id)
-            elif not health.address:  # it is being started again
-                self._lost(worker_id)
-            else:
-                self._note(worker_id, health)
-
-    def _create_again(self, worker_id: str) -> None:
-        ray.kill(self._actors[worker_id], no_restart=True)
-        self._create(worker_id)
-
-    def _health(self, worker_id: str, timeout_s: float) -> ActorHealth:
-        health: ActorHealth = ray.get(self._actors[worker_id].health.remote(), timeout=timeout_s)
-        return health
-
-    def _resources(self, worker_id: str, ranks: int = 0) -> dict[str, float]:
-        """Resources for this many ranks on one node; 0: for those on the worker's first node."""
-        _, config = self._configs[worker_id]
-        return ray_resources(config, has_gpus=ray.cluster_resources().get("GPU", 0) > 0, ranks=ranks or None)
-
-    def _needed_cpus(self) -> int:
-        configs = [(self._configs[worker_id][1], count or None) for worker_id, count in self._bundles]
-        return math.ceil(sum(ray_resources(one, has_gpus=False, ranks=count)["CPU"] for one, count in configs))
-
-    def _lost(self, worker_id: str) -> None:
-        health = self._last.pop(worker_id, None)
-        if health is not None:
-            emit(worker_id, f"pid {health.pid} was lost; Ray starts it again")
-
-    def _note(self, worker_id: str, health: ActorHealth) -> None:
-        if worker_id in self._last and self._last[worker_id].pid != health.pid:
-            self._lost(worker_id)
-        if worker_id not in self._last:
-            emit(worker_id, f"pid {health.pid} listens on {health.address}")
-            if health.memory:
-                emit(worker_id, f"memory {health.memory}")
-        self._last[worker_id] = health
+@contextlib.contextmanager
+def _step(name: str) -> Iterator[None]:
+    """Reports a step of the start."""
+    began_s = time.monotonic()
+    emit(name, BEGINS)
+    yield
+    emit(name, f"{TOOK}{time.monotonic() - began_s:.2f} s")
 
 
 def _environment(config: WorkerConfig) -> dict[str, Any]:
@@ -413,8 +453,9 @@ def _environment(config: WorkerConfig) -> dict[str, Any]:
     return {"env_vars": {"OMP_NUM_THREADS": str(config.threads), **waiting_env(os.environ)}, **python}
 
 
-def main(address: str, spec: str, folder: OwnedFolder | None) -> int:
-    driver = RayDriver(spec_from_json(spec, from_env(SECRET_ENV), from_env(REDIS_ENV)), address, folder)
+def main(address: str, path: str, folder: OwnedFolder | None) -> int:
+    secrets = {SECRET_ENV: from_env(SECRET_ENV), REDIS_ENV: from_env(REDIS_ENV)}
+    driver = RayDriver(address, folder, secrets[REDIS_ENV], WantedFile(path, secrets).read)
     forget_secrets()  # Ray's child processes would inherit them; actors receive theirs separately
     stop = threading.Event()
     try:
@@ -432,7 +473,7 @@ def main(address: str, spec: str, folder: OwnedFolder | None) -> int:
         signal.signal(number, lambda *_: stop.set())
     sys.stdout.write(f"ray_cluster {NAMESPACE} listening on {control}\n")
     sys.stdout.flush()
-    driver.reconcile(stop)
+    driver.run(stop)
     driver.stop()
     return 0
 

@@ -427,12 +427,11 @@ def why_not_placed(
 ) -> str:
     """Why Ray did not place the bundles, and what to change."""
     needs = []
-    for kind in ("CPU", "GPU"):
+    for kind in dict.fromkeys(kind for one in bundles for kind in one):
         each = [one.get(kind, 0.0) for one in bundles]
-        if any(each):
-            listed = ", ".join(f"{one:g}" for one in each)
-            has = f"of which {free.get(kind, 0.0):g} of {total.get(kind, 0.0):g} are free"
-            needs.append(f"{sum(each):g} {kind}s ({listed}) {has}")
+        listed = ", ".join(f"{one:g}" for one in each)
+        has = f"of which {free.get(kind, 0.0):g} of {total.get(kind, 0.0):g} are free"
+        needs.append(f"{sum(each):g} {kind}s ({listed}) {has}")
     return (
         f"Ray did not place the workers within {wait_s:g} s. They need {' and '.join(needs)}; what a worker needs must "
         "be free on one node. Start fewer workers, lower worker.threads, add nodes, or raise --ray-wait-s if Ray "
@@ -440,16 +439,19 @@ def why_not_placed(
     )
 
 
+def needs_text(bundles: Sequence[Mapping[str, float]]) -> str:
+    """What a worker needs: on its first node, then on each further one."""
+
+    def listed(needs: Mapping[str, float]) -> str:
+        return " and ".join(f"{count:g} {kind}{'s' if count != 1 else ''}" for kind, count in needs.items())
+
+    return ", and for one ".join(f"with {listed(one)}" for one in bundles)
+
+
 def remote_ranks(config: WorkerConfig) -> list[int]:
     """The numbers of the worker's ranks on each further node, at most as many as on the first."""
     left, here = config.tensor_parallel - config.ranks_here, config.ranks_here
     return [min(here, left - done) for done in range(0, left, here)]
-
-
-def ray_bundles(spec: ClusterSpec) -> list[tuple[str, int]]:
-    """The groups that are placed on one node each: a worker with its first rank, marked 0, then its further ranks."""
-    configs = [worker_config(spec, index)[1] for index in range(len(spec.worker_ids))]
-    return [(config.worker_id, count) for config in configs for count in (0, *remote_ranks(config))]
 
 
 def _sharing(spec: ClusterSpec, index: int, config: WorkerConfig) -> WorkerConfig:

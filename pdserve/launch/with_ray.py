@@ -1,30 +1,38 @@
 """The launcher's view of a cluster whose workers are Ray actors: Redis, Ray's driver, the router.
 
-The driver is a separate process, so the router continues if Ray fails. Workers have a new port after each restart,
-and the router finds them through the registry in Redis.
+The driver is a separate process, so the router continues if Ray fails. The launcher writes the workers that it wants
+into a file, and the driver reports their states, so a driver that is started again makes what is wanted then. Workers
+have a new port after each restart, and the router finds them through the registry in Redis.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import contextlib
 import json
 import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
 from typing import Any, Final, final
 
-from pdserve.config import RAY_TOKEN_ENV, REDIS_ENV, SECRET_ENV
+from pdserve.bounded_file import open_private
+from pdserve.config import RAY_TOKEN_ENV, REDIS_ENV, SECRET_ENV, WorkerConfig
+from pdserve.config_flags import parse_flags, to_flags
 from pdserve.core.errors import Unavailable
 from pdserve.core.progress import phase_of
+from pdserve.core.types import Role
 from pdserve.core.urls import place
-from pdserve.launch.local import LaunchedCluster, redis_trouble, start_steps
+from pdserve.launch.change_server import Say
+from pdserve.launch.changes import ChangingCluster
+from pdserve.launch.local import redis_trouble, start_steps
 from pdserve.launch.report import LauncherReport, memory_of
-from pdserve.launch.spec import ClusterSpec, ClusterTls, Process, routers, worker_config
+from pdserve.launch.scaling import Settings, add_worker, index_of
+from pdserve.launch.spec import ClusterSpec, Process, routers, worker_config
 from pdserve.launch.supervisor import REDIS, StartFailed, SupervisedProcess
 
 # --- messages -------------------------------------------------------------------------------------------------
@@ -108,39 +116,166 @@ def last_line(error: BaseException) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
+# --- what the launcher wants ----------------------------------------------------------------------------------
+
+STATE: Final = "state "  # followed by what `states_to_json` returns
+MAX_ERROR_CHARS: Final = 400
+MAX_LISTED_ERRORS: Final = 16  # a line has a limit
+
+
+class Phase(Enum):
+    """Of a worker in Ray's driver."""
+
+    PLACING = "placing"
+    STARTING = "starting"
+    UP = "up"
+    FAILED = "failed"  # nothing of it runs
+    ENDING = "ending"
+    ENDED = "ended"
+
+
+SETTLED: Final = frozenset({Phase.UP, Phase.FAILED, Phase.ENDED})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantedWorker:
+    """`revision` is another one for each start and each end. A worker that `is_ended` keeps its place on a node."""
+
+    worker_id: str
+    role: Role
+    revision: int
+    config: WorkerConfig
+    is_ended: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantedCluster:
+    cluster: str
+    strategy: str
+    wait_s: float  # in which a worker must be placed
+    workers: tuple[WantedWorker, ...]
+
+    def to_json(self) -> str:
+        """Without secrets."""
+        workers = [
+            {"id": one.worker_id, "role": one.role.value, "revision": one.revision, "is_ended": one.is_ended}
+            | {"flags": to_flags(one.config)}
+            for one in self.workers
+        ]
+        return json.dumps(
+            {"cluster": self.cluster, "strategy": self.strategy, "wait_s": self.wait_s, "workers": workers}
+        )
+
+    @classmethod
+    def from_json(cls, text: str, config: Callable[[tuple[str, ...]], WorkerConfig]) -> WantedCluster:
+        """`config` reads flags, with the secrets."""
+        fields = json.loads(text)
+        workers = tuple(
+            WantedWorker(
+                worker_id=one["id"],
+                role=Role(one["role"]),
+                revision=one["revision"],
+                is_ended=one["is_ended"],
+                config=config(tuple(one["flags"])),
+            )
+            for one in fields.pop("workers")
+        )
+        return cls(**fields, workers=workers)
+
+
+@final
+class WantedFile:
+    """What the launcher has written last, as one object until it writes again."""
+
+    def __init__(self, path: str, environ: Mapping[str, str]) -> None:
+        """`environ`: the secrets."""
+        self._path, self._environ = Path(path), environ
+        self._configs: dict[tuple[str, ...], WorkerConfig] = {}
+        self._read: tuple[str, WantedCluster] | None = None
+
+    def read(self) -> WantedCluster:
+        text = self._path.read_text()
+        if self._read is None or text != self._read[0]:
+            wanted = WantedCluster.from_json(text, self._config)
+            self._read = text, wanted
+            used = {tuple(to_flags(one.config)) for one in wanted.workers}
+            self._configs = {flags: one for flags, one in self._configs.items() if flags in used}
+        return self._read[1]
+
+    def _config(self, flags: tuple[str, ...]) -> WorkerConfig:
+        if flags not in self._configs:
+            self._configs[flags] = parse_flags(WorkerConfig, flags, prog="worker", environ=self._environ)
+        return self._configs[flags]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerState:
+    revision: int
+    phase: Phase
+    error: str = ""
+
+
+def states_to_json(states: Mapping[str, WorkerState]) -> str:
+    """One line, of bounded length."""
+    found: dict[str, list[Any]] = {}
+    errors = 0
+    for name, one in states.items():
+        found[name] = [one.revision, one.phase.value]
+        if one.error and errors < MAX_LISTED_ERRORS:
+            errors += 1
+            found[name].append(one.error[:MAX_ERROR_CHARS])
+    return json.dumps(found)
+
+
+def states_from_json(text: str) -> dict[str, WorkerState]:
+    return {
+        name: WorkerState(revision=revision, phase=Phase(phase), error=error[0] if error else "")
+        for name, (revision, phase, *error) in json.loads(text).items()
+    }
+
+
 # --- cluster --------------------------------------------------------------------------------------------------
 
 DRIVER: Final = "ray"
 DRIVER_START_S: Final = 600.0
+WORKER_START_S: Final = 600.0  # once it is placed
+ENDING_S: Final = 30.0  # until a worker that has drained is gone
+REPORT_S: Final = 30.0  # until the driver reports what it has done
 REDIS_WAIT_S: Final = 10.0
 REDIS_RETRY_S: Final = 0.2
 SHUTDOWN_S: Final = 20.0  # time for Ray itself to end, after the workers have drained
+WANTED: Final = "workers.json"  # in the launcher's folder
 _EVENT: Final = re.compile(r"^@(\w+) (.*)$")
 _TOOK: Final = re.compile(rf"^{TOOK}(\d+\.\d+) s$")
 
 
 @final
-class RayCluster(LaunchedCluster):
-    """The workers are actors of Ray, which Ray itself restarts."""
+class RayCluster(ChangingCluster):
+    """The workers are actors of Ray, which Ray itself restarts. The driver starts and ends them."""
 
     def __init__(self, spec: ClusterSpec, address: str, report: LauncherReport) -> None:
         """`address` of a Ray cluster; empty starts one here."""
         super().__init__(spec, report, ray=address)
-        self.spec = dataclasses.replace(self.spec, worker_ports=())
-        drains_s = [worker_config(self.spec, index)[1].drain_s for index in range(len(self.spec.worker_ids))]
+        self._wanted = {name: self._want(name, 0, self.spec.settings) for name in self.spec.worker_ids}
+        self._revision = 0
+        self._file = self._sockets.path / WANTED
+        self._states: Mapping[str, WorkerState] = {}  # as the driver reports them
+        self._has_changed = asyncio.Event()
+        self._listeners: dict[str, Say] = {}  # by the worker that starts during a change
         self._driver = SupervisedProcess(
             name=DRIVER,
-            program=("pdserve.launch.ray_cluster", address, spec_to_json(self.spec)),
+            program=("pdserve.launch.ray_cluster", address, str(self._file)),
             env=tuple(_driver_env(self.spec).items()),
             start_s=DRIVER_START_S,
-            drain_s=SHUTDOWN_S + max(drains_s),
-            on_line=partial(show, report),
+            drain_s=self._longest_drain_s(),
+            on_line=self._on_line,
         )
 
     def _processes(self) -> list[Process]:
         return routers(self.spec, ())
 
     async def _start_workers(self, workers: Sequence[Process]) -> None:
+        self._write()
         await self._supervisor.start(self._driver)
 
     def _names_of_workers(self) -> Sequence[str]:
@@ -153,14 +288,107 @@ class RayCluster(LaunchedCluster):
         await check_redis(self.spec, self._report)
         await super()._check_redis()
 
+    # -- changes -------------------------------------------------------------------------------------------------
+
+    def _with_worker(self, worker_id: str, role: Role, *, is_surge: bool) -> ClusterSpec:
+        """Ray gives it ports and GPUs."""
+        return add_worker(self.spec, worker_id, role, 0, is_surge=is_surge)
+
+    async def _start_worker(self, worker_id: str, settings: Settings, say: Say) -> None:
+        """Returns when the worker has a node and listens there."""
+        self._revision += 1
+        wanted = self._wanted[worker_id] = self._want(worker_id, self._revision, settings)
+        self._listeners[worker_id] = say
+        try:
+            self._write()
+            state = await self._settled(wanted, self.spec.ray_wait_s + WORKER_START_S + REPORT_S)
+        finally:
+            del self._listeners[worker_id]
+        if state is None:
+            raise StartFailed(f"{worker_id}: Ray's driver does not report that it has started")
+        if state.phase is not Phase.UP:
+            raise StartFailed(state.error or f"{worker_id}: it did not start")
+
+    async def _end_worker(self, worker_id: str) -> None:
+        """It keeps its place on its node, for a worker of the same name, until it is forgotten."""
+        former = self._wanted.get(worker_id)
+        if former is None:  # it had no settings that can be used
+            return
+        self._revision += 1
+        wanted = self._wanted[worker_id] = replace(former, revision=self._revision, is_ended=True)
+        self._write()
+        if await self._settled(wanted, former.config.drain_s + ENDING_S + REPORT_S) is None:
+            self._report.say(worker_id, "Ray's driver does not report that it has ended")
+
+    def _drain_s(self, worker_id: str) -> float:
+        return self._wanted[worker_id].config.drain_s
+
+    def _told(self) -> None:
+        """Also gives the places of workers back that there are no more."""
+        super()._told()
+        gone = self._wanted.keys() - set(self.spec.worker_ids)
+        for worker_id in gone:
+            del self._wanted[worker_id]
+        if gone:
+            self._write()
+
+    def _want(self, worker_id: str, revision: int, settings: Settings) -> WantedWorker:
+        spec = replace(self.spec, settings=settings)
+        role, config = worker_config(spec, index_of(spec, worker_id))
+        return WantedWorker(worker_id=worker_id, role=role, revision=revision, config=config)
+
+    def _longest_drain_s(self) -> float:
+        return SHUTDOWN_S + max(one.config.drain_s for one in self._wanted.values())
+
+    def _write(self) -> None:
+        """In one step, because the driver reads it at any time."""
+        wanted = WantedCluster(
+            cluster=self.spec.cluster,
+            strategy=self.spec.ray_strategy,
+            wait_s=self.spec.ray_wait_s,
+            workers=tuple(self._wanted.values()),
+        )
+        written = self._file.with_suffix(".new")
+        with os.fdopen(open_private(written), "w") as file:
+            file.write(wanted.to_json())
+        written.replace(self._file)
+        self._supervisor.set_drain_s(DRIVER, self._longest_drain_s())
+
+    async def _settled(self, wanted: WantedWorker, limit_s: float) -> WorkerState | None:
+        """The state of a worker once the driver has done what is wanted. None: it has not in time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while True:
+                    self._has_changed.clear()
+                    state = self._states.get(wanted.worker_id)
+                    if state is not None and state.revision == wanted.revision and state.phase in SETTLED:
+                        return state
+                    await self._has_changed.wait()
+        return None
+
+    def _on_line(self, line: str) -> None:
+        name, text = _event(line) or ("", "")
+        if name == DRIVER and text.startswith(STATE):
+            self._states = states_from_json(text.removeprefix(STATE))
+            self._has_changed.set()
+            return
+        if text.startswith(NOW) and name in self._listeners:
+            self._listeners[name](name, text.removeprefix(NOW))
+        show(self._report, line)
+
+
+def _event(line: str) -> tuple[str, str] | None:
+    found = _EVENT.match(line)
+    return None if found is None else (found.group(1), found.group(2))
+
 
 def show(report: LauncherReport, line: str) -> None:
     """The driver reports events as `@NAME TEXT`; all other lines come from Ray."""
-    event = _EVENT.match(line)
+    event = _event(line)
     if event is None:
         report.relay(DRIVER)(line)
         return
-    name, text = event.groups()
+    name, text = event
     if (progress := phase_of(text)) is not None:
         report.worker_phase(name, progress)
     elif (plan := memory_of(text)) is not None:
@@ -205,20 +433,3 @@ def ray_start_steps(spec: ClusterSpec, *, has_own_redis: bool) -> list[str]:
 def _driver_env(spec: ClusterSpec) -> dict[str, str]:
     held = {SECRET_ENV: spec.cluster_secret, REDIS_ENV: spec.redis, RAY_TOKEN_ENV: os.environ.get(RAY_TOKEN_ENV, "")}
     return {name: value for name, value in held.items() if value}
-
-
-def spec_to_json(spec: ClusterSpec) -> str:
-    """Settings for the driver, without secrets and router settings, because other users can read a command line."""
-    fields: dict[str, Any] = dataclasses.asdict(spec)
-    del fields["cluster_secret"], fields["redis"]
-    fields["settings"] = {kind: values for kind, values in spec.settings.items() if kind != "router"}
-    return json.dumps(fields)
-
-
-def spec_from_json(text: str, cluster_secret: str, redis: str) -> ClusterSpec:
-    fields = json.loads(text)
-    for name in ("gpus", "worker_ports", "slots"):
-        fields[name] = tuple(fields[name])
-    if fields["tls"] is not None:
-        fields["tls"] = ClusterTls(**fields["tls"])
-    return ClusterSpec(cluster_secret=cluster_secret, redis=redis, **fields)

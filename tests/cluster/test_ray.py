@@ -15,16 +15,19 @@ from pathlib import Path
 import pytest
 
 from pdserve import Client, PdserveError
-from pdserve.client.results import Completion
+from pdserve.client.results import ChangeStep, Completion
+from pdserve.core.errors import ChangeFailed
+from pdserve.core.types import Role
 from pdserve.launch.ports import listeners, session_of
 from pdserve.launch.running import Running
 from tests.cluster import suite
 from tests.cluster.cluster import Cluster
 from tests.cluster.faults import a_decode_worker_dies_in_mid_stream, a_prefill_worker_dies_while_it_prefills
+from tests.cluster.test_scaling import load, roles, workers
 from tests.support.slow import slow_except
 from tests.unit.launch.conftest import WAIT_S, is_alive, until
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 SECRET = "a secret of this cluster alone"
 PROMPT = "a prompt that is longer than what a decode worker reads itself"
@@ -34,7 +37,7 @@ PROMPT = "a prompt that is longer than what a decode worker reads itself"
 def cluster() -> Iterator[Cluster]:
     flags = ("--model", "toy", "--ray", "--prefill", "2", "--decode", "2", "--set", "worker.toy_step_s=0.01")
     env = {"PDSERVE_TOKEN": "", "PDSERVE_CLUSTER_SECRET": SECRET}
-    with Cluster(*flags, start_s=150, env=env) as cluster:
+    with Cluster(*flags, start_s=300, env=env) as cluster:
         yield cluster
 
 
@@ -45,6 +48,16 @@ def ray_folder(running: Running) -> Path:
             if one.startswith(b"RAY_AUTH_TOKEN_PATH="):
                 return Path(one.partition(b"=")[2].decode()).parent
     raise AssertionError("no process of Ray reads a token from a file")
+
+
+def ray_status(cluster: Cluster) -> subprocess.CompletedProcess[str]:
+    command = cluster.running.wait_line("its state: ").partition("its state: ")[2]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return subprocess.run(["sh", "-c", command], env=environ, capture_output=True, text=True, timeout=120, check=False)
+
+
+def until_four_are_reserved(cluster: Cluster) -> None:
+    until(lambda: "4.0/4096.0 place (4.0 used of 4.0 reserved" in ray_status(cluster).stdout, 60.0)
 
 
 def ask(cluster: Cluster, max_tokens: int = 8) -> Completion:
@@ -89,10 +102,8 @@ def test_ray_listens_on_loopback_only(cluster: Cluster) -> None:
 
 
 def test_the_state_of_ray_is_shown_by_the_printed_command(cluster: Cluster) -> None:
-    command = cluster.running.wait_line("its state: ").partition("its state: ")[2]
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    done = subprocess.run(["sh", "-c", command], env=environ, capture_output=True, text=True, timeout=120, check=False)
-    assert "4.0/4.0 CPU" in done.stdout, done.stderr
+    done = ray_status(cluster)
+    assert "4.0/4096.0 place (4.0 used of 4.0 reserved in placement groups)" in done.stdout, done.stdout + done.stderr
 
 
 def test_the_start_names_each_worker(cluster: Cluster) -> None:
@@ -129,6 +140,62 @@ def test_a_killed_actor_restarts_as_a_new_incarnation(cluster: Cluster, name: st
         assert cluster.pid_of(name) != pid
         assert len(client.topology().workers) == 4
     assert len(ask(cluster).token_ids) == 8
+
+
+# What decides about the workers runs beside a stand-in for Ray in tests/unit/launch/test_ray_workers.py.
+
+
+def test_a_worker_is_restarted_under_load(cluster: Cluster) -> None:
+    until(lambda: len(cluster.workers()) == 4, 120.0)  # one may still be starting again
+    before = workers(cluster.client)
+    with load(cluster, 2, token=None):
+        cluster.client.roll(["d1"], surge=0)
+    after = workers(cluster.client)
+    assert after.keys() == before.keys()
+    assert [name for name in after if after[name].incarnation != before[name].incarnation] == ["d1"]
+
+
+@pytest.mark.slow  # starts a worker
+def test_workers_are_added_and_ended_under_load(cluster: Cluster) -> None:
+    said: list[ChangeStep] = []
+    with load(cluster, 2, token=None):
+        cluster.client.scale(decode=3, on_step=said.append)
+        assert roles(cluster.client) == {
+            **dict.fromkeys(("p0", "p1"), Role.PREFILL),
+            **dict.fromkeys(("d0", "d1", "d2"), Role.DECODE),
+        }
+        cluster.client.scale(decode=2, on_step=said.append)
+        assert len(roles(cluster.client)) == 4
+    assert next(one.text for one in said if one.worker_id == "d2") == "starting"
+    assert said[-1].text == "the cluster has 2 prefill and 2 decode workers"
+    until_four_are_reserved(cluster)
+
+
+@pytest.mark.slow  # starts five workers
+def test_a_roll_out_and_a_change_of_role_under_load(cluster: Cluster) -> None:
+    before = workers(cluster.client)
+    with load(cluster, 2, token=None):
+        cluster.client.roll(settings="[worker]\nkv_blocks = 3000\n")
+        after = workers(cluster.client)
+        assert after.keys() == before.keys()
+        assert all(after[name].incarnation != before[name].incarnation for name in after)
+        assert {one.num_blocks for one in after.values()} == {3000}
+        [name, _] = sorted(name for name, one in after.items() if one.role is Role.DECODE)
+        cluster.client.set_role(name, Role.PREFILL)
+        assert len(cluster.client.topology().of_role("prefill")) == 3
+        cluster.client.set_role(name, Role.DECODE)
+    until_four_are_reserved(cluster)
+
+
+@pytest.mark.slow  # waits for a GPU until `ray_wait_s`
+def test_a_worker_that_does_not_start_leaves_nothing(cluster: Cluster) -> None:
+    before = workers(cluster.client)
+    with load(cluster, 2, token=None), pytest.raises(ChangeFailed, match="replaced: none"):
+        cluster.client.roll(
+            settings="[worker]\nload = 'dummy'\nkv_dtype = 'fp8'\ntransport = 'nccl'\ndevice = 'cuda'\n"
+        )
+    assert roles(cluster.client).keys() == before.keys()
+    until_four_are_reserved(cluster)
 
 
 def test_losing_the_control_plane_stops_no_request(cluster: Cluster) -> None:

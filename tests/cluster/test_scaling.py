@@ -46,7 +46,7 @@ def token(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @contextmanager
-def load(cluster: Cluster, streams: int = 4) -> Iterator[list[str]]:
+def load(cluster: Cluster, streams: int = 4, token: str | None = TOKEN) -> Iterator[list[str]]:
     """Requests until the end of the block. All of them must be answered exactly, on the first attempt of the client."""
     answers: list[str] = []
     wrong: list[str] = []
@@ -54,7 +54,7 @@ def load(cluster: Cluster, streams: int = 4) -> Iterator[list[str]]:
     expected = {number: toy_answer(f"{number} {PROMPT}", TOKENS) for number in range(streams)}
 
     def send(number: int) -> None:
-        with Client(cluster.target, token=TOKEN, retries=Retries(limit=0)) as client:
+        with Client(cluster.target, token=token, retries=Retries(limit=0)) as client:
             while not has_ended.is_set():
                 try:
                     text = client.generate(f"{number} {PROMPT}", max_tokens=TOKENS, temperature=0).text

@@ -7,38 +7,77 @@ from typing import Any
 
 import pytest
 
+from pdserve.config import REDIS_ENV, SECRET_ENV
 from pdserve.core.errors import ConfigError, Unavailable
 from pdserve.core.progress import PhaseProgress
 from pdserve.launch.ports import free_ports
 from pdserve.launch.report import LauncherReport
-from pdserve.launch.spec import ClusterSpec, Kind, Value
-from pdserve.launch.supervisor import StartFailed
+from pdserve.launch.spec import ClusterSpec, ClusterTls, worker_config
+from pdserve.launch.supervisor import MAX_LINE_BYTES, StartFailed
 from pdserve.launch.with_ray import (
     IMPORTING,
     LOADING,
+    MAX_ERROR_CHARS,
+    STATE,
     WARMING,
     ActorHealth,
     ActorStarts,
+    Phase,
+    WantedCluster,
+    WantedFile,
+    WantedWorker,
+    WorkerState,
     check_redis,
-    spec_from_json,
-    spec_to_json,
+    states_from_json,
+    states_to_json,
 )
 from pdserve.prefix.embedded import EmbeddedRedis
 from pdserve.progress import PhaseReport
 
 
-def test_the_router_s_secret_is_not_on_the_driver_s_command_line() -> None:
-    settings: dict[Kind, dict[str, Value]] = {"worker": {"kv_blocks": 3}, "router": {"token": "hidden"}}
-    redis = "redis://:hidden@127.0.0.1:1/0"
-    spec = ClusterSpec(model="toy", cluster_secret="hidden as well", redis=redis, settings=settings)
-    assert "hidden" not in spec_to_json(spec)
-
-
-def test_the_driver_reads_back_what_the_launcher_wrote() -> None:
+def wanted(**settings: Any) -> WantedCluster:
     spec = ClusterSpec(
-        model="toy", prefill=2, gpus=("0",), cluster_secret="s" * 16, redis="r", settings={"worker": {"kv_blocks": 3}}
+        model="toy",
+        prefill=2,
+        cluster_secret="hidden as well",
+        redis="redis://:hidden@127.0.0.1:1/0",
+        tls=ClusterTls(folder="/certs", peer_name="a.example"),
+        settings={"worker": {"kv_blocks": 3, **settings}, "router": {"token": "hidden"}},
     )
-    assert spec_from_json(spec_to_json(spec), "s" * 16, "r") == spec
+    configs = [worker_config(spec, index) for index in range(3)]
+    workers = tuple(
+        WantedWorker(worker_id=config.worker_id, role=role, revision=at, config=config, is_ended=at == 2)
+        for at, (role, config) in enumerate(configs)
+    )
+    return WantedCluster(cluster="c", strategy="pack", wait_s=5.0, workers=workers)
+
+
+def test_no_secret_is_in_the_file_for_the_driver() -> None:
+    assert "hidden" not in wanted().to_json()
+
+
+def test_the_driver_reads_what_the_launcher_wrote(tmp_path: Path) -> None:
+    path = tmp_path / "wanted"
+    file = WantedFile(str(path), {SECRET_ENV: "hidden as well", REDIS_ENV: "redis://:hidden@127.0.0.1:1/0"})
+    path.write_text(wanted().to_json())
+    assert file.read() == wanted()
+    assert file.read() is file.read(), "nothing has changed"
+    path.write_text(wanted(max_batch=4).to_json())
+    assert file.read() == wanted(max_batch=4)
+
+
+def test_the_states_of_any_number_of_workers_fit_into_a_line() -> None:
+    states = {
+        f"d{number}": WorkerState(revision=10**6, phase=Phase.FAILED, error="\u20ac\n" * 1000) for number in range(512)
+    }
+    line = f"@ray {STATE}{states_to_json(states)}"
+    assert len(line) < MAX_LINE_BYTES
+    assert "\n" not in line
+    found = states_from_json(states_to_json(states))
+    assert {name: (one.revision, one.phase) for name, one in found.items()} == dict.fromkeys(
+        states, (10**6, Phase.FAILED)
+    )
+    assert found["d0"].error == states["d0"].error[:MAX_ERROR_CHARS]
 
 
 async def test_a_redis_that_does_not_answer_ends_the_start_with_the_cause(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,6 @@ from pdserve.launch import settings
 from pdserve.launch.confine import certified_hosts, make_certificates, of_operator
 from pdserve.launch.local import tls_to
 from pdserve.launch.spec import ClusterSpec, ClusterTls, gateway, gateway_config, processes
-from pdserve.launch.with_ray import spec_from_json, spec_to_json
 from pdserve.owned_folder import OwnedFolder
 from pdserve.tls.authority import hosts_of
 from pdserve.tls.certificates import PURPOSE, announce, certificates_of, local_ca
@@ -80,11 +79,6 @@ def test_a_table_gives_a_process_another_certificate() -> None:
     assert http is not None
     assert (http.tls_cert, http.tls_ca) == ("public.crt", "/certs/ca.crt")
     assert (http.router_cert, http.router_key) == ("/certs/tls.crt", "/certs/tls.key")
-
-
-def test_rays_driver_gets_the_same_files() -> None:
-    before = spec(tls=ClusterTls(folder="/certs", peer_name="a.example"), insecure=True)
-    assert spec_from_json(spec_to_json(before), SECRET, "") == before
 
 
 @pytest.mark.parametrize(
