@@ -195,12 +195,13 @@ class AsyncClient(BaseClient):
         request knows it. Raises NotFound after the router has forgotten it."""
         return await self._ask_each(calls.explain(request_id))
 
-    async def watch(self, period_s: float = 0.0) -> AsyncGenerator[LiveFrame, None]:
+    async def watch(self, period_s: float = 0.0, *, only_this_router: bool = False) -> AsyncGenerator[LiveFrame, None]:
         """What happens on the cluster: a frame every `period_s` seconds (0.1 to 60; 0: the router's default).
 
-        The first frame contains the requests that ended last. Needs the operator's token.
+        The first frame contains the requests that ended last. Routers that share a port answer for all of them, unless
+        `only_this_router` asks the one of this connection for its own. Needs the operator's token.
         """
-        call = self._begin_watch(self._connection(), period_s)
+        call = self._begin_watch(self._connection(), period_s, only_this_router=only_this_router)
         try:
             async for message in call:
                 yield FRAME.decode(message.frame)

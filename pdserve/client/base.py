@@ -242,10 +242,10 @@ class BaseClient:
     def _metadata(self) -> Any:
         return self._target.metadata(trace_context.current_traceparent())
 
-    def _begin_watch(self, channel: Any, period_s: float) -> Any:
+    def _begin_watch(self, channel: Any, period_s: float, *, only_this_router: bool) -> Any:
         """Without a time limit, because it ends when the caller leaves."""
         self._check_open()
-        request = cluster_pb2.WatchRequest(period_s=period_s)
+        request = cluster_pb2.WatchRequest(period_s=period_s, only_this_router=only_this_router)
         return cluster_pb2_grpc.ClusterServiceStub(channel).Watch(request, metadata=self._metadata())
 
     def _begin_change(self, channel: Any, request: cluster_pb2.ChangeWorkersRequest) -> Any:

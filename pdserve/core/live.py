@@ -113,6 +113,7 @@ class LiveFrame:
     workers: tuple[LiveWorker, ...]
     requests: tuple[LiveRequest, ...]  # in progress, and ended since the frame before
     version: str = ""  # of the router, with its build; empty if unknown
+    incarnation: str = ""  # of the router's process, since whose start the totals count
 
 
 # --- JSON of a frame ------------------------------------------------------------------------------------------

@@ -32,12 +32,13 @@ from pdserve.launch.local import LaunchedCluster, split, targets_of_routers
 from pdserve.launch.ports import free_ports
 from pdserve.launch.report import LauncherReport
 from pdserve.launch.scaling import (
-    FailureCount,
+    RollCounts,
     RollStep,
     Settings,
     add_worker,
     check_serving,
     index_of,
+    overlaid,
     plan_roll,
     plan_scale,
     read_settings,
@@ -46,8 +47,18 @@ from pdserve.launch.scaling import (
     vacate,
     with_role,
     with_slots,
+    workers_of,
 )
-from pdserve.launch.spec import ClusterSpec, Process, ports, processes, router_config, worker_process
+from pdserve.launch.spec import (
+    ClusterSpec,
+    Process,
+    check_reports,
+    num_gpus,
+    ports,
+    processes,
+    router_config,
+    worker_process,
+)
 from pdserve.launch.supervisor import side_by_side, supervised
 
 # --- routers --------------------------------------------------------------------------------------------------
@@ -87,16 +98,17 @@ class Routers:
         for client in self._clients:
             await client.close()
 
-    async def live(self) -> LiveFrame:
-        """The state of the cluster, with the totals of all routers."""
+    async def frames(self) -> list[LiveFrame]:
+        """Of each router, its own one: such calls have places of their own, beside those of open live pages."""
 
         async def first(client: AsyncClient) -> LiveFrame:
-            async with asyncio.timeout(CALL_S), contextlib.aclosing(client.watch()) as frames:
+            watching = client.watch(only_this_router=True)
+            async with asyncio.timeout(CALL_S), contextlib.aclosing(watching) as frames:
                 async for frame in frames:
                     return frame
             raise Unavailable("a router sent no frame")
 
-        return await self._of_any(first)
+        return [await self._of_any(first, [one]) for one in self._clients]
 
     async def worker(self, worker_id: str) -> Worker | None:
         """As a router sees it."""
@@ -128,11 +140,14 @@ class Routers:
                 await asyncio.sleep(POLL_S)
         return True
 
-    async def _of_any(self, call: Callable[[AsyncClient], Coroutine[Any, Any, Answer]]) -> Answer:
-        """The answer of the first router that has one. Raises the last error after ATTACH_S, and NotFound at once."""
+    async def _of_any(
+        self, call: Callable[[AsyncClient], Coroutine[Any, Any, Answer]], clients: Sequence[AsyncClient] = ()
+    ) -> Answer:
+        """The answer of the first router that has one, or of `clients`. Raises the last error after ATTACH_S, and
+        NotFound at once."""
         deadline_s = time.monotonic() + ATTACH_S
         while True:
-            for client in self._clients:
+            for client in clients or self._clients:
                 try:
                     return await call(client)
                 except (NotFound, InvalidRequest, Unauthenticated):
@@ -160,8 +175,9 @@ class ChangingCluster(LaunchedCluster):
         self.spec = with_slots(replace(self.spec, launcher_socket=str(socket)))
         self._changing = ChangeServer(self, socket, router_config(self.spec, ()).token)
         self._address = ""
-        self._settings = dict.fromkeys(self.spec.worker_ids, self.spec.settings)  # of each worker
-        self._former: Settings | None = None  # before the last roll-out with settings
+        # What roll-outs have set over `spec.settings`, which are those of the flags and the file, as last read.
+        self._overlays = dict.fromkeys(self.spec.worker_ids, self.overlay)  # of each worker
+        self._former: Settings | None = None  # overlay before the last roll-out with settings
 
     async def start(self) -> str:
         await self._changing.start()
@@ -178,13 +194,14 @@ class ChangingCluster(LaunchedCluster):
     async def scale(self, prefill: int | None, decode: int | None, say: Say) -> None:
         """Raises PdserveError; workers that were already added or ended then stay so."""
         async with Routers(self.spec, self._address) as routers:
-            plan = plan_scale(self.spec.slots, (await routers.live()).workers, prefill, decode)
-            before = self.spec
+            plan = plan_scale(self.spec.slots, workers_of(await routers.frames()), prefill, decode)
             try:
                 for worker_id, role in plan.add:
-                    self._take_slot(worker_id, role, before.settings)
-            except PdserveError:
-                self.spec = before
+                    self._take_slot(worker_id, role, self.overlay)
+            except (PdserveError, OSError):
+                for worker_id, _ in plan.add:
+                    if worker_id in self._overlays:
+                        self._forget(worker_id, keeps_ports=False)
                 raise
             starts = [self._start_added(worker_id, routers, say) for worker_id, _ in plan.add]
             for one in await asyncio.gather(*starts, return_exceptions=True):
@@ -200,101 +217,120 @@ class ChangingCluster(LaunchedCluster):
             raise InvalidRequest("role", role.value, f"another role: {worker_id} has this one")
         with_role(self.spec, worker_id, role)  # raises before it is drained
         async with Routers(self.spec, self._address) as routers:
-            check_serving((await routers.live()).workers, worker_id)
-            await self._replace(worker_id, routers, say, self._settings[worker_id], role)
+            await self._check_serving(worker_id, routers)
+            await self._replace(worker_id, routers, say, self._overlays[worker_id], role)
         self._say_numbers(say)
 
     async def roll(self, worker_ids: Sequence[str], surge: int, settings: str, *, is_undo: bool, say: Say) -> None:
         """Raises ChangeFailed if it has stopped before its end."""
-        target: Settings | None = read_settings(settings, self.spec.settings) if settings else None
+        target: Settings | None = read_settings(settings, self.overlay) if settings else None
         if is_undo:
             if settings or worker_ids:
                 raise InvalidRequest("undo", "settings or workers", "neither beside it: it concerns the last roll-out")
             if self._former is None:
                 raise ConfigError("undo", "no roll-out", "an earlier one with settings, which was not undone yet")
             target = self._former
-            worker_ids = [one for one in self.spec.worker_ids if self._settings[one] != target]
+            worker_ids = [one for one in self.spec.worker_ids if self._overlays[one] != target]
             if not worker_ids:
                 raise ConfigError("undo", "no worker", "workers with other settings than before the last roll-out")
         elif target is not None and worker_ids:
             raise InvalidRequest("settings", "some workers", "all of them: a cluster has one set of settings")
+        self._check_roll(worker_ids or self.spec.worker_ids, target)
         async with Routers(self.spec, self._address) as routers:
-            frame = await routers.live()
-            count = FailureCount()
-            count.observe(frame.totals)
-            steps = plan_roll(self.spec.slots, frame.workers, worker_ids, surge, is_undo=is_undo)
-            for one in steps:  # a wrong value is an error before anything is drained
-                if one.kind == "replace" and target is not None:
-                    worker_process(replace(self.spec, settings=target), index_of(self.spec, one.worker_id))
-            if target is not None and not is_undo:
-                self._former = self.spec.settings
-            await self._follow(steps, routers, target, surge, count, say)
+            frames = await routers.frames()
+            steps = plan_roll(self.spec.slots, workers_of(frames), worker_ids, surge, is_undo=is_undo)
+            try:
+                await self._follow(steps, routers, target, RollCounts(frames, len(steps)), say)
+            finally:
+                if target is not None and not is_undo and target in self._overlays.values():
+                    self._former = self.overlay
         if target is not None:
-            self.spec = replace(self.spec, settings=target)
+            self.overlay = target
             if is_undo:
                 self._former = None
         kind = "" if target is None else " with the settings from before" if is_undo else " with the new settings"
         say("", f"all workers that were to be replaced run again{kind}")
 
+    def _check_roll(self, worker_ids: Sequence[str], target: Settings | None) -> None:
+        """What `up` checks at its start, so that a wrong value is an error before a worker is drained. Raises
+        ConfigError and NotFound."""
+        workers = []
+        for one in worker_ids:
+            index, overlay = index_of(self.spec, one), self._overlays[one] if target is None else target
+            num_now = len(self.spec.slots[index].gpus)
+            wanted = num_gpus(replace(self.spec, settings=overlaid(self.spec.settings, overlay)), index)
+            if wanted != num_now:
+                expected = f"{num_now} for {one}, as now: `pdserve up` divides the GPUs at its start"
+                raise ConfigError("worker.device", f"{wanted} GPUs", expected)
+            workers.append(self._process(one, overlay))
+        check_reports([*workers, *split(self._processes(), self.spec)[1]])
+
     async def _follow(
-        self,
-        steps: Sequence[RollStep],
-        routers: Routers,
-        target: Settings | None,
-        surge: int,
-        count: FailureCount,
-        say: Say,
+        self, steps: Sequence[RollStep], routers: Routers, target: Settings | None, counts: RollCounts, say: Say
     ) -> None:
         done: list[str] = []
         added = ""
         try:
             for step in steps:
-                settings = self._settings.get(step.worker_id, self.spec.settings) if target is None else target
+                overlay = self._overlays.get(step.worker_id, self.overlay) if target is None else target
                 match step.kind:
                     case "add":
-                        self._take_slot(step.worker_id, step.role, settings, is_surge=True)
+                        self._take_slot(step.worker_id, step.role, overlay, is_surge=True)
                         added = step.worker_id
                         await self._start_added(step.worker_id, routers, say)
                     case "replace":
-                        check_serving((await routers.live()).workers, step.worker_id)
-                        await self._replace(step.worker_id, routers, say, settings)
+                        await self._check_serving(step.worker_id, routers)
+                        await self._replace(step.worker_id, routers, say, overlay)
                         done.append(step.worker_id)
                     case "end":
                         added = ""
                         await self._end(step.worker_id, routers, say)
                 await asyncio.sleep(SETTLE_S)
-                count.observe((await routers.live()).totals)
-                if count.why_to_stop:
-                    raise ChangeFailed(count.why_to_stop)
-        except PdserveError as error:
-            if added in self._settings:
+                counts.observe(await routers.frames())
+                if counts.why_to_stop:
+                    raise ChangeFailed(counts.why_to_stop)
+        except (PdserveError, OSError) as error:
+            if added in self._overlays:
                 with contextlib.suppress(PdserveError):
                     await self._end(added, routers, say)
+            if added in self._overlays:  # no router answers
+                await self._end_worker(added)
+                self._forget(added)
             left = [one.worker_id for one in steps if one.kind == "replace" and one.worker_id not in done]
-            text = stopped_text(error.message, done, left, has_settings=target is not None)
+            text = stopped_text(_why(error), done, left, has_settings=target is not None)
             raise ChangeFailed(text) from None
 
     # -- one worker ----------------------------------------------------------------------------------------------
 
-    def _take_slot(self, worker_id: str, role: Role, settings: Settings, *, is_surge: bool = False) -> None:
-        """A place for a new worker. Raises ConfigError if there is none."""
-        spec = self._with_worker(worker_id, role, is_surge=is_surge)
-        if self._certificates is not None:
-            self._certificates.add(worker_id)
-        self.spec = spec
-        self._settings[worker_id] = settings
+    def _take_slot(self, worker_id: str, role: Role, overlay: Settings, *, is_surge: bool = False) -> None:
+        """A place for a new worker. Raises ConfigError if there is none, and OSError."""
+        before = self.spec
+        self.spec = self._with_worker(worker_id, role, is_surge=is_surge)
+        try:
+            if self._certificates is not None:
+                self._certificates.add(worker_id)
+        except (PdserveError, OSError):
+            self._release_ports(self.spec, before)
+            self.spec = before
+            raise
+        self._overlays[worker_id] = overlay
+
+    def _process(self, worker_id: str, overlay: Settings) -> Process:
+        spec = replace(self.spec, settings=overlaid(self.spec.settings, overlay))
+        return worker_process(spec, index_of(spec, worker_id))
 
     async def _start_added(self, worker_id: str, routers: Routers, say: Say) -> None:
-        """Returns when each router is connected to it. If it cannot start, its slot is free again."""
+        """Returns when each router is connected to it. If it cannot start, its slot is free again, without ports: they
+        may be the reason."""
         say(worker_id, "starting")
         try:
-            await self._start_worker(worker_id, self._settings[worker_id], say)
+            await self._start_worker(worker_id, self._overlays[worker_id], say)
             self._told()
             await self._attached(worker_id, "", routers)
         except Exception as error:  # also of the system, such as no memory for a process
             say(worker_id, f"is not ready: {_why(error)}")
             await self._end_worker(worker_id)
-            self._forget(worker_id)
+            self._forget(worker_id, keeps_ports=False)
             raise
         say(worker_id, "ready")
 
@@ -306,27 +342,33 @@ class ChangingCluster(LaunchedCluster):
         say(worker_id, "ended")
 
     async def _replace(
-        self, worker_id: str, routers: Routers, say: Say, settings: Settings, role: Role | None = None
+        self, worker_id: str, routers: Routers, say: Say, overlay: Settings, role: Role | None = None
     ) -> None:
-        """With the same name and ports. If the new process does not become ready, one as before takes its place."""
-        before, former = self.spec, self._settings[worker_id]
+        """With the same name and ports. If the new process does not become ready, one as before takes its place. The
+        supervisor goes on starting that one if it fails too."""
+        before, former = self.spec, self._overlays[worker_id]
         seen = await routers.worker(worker_id)
         await self._drain(worker_id, routers, say)
         await self._end_worker(worker_id)
         say(worker_id, "starting" if role is None else f"starting as a {role.value} worker")
         if role is not None:
             self.spec = with_role(before, worker_id, role)
-        self._settings[worker_id] = settings
+        self._overlays[worker_id] = overlay
         incarnation = "" if seen is None else seen.incarnation
         try:
-            await self._start_worker(worker_id, settings, say)
+            await self._start_worker(worker_id, overlay, say)
             await self._attached(worker_id, incarnation, routers)
         except Exception as error:  # as above
             say(worker_id, f"is not ready: {_why(error)}; starting it as before")
             await self._end_worker(worker_id)
-            self.spec, self._settings[worker_id] = before, former
-            await self._start_worker(worker_id, former, say)
-            await self._attached(worker_id, incarnation, routers)
+            # Not the settings, which SIGHUP may have changed in the meantime.
+            self.spec = replace(self.spec, slots=before.slots, prefill=before.prefill, decode=before.decode)
+            self._overlays[worker_id] = former
+            try:
+                await self._start_worker(worker_id, former, say, is_retried=True)
+                await self._attached(worker_id, incarnation, routers)
+            except Exception as again:
+                say(worker_id, f"is not ready as before either: {_why(again)}; {self.what_follows}")
             raise
         finally:
             self._told()
@@ -359,15 +401,22 @@ class ChangingCluster(LaunchedCluster):
             lines = f"see the log of the router for the reason; nothing connected within {ATTACH_S:.0f} s"
             raise ChangeFailed(f"{worker_id} listens, but a router does not accept it: {lines}")
 
+    async def _check_serving(self, worker_id: str, routers: Routers) -> None:
+        """Raises ConfigError if a router would have no decode worker without this one."""
+        for frame in await routers.frames():
+            check_serving(frame.workers, worker_id)
+
     # -- where the workers run -------------------------------------------------------------------------------------
+
+    what_follows: str  # if a worker cannot start with its former settings either
 
     @abstractmethod
     def _with_worker(self, worker_id: str, role: Role, *, is_surge: bool) -> ClusterSpec:
         """The spec with a worker that has not started yet. Raises ConfigError if there is no place for it."""
 
     @abstractmethod
-    async def _start_worker(self, worker_id: str, settings: Settings, say: Say) -> None:
-        """Returns when the worker listens. If it raises, `_end_worker` follows."""
+    async def _start_worker(self, worker_id: str, overlay: Settings, say: Say, *, is_retried: bool = False) -> None:
+        """Returns when the worker listens. If it raises, `_end_worker` follows, unless it `is_retried`."""
 
     @abstractmethod
     async def _end_worker(self, worker_id: str) -> None:
@@ -376,11 +425,17 @@ class ChangingCluster(LaunchedCluster):
     @abstractmethod
     def _drain_s(self, worker_id: str) -> float: ...
 
+    def _release_ports(self, before: ClusterSpec, after: ClusterSpec) -> None:
+        """Those of this host that only `before` has."""
+
     # ------------------------------------------------------------------------------------------------------------
 
-    def _forget(self, worker_id: str) -> None:
-        self.spec = vacate(self.spec, worker_id)
-        self._settings.pop(worker_id, None)
+    def _forget(self, worker_id: str, *, keeps_ports: bool = True) -> None:
+        before = self.spec
+        self.spec = vacate(before, worker_id, keeps_port=keeps_ports)
+        if not keeps_ports:
+            self._release_ports(before, self.spec)
+        self._overlays.pop(worker_id, None)
         self._told()
 
     def _say_numbers(self, say: Say) -> None:
@@ -407,8 +462,11 @@ def _is_empty(one: Worker | None) -> bool:
 class LocalCluster(ChangingCluster):
     """The workers are processes of this host."""
 
+    what_follows = "it is started again until it runs"
+
     def _processes(self) -> list[Process]:
-        return processes(self.spec)
+        workers = [self._process(one, self._overlays[one]) for one in self.spec.worker_ids]
+        return [*workers, *split(processes(self.spec), self.spec)[1]]
 
     async def _start_workers(self, workers: Sequence[Process]) -> None:
         await side_by_side(self._supervisor.start(supervised(process)) for process in workers)
@@ -420,17 +478,23 @@ class LocalCluster(ChangingCluster):
         """Raises ConfigError without GPUs for it, or if one of its ports is in use."""
         before = self.spec
         listed = {port for _, _, port in ports(before, are_workers_here=True)}
-        port = 0
-        if slot_for(before, role) == len(before.slots):
-            [port] = free_ports(1, {"127.0.0.1"}, avoid=listed)
-        spec = add_worker(before, worker_id, role, port, is_surge=is_surge)
-        for name, host, number in ports(spec, are_workers_here=True):
-            if number not in listed and number not in self._held.ports:
-                self._held.hold(name, host, number)
+        index, port = slot_for(before, role), 0
+        if index == len(before.slots) or not before.slots[index].port:
+            [port] = free_ports(1, {"127.0.0.1"}, avoid={*listed, *self._held.ports})
+        held: list[int] = []
+        try:
+            spec = add_worker(before, worker_id, role, port, is_surge=is_surge)
+            for name, host, number in ports(spec, are_workers_here=True):
+                if number not in listed and number not in self._held.ports:
+                    self._held.hold(name, host, number)
+                    held.append(number)
+        except (PdserveError, OSError):
+            self._held.release({port, *held})
+            raise
         return spec
 
-    async def _start_worker(self, worker_id: str, settings: Settings, say: Say) -> None:
-        await self._supervisor.start(supervised(self._process(worker_id, settings)))
+    async def _start_worker(self, worker_id: str, overlay: Settings, say: Say, *, is_retried: bool = False) -> None:
+        await self._supervisor.start(supervised(self._process(worker_id, overlay)), is_retried=is_retried)
 
     async def _end_worker(self, worker_id: str) -> None:
         await self._supervisor.end(worker_id)
@@ -438,5 +502,6 @@ class LocalCluster(ChangingCluster):
     def _drain_s(self, worker_id: str) -> float:
         return self._supervisor.drain_s(worker_id)
 
-    def _process(self, worker_id: str, settings: Settings) -> Process:
-        return worker_process(replace(self.spec, settings=settings), index_of(self.spec, worker_id))
+    def _release_ports(self, before: ClusterSpec, after: ClusterSpec) -> None:
+        left = {port for _, _, port in ports(after, are_workers_here=True)}
+        self._held.release({port for _, _, port in ports(before, are_workers_here=True)} - left)

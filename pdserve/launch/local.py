@@ -277,6 +277,7 @@ class LaunchedCluster(ABC):
         self.spec, self._certificates = make_certificates(spec)
         self._metrics = LauncherMetrics(self.spec)
         self._supervisor = Supervisor(report, self._held, self._metrics.process_started)
+        self.overlay: Mapping[Kind, Mapping[str, Value]] = {}  # what roll-outs have set over `spec.settings`
 
     async def start(self) -> str:
         """Returns the router's address after a real token has come through it. Raises the error otherwise."""

@@ -143,12 +143,12 @@ class HeldPorts:
             for one in held:
                 one.close()
 
-    def release(self) -> None:
-        """Idempotent."""
-        for held in self._sockets.values():
-            for one in held:
+    def release(self, ports: Iterable[int] | None = None) -> None:
+        """None: all. Idempotent. Other launchers of this user may choose them from now on."""
+        for port in list(self._sockets) if ports is None else list(ports):
+            for one in self._sockets.pop(port, ()):
                 one.close()
-        self._sockets.clear()
+            unclaim(port)
 
 
 def free_ports(count: int, hosts: Collection[str] = ("127.0.0.1",), *, avoid: Collection[int] = ()) -> tuple[int, ...]:
@@ -185,6 +185,12 @@ def claim(port: int) -> bool:
             return error.errno not in (errno.EACCES, errno.EAGAIN)
         _claims.add(port)
     return True
+
+
+def unclaim(port: int) -> None:
+    if port in _claims:
+        _claims.remove(port)
+        fcntl.lockf(_claims_file(), fcntl.LOCK_UN, 1, port)
 
 
 def is_free(host: str, port: int) -> bool:

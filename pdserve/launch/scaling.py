@@ -7,13 +7,16 @@ metrics port and its GPUs.
 
 from __future__ import annotations
 
+import math
 import tomllib
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import NormalDist, fmean, variance
 from typing import Any, Final, Literal, final
 
 from pdserve.core.errors import ConfigError, InvalidRequest, NotFound
-from pdserve.core.live import LiveTotals, LiveWorker
+from pdserve.core.live import LiveFrame, LiveTotals, LiveWorker
 from pdserve.core.types import Role
 from pdserve.launch.keys import Kind, Value, check_settings, fields_of
 from pdserve.launch.spec import NUM_WORKERS, ClusterSpec, WorkerSlot, gpus_of, num_gpus, worker_config
@@ -35,6 +38,17 @@ def _last_first(worker: LiveWorker) -> tuple[int, int]:
     return (-len(number), -int(number)) if number.isdecimal() else (0, 0)
 
 
+def workers_of(frames: Iterable[LiveFrame]) -> list[LiveWorker]:
+    """As the routers see them together, each of which sent its own frame."""
+    found: dict[str, LiveWorker] = {}
+    booked: Counter[str] = Counter()
+    for one in (worker for frame in frames for worker in frame.workers):
+        booked[one.worker_id] += one.booked
+        if one.worker_id not in found or (one.is_connected and not found[one.worker_id].is_connected):
+            found[one.worker_id] = one
+    return [replace(one, booked=booked[name]) for name, one in found.items()]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalePlan:
     add: tuple[tuple[str, Role], ...]
@@ -44,7 +58,7 @@ class ScalePlan:
 def plan_scale(
     slots: Sequence[WorkerSlot], live: Iterable[LiveWorker], prefill: int | None, decode: int | None
 ) -> ScalePlan:
-    """None: as many as there are. `live`: the workers as a router sees them, which may lack some. Raises
+    """None: as many as there are. `live`: the workers as routers see them, which may lack some. Raises
     InvalidRequest."""
     if prefill is None and decode is None:
         raise InvalidRequest("prefill and decode", "neither", "the wanted number of workers of one role, or of both")
@@ -130,24 +144,98 @@ def plan_roll(
     return steps
 
 
+MIN_REQUESTS: Final = 100  # in each of two windows whose misses are compared
+MIN_BURST: Final = 4.0  # requests that count as one independent request, because they miss their targets together
+BATCH: Final = 32
+MARGIN: Final = 0.05  # by which the share of missed targets may grow
+FALSE_STOP: Final = 0.001  # probability that a roll-out stops for misses although their share is as before
+_MISSED: Final = ("late", "rejected", "expired")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attainment:
+    """Requests that met both of their targets, and those that did not. Cancelled and failed ones do not count."""
+
+    met: int = 0
+    missed: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.met + self.missed
+
+    def __sub__(self, other: Attainment) -> Attainment:
+        return Attainment(met=self.met - other.met, missed=self.missed - other.missed)
+
+    def bounds(self, z: float, burst: float) -> tuple[float, float, float]:
+        """The share of missed targets, and the bounds of its score interval at `z` standard deviations (Wilson 1927).
+        There must be requests, of which `burst` count as one."""
+        share, spread = self.missed / self.total, z * z * burst / self.total
+        centre = (share + spread / 2) / (1 + spread)
+        half = math.sqrt(share * (1 - share) * spread + spread * spread / 4) / (1 + spread)
+        return share, centre - half, centre + half
+
+
+def burst_of(have_missed: Sequence[bool]) -> float:
+    """How many requests, in the order of their ends, count as one independent request: the variance of the means of
+    batches, as a multiple of that of independent requests. At least MIN_BURST."""
+    if len(have_missed) < 2 * BATCH or not 0 < (share := fmean(have_missed)) < 1:
+        return MIN_BURST
+    means = [fmean(have_missed[at : at + BATCH]) for at in range(0, len(have_missed) - BATCH + 1, BATCH)]
+    return max(BATCH * variance(means) / (share * (1 - share)), MIN_BURST)
+
+
+def misses_more(before: Attainment, since: Attainment, burst: float, chance: float) -> bool:
+    """Whether the share of missed targets has grown by more than MARGIN: the one-sided lower bound of the difference of
+    two shares exceeds it (Newcombe 1998, method 10). `chance`: of the bound being wrong. `burst` as in `burst_of`."""
+    if min(before.total, since.total) < MIN_REQUESTS:
+        return False
+    z = -NormalDist().inv_cdf(chance)
+    (then, _, most_then), (now, least_now, _) = before.bounds(z, burst), since.bounds(z, burst)
+    return now - then - math.hypot(now - least_now, most_then - then) > MARGIN
+
+
 @final
-class FailureCount:
-    """Counts the failed requests since its first totals. A router that starts again counts from zero."""
+class RollCounts:
+    """Counts what came of requests since the first frames of a roll-out, and before them.
 
-    def __init__(self) -> None:
-        self._last: int | None = None
-        self.failed = 0
+    A router's totals count since the start of its process. So they are kept for each process, by its incarnation: one
+    that is not among the first has started since then, and one that has ended keeps its last totals.
+    """
 
-    def observe(self, totals: LiveTotals) -> None:
-        if self._last is not None:
-            self.failed += totals.failed - self._last if totals.failed >= self._last else totals.failed
-        self._last = totals.failed
+    def __init__(self, frames: Sequence[LiveFrame], num_steps: int) -> None:
+        """`frames`: one of each router, with the requests that ended last. `observe` follows after each step."""
+        self._first = {one.incarnation: one.totals for one in frames}
+        self._last = dict(self._first)
+        judged = ("served", *_MISSED)
+        ends = [one.outcome in _MISSED for frame in frames for one in frame.requests if one.outcome in judged]
+        self._before, self._burst = Attainment(met=ends.count(False), missed=ends.count(True)), burst_of(ends)
+        self._chance = FALSE_STOP / max(num_steps * (num_steps + 1) // 2, 1)  # for each window that is judged
+        self._since = [Attainment()]  # at the beginning, and after each step
+
+    def observe(self, frames: Iterable[LiveFrame]) -> None:
+        self._last.update((one.incarnation, one.totals) for one in frames)
+        self._since.append(Attainment(met=self._num("served"), missed=sum(map(self._num, _MISSED))))
 
     @property
     def why_to_stop(self) -> str:
         """Empty: the roll-out goes on."""
-        requests = "1 request" if self.failed == 1 else f"{self.failed} requests"
-        return f"{requests} failed since it began" if self.failed else ""
+        if failed := self._num("failed"):
+            requests = "1 request" if failed == 1 else f"{failed} requests"
+            return f"{requests} failed since it began"
+        *begins, now = self._since
+        for window in (now - begin for begin in begins):  # the later ones have fewer requests on former workers
+            if misses_more(self._before, window, self._burst, self._chance):
+                shares = f"{window.missed} of the last {window.total} requests missed their targets"
+                return f"{shares}, and {self._before.missed} of {self._before.total} before it began"
+        return ""
+
+    def _num(self, outcome: str) -> int:
+        """Of requests that ended so since the beginning."""
+        none = LiveTotals()
+        return sum(
+            getattr(totals, outcome) - getattr(self._first.get(incarnation, none), outcome)
+            for incarnation, totals in self._last.items()
+        )
 
 
 def stopped_text(why: str, done: Sequence[str], left: Sequence[str], *, has_settings: bool) -> str:
@@ -163,7 +251,7 @@ def stopped_text(why: str, done: Sequence[str], left: Sequence[str], *, has_sett
 # --- settings of a roll-out -----------------------------------------------------------------------------------
 # A caller with the operator's token may not choose a program, a file or an address of the launcher's host.
 
-Settings = Mapping[Kind, Mapping[str, Value]]
+Settings = Mapping[Kind, Mapping[str, Value]]  # tables; an overlay has only what roll-outs set
 _TABLES: Final[tuple[Kind, ...]] = ("worker", "prefill_worker", "decode_worker")
 FIXED: Final = frozenset(
     {
@@ -187,15 +275,19 @@ FIXED: Final = frozenset(
 MAX_SETTINGS_CHARS: Final = 2**16
 
 
-def read_settings(text: str, running: Settings) -> dict[Kind, dict[str, Value]]:
-    """`running` with the values of a TOML text. Raises ConfigError and InvalidRequest."""
+def overlaid(settings: Settings, overlay: Settings) -> dict[Kind, dict[str, Value]]:
+    return {kind: {**settings.get(kind, {}), **overlay.get(kind, {})} for kind in {**settings, **overlay}}
+
+
+def read_settings(text: str, overlay: Settings) -> dict[Kind, dict[str, Value]]:
+    """`overlay` with the values of a TOML text. Raises ConfigError and InvalidRequest."""
     if len(text) > MAX_SETTINGS_CHARS:
         raise InvalidRequest("settings", f"{len(text)} characters", f"at most {MAX_SETTINGS_CHARS}")
     try:
         given = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest("settings", "no TOML", f"TOML ({error})") from None
-    found = {kind: dict(values) for kind, values in running.items()}
+    found = overlaid(overlay, {})
     for name, values in given.items():
         if name not in _TABLES or not isinstance(values, dict):
             raise ConfigError(name, "a value", f"only the tables {', '.join(_TABLES)}: a roll-out replaces workers")
@@ -238,34 +330,43 @@ def index_of(spec: ClusterSpec, worker_id: str) -> int:
 
 
 def slot_for(spec: ClusterSpec, role: Role) -> int:
-    """The index of the vacant slot that a new worker of that role takes; the number of slots if it needs a new one."""
-    for index, slot in enumerate(spec.slots):
-        if slot.is_vacant and num_gpus(_put(spec, index, replace(slot, role=role)), index) == len(slot.gpus):
+    """The index of the vacant slot that a new worker of that role takes, if possible one with as many GPUs as it needs;
+    the number of slots if none is vacant."""
+    vacant = [index for index, slot in enumerate(spec.slots) if slot.is_vacant]
+    for index in vacant:
+        slot = spec.slots[index]
+        if num_gpus(_put(spec, index, replace(slot, role=role)), index) == len(slot.gpus):
             return index
-    return len(spec.slots)
+    return vacant[0] if vacant else len(spec.slots)
 
 
 def add_worker(spec: ClusterSpec, worker_id: str, role: Role, port: int, *, is_surge: bool = False) -> ClusterSpec:
-    """With a worker in `slot_for`, on `port` if that slot is new. Raises ConfigError without GPUs for it."""
+    """With a worker in `slot_for`, on `port` if that slot has none. It takes GPUs of other vacant slots if its own slot
+    has another number of them. Raises ConfigError without GPUs for it."""
     index = slot_for(spec, role)
-    if index < len(spec.slots):
-        slot = replace(spec.slots[index], worker_id=worker_id, role=role, is_vacant=False, is_surge=is_surge)
-        return _put(spec, index, slot)
-    slot = WorkerSlot(worker_id=worker_id, role=role, port=port, is_surge=is_surge)
+    slot = spec.slots[index] if index < len(spec.slots) else WorkerSlot(worker_id=worker_id, role=role, port=0)
+    slot = replace(slot, worker_id=worker_id, role=role, port=slot.port or port, is_vacant=False, is_surge=is_surge)
     wider = _put(spec, index, slot)
-    if wanted := num_gpus(wider, index):
-        used = {gpu for one in spec.slots for gpu in one.gpus}
-        free = [gpu for gpu in spec.gpus if gpu not in used]
-        if len(free) < wanted:
-            expected = f"{wanted} GPUs of this host that no worker has, and {len(free)} are free; end a worker first"
-            raise ConfigError(role.value, worker_id, expected)
-        wider = _put(spec, index, replace(slot, gpus=tuple(free[:wanted])))
-    return wider
+    if (wanted := num_gpus(wider, index)) == len(slot.gpus):
+        return wider
+    slots = [one for at, one in enumerate(spec.slots) if at != index]
+    used = {gpu for one in slots if not one.is_vacant for gpu in one.gpus}
+    kept = {gpu for one in slots for gpu in one.gpus}  # also by vacant slots, so these come last
+    free = sorted((gpu for gpu in spec.gpus if gpu not in used), key=kept.__contains__)
+    if len(free) < wanted:
+        expected = f"{wanted} GPUs of this host that no worker has, and {len(free)} are free; end a worker first"
+        raise ConfigError(role.value, worker_id, expected)
+    taken = tuple(free[:wanted])
+    for at, one in enumerate(spec.slots):
+        if one.is_vacant and at != index and not set(taken).isdisjoint(one.gpus):
+            wider = _put(wider, at, replace(one, gpus=tuple(gpu for gpu in one.gpus if gpu not in taken)))
+    return _put(wider, index, replace(slot, gpus=taken))
 
 
-def vacate(spec: ClusterSpec, worker_id: str) -> ClusterSpec:
+def vacate(spec: ClusterSpec, worker_id: str, *, keeps_port: bool = True) -> ClusterSpec:
     index = index_of(spec, worker_id)
-    return _put(spec, index, replace(spec.slots[index], is_vacant=True, is_surge=False))
+    slot = spec.slots[index]
+    return _put(spec, index, replace(slot, is_vacant=True, is_surge=False, port=slot.port if keeps_port else 0))
 
 
 def with_role(spec: ClusterSpec, worker_id: str, role: Role) -> ClusterSpec:

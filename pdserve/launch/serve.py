@@ -6,8 +6,8 @@ import asyncio
 import importlib.util
 import math
 import signal
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -24,6 +24,7 @@ from pdserve.engine.memory.plan import PoolUnit, host_blocks
 from pdserve.engine.model.config import ModelConfig, read_config
 from pdserve.engine.toy import CELL_BYTES
 from pdserve.launch.changes import LocalCluster
+from pdserve.launch.keys import Kind, Value
 from pdserve.launch.local import LaunchedCluster, degradations
 from pdserve.launch.report import LauncherReport
 from pdserve.launch.settings import Asked, merge
@@ -239,13 +240,21 @@ async def _follow_hangups(
             continue
         for why in wanted.unread:
             report.say("launcher", f"SIGHUP: WARNING: the file of a secret cannot be read, and the secret stays: {why}")
-        asked = replace(asked, spec=replace(asked.spec, settings=cluster.spec.settings))  # of the last roll-out
         asked, changed, fixed = merge(asked, wanted)
         report.limit_files(asked.log_limits)
         cluster.reload(asked.spec.settings, asked.log_level)
         report.say("launcher", f"SIGHUP: the settings were read again; changed: {', '.join(changed) or 'none'}")
+        rolled, read = _by_name(cluster.overlay), _by_name(wanted.spec.settings)
+        differs = {one for one in rolled if rolled[one] != read.get(one)}
+        fixed = [one for one in fixed if one not in rolled or one in differs]
+        if kept := [one for one in changed if one in differs]:
+            report.say("launcher", f"SIGHUP: WARNING: workers keep what a roll-out has set: {', '.join(kept)}")
         if fixed:
             report.say("launcher", f"SIGHUP: WARNING: these settings change at the next start only: {', '.join(fixed)}")
+
+
+def _by_name(settings: Mapping[Kind, Mapping[str, Value]]) -> dict[str, Value]:
+    return {f"{kind}.{name}": value for kind, values in settings.items() for name, value in values.items()}
 
 
 async def _tick(report: LauncherReport) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import pdserve
 from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_text
-from pdserve.config import LOG_LEVELS, REDIS_ENV, SECRET_ENV, TOKEN_ENV, RouterConfig, WorkerConfig, from_env
+from pdserve.config import LOG_LEVELS, REDIS_ENV, SECRET_ENV, TOKEN_ENV, from_env
 from pdserve.config_flags import words
 from pdserve.core.access.key_file import parse
 from pdserve.core.adapters import split_adapter
@@ -33,7 +33,15 @@ from pdserve.launch.confine import of_operator
 from pdserve.launch.engine_python import MAKE_VLLM, absolute, check_python, vllm_python
 from pdserve.launch.keys import KINDS, Kind, check_command_line, check_settings, check_top, fields_of
 from pdserve.launch.report import LogLimits
-from pdserve.launch.spec import ClusterSpec, ClusterTls, Process, gateway_config, processes, recordings, served_names
+from pdserve.launch.spec import (
+    ClusterSpec,
+    ClusterTls,
+    check_reports,
+    gateway_config,
+    processes,
+    recordings,
+    served_names,
+)
 from pdserve.model_source import BUNDLED, TOY, TOY_MODELS, find_model, is_on_hub
 
 _TLS_FILES: Final = {"tls_cert", "tls_key", "tls_ca", "tls_client_ca", "router_cert", "router_key"}
@@ -182,7 +190,7 @@ def read(
     for adapters, key in _of_workers("lora", (), found, tables).items():
         if taken := next((one for one in adapters if split_adapter(one)[0] in served_names(spec)), None):
             raise ConfigError(key, taken, "a name other than the model's, which requests choose by it")
-    _check_reports(processes(spec))  # all processes' settings are checked before any process is started
+    check_reports(processes(spec))  # all processes' settings are checked before any process is started
     gateway_config(spec)
     log_level, log_dir = found.get("log_level", "info"), found.get("log_dir")
     if log_level not in LOG_LEVELS:
@@ -250,16 +258,6 @@ def merge(running: Asked, wanted: Asked) -> tuple[Asked, list[str], list[str]]:
         log_level=wanted.log_level,
     )
     return merged, changed, fixed
-
-
-def _check_reports(started: Sequence[Process]) -> None:
-    """The router would avoid a worker that reports less often than expected."""
-    configs = [process.config for process in started]
-    router = next(one for one in configs if isinstance(one, RouterConfig))
-    for worker in (one for one in configs if isinstance(one, WorkerConfig)):
-        if worker.heartbeat_s >= router.worker_silence_s:
-            expected = f"less than router.worker_silence_s, which is {router.worker_silence_s:g}"
-            raise ConfigError("worker.heartbeat_s", worker.heartbeat_s, expected)
 
 
 def _tls(found: Mapping[str, Any], tables: Mapping[Any, Mapping[str, Any]]) -> ClusterTls | None:

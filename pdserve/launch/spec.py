@@ -186,6 +186,16 @@ def processes(spec: ClusterSpec) -> list[Process]:
     return [*workers, *routers(spec, addresses)]
 
 
+def check_reports(started: Sequence[Process]) -> None:
+    """Raises ConfigError if a router would avoid a worker because it reports less often than expected."""
+    configs = [process.config for process in started]
+    router = next(one for one in configs if isinstance(one, RouterConfig))
+    for worker in (one for one in configs if isinstance(one, WorkerConfig)):
+        if worker.heartbeat_s >= router.worker_silence_s:
+            expected = f"less than router.worker_silence_s, which is {router.worker_silence_s:g}"
+            raise ConfigError("worker.heartbeat_s", worker.heartbeat_s, expected)
+
+
 def fixed_ports(spec: ClusterSpec, *, are_workers_here: bool) -> dict[int, tuple[str, str]]:
     """The requested ports on this host: the setting of each, and its address.
 

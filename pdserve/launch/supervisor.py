@@ -246,12 +246,18 @@ class Supervisor:
     def address(self, name: str) -> str:
         return self._children[name].address
 
-    async def start(self, one: SupervisedProcess) -> None:
-        """Returns when the process listens. Raises StartFailed with its last error."""
+    async def start(self, one: SupervisedProcess, *, is_retried: bool = False) -> None:
+        """Returns when the process listens. Raises StartFailed with its last error, and OSError. `is_retried`: it is
+        then started again, like a process that has ended."""
         self._processes[one.name] = one
         self._report.say(one.name, "starting")
         self._report.begins(one.name)
-        await self._start(one)
+        try:
+            await self._start(one)
+        except (PdserveError, OSError):
+            if is_retried and self._is_keeping:
+                self._keep_with(one.name, self._keep(one.name))
+            raise
         self._report.phase(one.name, self._children[one.name].start_s)
         if self._is_keeping:
             self._keep_with(one.name, self._keep(one.name))
@@ -413,13 +419,13 @@ class Supervisor:
         backoff = _Backoff()
         while True:
             child, began_s = self._children[name], time.monotonic()
-            how = outcome(await child.wait())
+            how = f"pid {child.pid} {outcome(await child.wait())}" if child.pid else "has no process"
             backoff_s = backoff.next_s(time.monotonic() - began_s)
-            self._report.say(name, f"pid {child.pid} {how}; starting it again in {backoff_s:.2g} s")
+            self._report.say(name, f"{how}; starting it again in {backoff_s:.2g} s")
             await asyncio.sleep(backoff_s)
             try:
                 await self._start(self._processes[name])
-            except PdserveError as error:
+            except (PdserveError, OSError) as error:  # OSError: for example, no memory for a process
                 self._report.say(name, f"did not come back: {error}")
 
     async def _keep_redis(self, path: Path) -> None:

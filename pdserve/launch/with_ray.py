@@ -31,7 +31,7 @@ from pdserve.launch.change_server import Say
 from pdserve.launch.changes import ChangingCluster
 from pdserve.launch.local import redis_trouble, start_steps
 from pdserve.launch.report import LauncherReport, memory_of
-from pdserve.launch.scaling import Settings, add_worker, index_of
+from pdserve.launch.scaling import Settings, add_worker, index_of, overlaid
 from pdserve.launch.spec import ClusterSpec, Process, routers, worker_config
 from pdserve.launch.supervisor import REDIS, StartFailed, SupervisedProcess
 
@@ -253,10 +253,12 @@ _TOOK: Final = re.compile(rf"^{TOOK}(\d+\.\d+) s$")
 class RayCluster(ChangingCluster):
     """The workers are actors of Ray, which Ray itself restarts. The driver starts and ends them."""
 
+    what_follows = "`pdserve restart` tries again"
+
     def __init__(self, spec: ClusterSpec, address: str, report: LauncherReport) -> None:
         """`address` of a Ray cluster; empty starts one here."""
         super().__init__(spec, report, ray=address)
-        self._wanted = {name: self._want(name, 0, self.spec.settings) for name in self.spec.worker_ids}
+        self._wanted = {name: self._want(name, 0, {}) for name in self.spec.worker_ids}
         self._revision = 0
         self._file = self._sockets.path / WANTED
         self._states: Mapping[str, WorkerState] = {}  # as the driver reports them
@@ -294,10 +296,10 @@ class RayCluster(ChangingCluster):
         """Ray gives it ports and GPUs."""
         return add_worker(self.spec, worker_id, role, 0, is_surge=is_surge)
 
-    async def _start_worker(self, worker_id: str, settings: Settings, say: Say) -> None:
+    async def _start_worker(self, worker_id: str, overlay: Settings, say: Say, *, is_retried: bool = False) -> None:
         """Returns when the worker has a node and listens there."""
         self._revision += 1
-        wanted = self._wanted[worker_id] = self._want(worker_id, self._revision, settings)
+        wanted = self._wanted[worker_id] = self._want(worker_id, self._revision, overlay)
         self._listeners[worker_id] = say
         try:
             self._write()
@@ -332,8 +334,8 @@ class RayCluster(ChangingCluster):
         if gone:
             self._write()
 
-    def _want(self, worker_id: str, revision: int, settings: Settings) -> WantedWorker:
-        spec = replace(self.spec, settings=settings)
+    def _want(self, worker_id: str, revision: int, overlay: Settings) -> WantedWorker:
+        spec = replace(self.spec, settings=overlaid(self.spec.settings, overlay))
         role, config = worker_config(spec, index_of(spec, worker_id))
         return WantedWorker(worker_id=worker_id, role=role, revision=revision, config=config)
 

@@ -193,7 +193,6 @@ FRAME: Final = Codec(
             is_lenient=True,
         ),
     ),
-    ignored=("incarnation",),
     is_lenient=True,
 )
 

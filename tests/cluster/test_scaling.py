@@ -7,7 +7,7 @@ import shlex
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,20 @@ from pdserve import Client
 from pdserve.cli.main import main
 from pdserve.client.base import Retries
 from pdserve.client.results import Worker
-from pdserve.core.errors import ChangeFailed, ConfigError, InvalidRequest, NotFound, Unauthenticated, Unavailable
+from pdserve.config_flags import FLAGS_FILE
+from pdserve.core.errors import (
+    ChangeFailed,
+    ConfigError,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    Unauthenticated,
+    Unavailable,
+)
 from pdserve.core.types import Role
+from pdserve.profiles import FOLDER
 from pdserve.testing import toy_answer
+from router.service.cluster import MAX_VIEWERS
 from tests.cluster.cluster import Cluster
 from tests.cluster.test_routers import TOKEN, connected, until
 
@@ -31,8 +42,17 @@ FLAGS = ("--model", "toy", "--routers", "2", "--set", "worker.toy_step_s=0.01", 
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster(*FLAGS, env={"PDSERVE_TOKEN": TOKEN}) as cluster:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a file for --config, and one that prefill workers need at their start."""
+    folder = tmp_path_factory.mktemp("settings")
+    (folder / "up.toml").write_text(f"prefill_worker.profile = '{folder / 'profile.json'}'\n")
+    (folder / "profile.json").write_bytes((FOLDER / "h100-sxm.llama-3.1-8b.bf16.json").read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster(folder: Path) -> Iterator[Cluster]:
+    with Cluster(*FLAGS, "--config", str(folder / "up.toml"), env={"PDSERVE_TOKEN": TOKEN}) as cluster:
         cluster.client.close()
         cluster.client = Client(cluster.target, token=TOKEN)
         yield cluster
@@ -100,6 +120,12 @@ def flags_of(cluster: Cluster, name: str) -> list[str]:
     return Path(f"/proc/{cluster.running.pid(name)}/cmdline").read_text().split("\0")
 
 
+def live_flags_of(cluster: Cluster, name: str) -> set[str]:
+    """As SIGHUP changes them."""
+    [file] = [one for one in flags_of(cluster, name) if one.startswith(FLAGS_FILE)]
+    return set(Path(f"/proc/{cluster.running.pid(name)}/fd", Path(file).name).read_text().split())
+
+
 def run(capsys: pytest.CaptureFixture[str], line: str, token: list[str]) -> str:
     assert main([*shlex.split(line), *token]) == 0
     return capsys.readouterr().out
@@ -124,19 +150,27 @@ def test_scaling_under_load_fails_no_request(
 
 
 def test_a_roll_out_under_load_fails_no_request(
-    cluster: Cluster, token: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    cluster: Cluster, token: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, folder: Path
 ) -> None:
     names = workers(cluster.client).keys()
     pids = {name: cluster.running.pid(name) for name in names}
     settings = tmp_path / "new.toml"
-    settings.write_text("[worker]\nmax_batch = 48\n[prefill_worker]\nmax_batch_tokens = 96\n")
+    settings.write_text("[worker]\nmax_batch = 48\ndrain_s = 9.0\n[prefill_worker]\nmax_batch_tokens = 96\n")
     with load(cluster):
         run(capsys, f"roll --settings {settings}", token)
         assert workers(cluster.client).keys() == names, "names and numbers stay"
         assert all("--max-batch=48" in flags_of(cluster, name) for name in names)
         assert ["--max-batch-tokens=96" in flags_of(cluster, name) for name in sorted(names)] == [False, False, True]
+        file = folder / "up.toml"
+        file.write_text(file.read_text() + "[worker]\ndrain_s = 8.0\nstall_s = 50.0\n")
+        cluster.process.send_signal(signal.SIGHUP)
+        cluster.running.wait_line("changed: worker.drain_s, worker.stall_s")
+        cluster.running.wait_line("workers keep what a roll-out has set: worker.drain_s")
+        assert all({"--drain-s=9.0", "--stall-s=50.0"} <= live_flags_of(cluster, name) for name in names)
         run(capsys, "roll --undo --surge 0", token)
-        assert not any("--max-batch=48" in flags_of(cluster, name) for name in names)
+        for flags in (flags_of(cluster, name) for name in names):
+            assert {"--drain-s=8.0", "--stall-s=50.0"} <= set(flags), "what SIGHUP has changed stays"
+            assert "--max-batch=48" not in flags
     assert all(cluster.running.pid(name) != pids[name] for name in names)
     with pytest.raises(ConfigError, match="undo: got no roll-out"):
         cluster.client.roll(undo=True)
@@ -151,6 +185,8 @@ def test_a_roll_out_stops_if_a_new_worker_does_not_start(cluster: Cluster) -> No
         )
     assert {name: cluster.running.pid(name) for name in names} == pids
     assert workers(cluster.client).keys() == names
+    with pytest.raises(ConfigError, match="undo: got no roll-out"):
+        cluster.client.roll(undo=True)
     with load(cluster), pytest.raises(ChangeFailed, match="the roll-out stopped"):
         cluster.client.roll(surge=0, settings="[decode_worker]\ntransport = 'nccl'\n")
     assert roles(cluster.client).keys() == names, "the worker that was drained serves again, as before"
@@ -173,6 +209,7 @@ def test_a_worker_changes_its_role(cluster: Cluster, token: list[str], capsys: p
 
 @pytest.mark.slow  # the tests above start as many processes, and CI has 20 minutes
 def test_a_worker_is_restarted(cluster: Cluster, token: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    cluster.client.scale(decode=2)
     [name, *others] = sorted(workers(cluster.client))
     before = {one: cluster.running.pid(one) for one in (name, *others)}
     said: list[Any] = []
@@ -183,6 +220,21 @@ def test_a_worker_is_restarted(cluster: Cluster, token: list[str], capsys: pytes
     assert [one.worker_id for one in said] == [name] * (len(said) - 1) + [""]
     with pytest.raises(NotFound):
         cluster.client.roll(["nobody"])
+
+
+@pytest.mark.slow  # it starts a worker three times
+def test_a_worker_that_does_not_start_as_before_either_is_started_until_it_runs(cluster: Cluster, folder: Path) -> None:
+    names = roles(cluster.client)
+    [name] = [one for one, role in names.items() if role is Role.PREFILL]
+    pid, profile = cluster.running.pid(name), folder / "profile.json"
+    profile.rename(folder / "away")
+    with load(cluster):
+        with pytest.raises(ChangeFailed, match=f"profile: got .*not replaced: {name}"):
+            cluster.client.roll([name], surge=0)
+        (folder / "away").rename(profile)
+        cluster.running.wait_restarted(name, pid)
+        until(lambda: (one := workers(cluster.client).get(name)) and one.is_connected)
+    assert roles(cluster.client) == names
 
 
 @pytest.mark.slow  # the tests above start as many processes, and CI has 20 minutes
@@ -197,8 +249,22 @@ def test_a_killed_added_worker_comes_back(cluster: Cluster) -> None:
     until(lambda: any(one.worker_id == added and one.is_connected for one in cluster.client.topology().workers))
 
 
+@contextmanager
+def viewers(cluster: Cluster) -> Iterator[None]:
+    """As many live views as the routers allow."""
+    with ExitStack() as stack:
+        for client in connected(cluster).values():
+            stack.callback(client.close)
+            for _ in range(MAX_VIEWERS):
+                next(stack.enter_context(closing(client.watch())))
+        with pytest.raises(Overloaded):
+            next(cluster.client.watch())
+        yield
+
+
 def test_one_change_is_made_at_a_time(cluster: Cluster) -> None:
-    cluster.client.scale(decode=2)
+    with viewers(cluster):
+        cluster.client.scale(decode=2)
     began, went_on = threading.Event(), threading.Event()
 
     def wait(step: Any) -> None:

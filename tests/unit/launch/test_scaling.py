@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,17 +21,24 @@ from pdserve.core.errors import (
     Unauthenticated,
     Unavailable,
 )
-from pdserve.core.live import LiveTotals, LiveWorker
+from pdserve.core.live import LiveFrame, LiveRequest, LiveTotals, LiveWorker
 from pdserve.core.types import Role
 from pdserve.launch.changes import Routers
 from pdserve.launch.scaling import (
-    FailureCount,
+    FALSE_STOP,
+    MIN_BURST,
+    MIN_REQUESTS,
+    Attainment,
+    RollCounts,
     RollStep,
     ScalePlan,
     add_worker,
+    burst_of,
     check_serving,
     free_id,
     index_of,
+    misses_more,
+    overlaid,
     plan_roll,
     plan_scale,
     read_settings,
@@ -36,6 +46,7 @@ from pdserve.launch.scaling import (
     vacate,
     with_role,
     with_slots,
+    workers_of,
 )
 from pdserve.launch.spec import ClusterSpec, ports, processes, worker_process
 
@@ -157,6 +168,45 @@ def test_an_added_worker_gets_gpus_that_no_other_has() -> None:
     assert reused.slots[index_of(reused, "p1")].gpus == ("2",)
 
 
+def wide_decode(**changes: Any) -> ClusterSpec:
+    """Decode workers have two GPUs, prefill workers one."""
+    return spec(model="m", settings={"decode_worker": {"tensor_parallel": 2}}, **changes)
+
+
+def test_the_gpus_of_a_worker_that_has_ended_are_free_for_the_other_role() -> None:
+    cluster = vacate(wide_decode(decode=2, gpus=("0", "1", "2", "3", "4")), "d1")
+    one = add_worker(cluster, "p1", Role.PREFILL, 0)
+    two = add_worker(one, "p2", Role.PREFILL, 30_000)
+    assert [(slot.worker_id, slot.port, slot.gpus) for slot in two.slots[2:]] == [
+        ("p1", 20_003, ("3",)),
+        ("p2", 30_000, ("4",)),
+    ]
+    with pytest.raises(ConfigError, match="and 0 are free"):
+        add_worker(two, "p3", Role.PREFILL, 30_001)
+
+
+def test_gpus_of_several_vacant_slots_make_a_larger_worker() -> None:
+    cluster = wide_decode(prefill=3, decode=1, gpus=("0", "1", "2", "3", "4"))
+    vacant = vacate(vacate(cluster, "p1"), "p2")
+    wider = add_worker(vacant, "d1", Role.DECODE, 0)
+    assert [(one.is_vacant, one.gpus) for one in wider.slots] == [
+        (False, ("0",)),
+        (False, ("1", "2")),
+        (True, ()),
+        (False, ("3", "4")),
+    ]
+    with pytest.raises(ConfigError, match="and 0 are free"):
+        add_worker(wider, "p1", Role.PREFILL, 0)
+    again = add_worker(vacate(wider, "d1"), "p1", Role.PREFILL, 0)
+    assert len({gpu for one in again.slots if not one.is_vacant for gpu in one.gpus}) == 4
+
+
+def test_a_vacant_slot_without_a_port_gets_another() -> None:
+    cluster = vacate(spec(decode=2), "d1", keeps_port=False)
+    assert 0 not in [port for _, _, port in ports(cluster, are_workers_here=True)]
+    assert add_worker(cluster, "d1", Role.DECODE, 30_000).slots[-1].port == 30_000
+
+
 def test_a_worker_keeps_its_place_in_the_other_role() -> None:
     cluster = spec(decode=2)
     changed = with_role(cluster, "d1", Role.PREFILL)
@@ -203,17 +253,128 @@ def test_only_chosen_workers_are_replaced() -> None:
         plan_roll(cluster.slots, [], [], 2)
 
 
+@cache
+def ended(outcome: str) -> LiveRequest:
+    facts: dict[str, Any] = dict.fromkeys(LiveRequest.__dataclass_fields__, 0)
+    return LiveRequest(**{**facts, "outcome": outcome})
+
+
+def frame(
+    incarnation: str, outcomes: Sequence[str] = (), workers: Sequence[LiveWorker] = (), **totals: int
+) -> LiveFrame:
+    """Of one router. `outcomes`: of the requests that ended last."""
+    return LiveFrame(
+        at_s=0.0,
+        queued=0,
+        running=0,
+        omitted=0,
+        totals=LiveTotals(**totals),
+        workers=tuple(workers),
+        requests=tuple(map(ended, outcomes)),
+        incarnation=incarnation,
+    )
+
+
 def test_failed_requests_stop_a_roll_out() -> None:
-    count = FailureCount()
-    for failed in (7, 7, 7):
-        count.observe(LiveTotals(failed=failed))
-        assert count.why_to_stop == ""
-    count.observe(LiveTotals(failed=0))  # a router has started again
-    assert count.why_to_stop == ""
-    count.observe(LiveTotals(failed=1))
-    assert count.why_to_stop == "1 request failed since it began"
-    count.observe(LiveTotals(failed=3))
-    assert count.why_to_stop == "3 requests failed since it began"
+    counts = RollCounts([frame("a", failed=7), frame("b", failed=3)], 4)
+    for _ in range(2):
+        counts.observe([frame("a", failed=7), frame("b", failed=3)])
+        assert counts.why_to_stop == ""
+    counts.observe([frame("a", failed=7), frame("b", failed=4)])
+    assert counts.why_to_stop == "1 request failed since it began"
+    counts.observe([frame("a", failed=9), frame("b", failed=4)])
+    assert counts.why_to_stop == "3 requests failed since it began"
+
+
+def test_a_router_that_starts_again_neither_stops_a_roll_out_nor_hides_failures() -> None:
+    counts = RollCounts([frame("a", failed=7), frame("b", failed=3)], 4)
+    counts.observe([frame("a", failed=7), frame("c", failed=0)])
+    assert counts.why_to_stop == "", "the sum of both is less, but no request failed"
+    counts.observe([frame("a", failed=7), frame("c", failed=2)])
+    counts.observe([frame("a", failed=7), frame("d", failed=1)])
+    assert counts.why_to_stop == "3 requests failed since it began", "those of a router that has ended count"
+
+
+def ends(served: int, late: int = 0, rejected: int = 0) -> list[str]:
+    return ["served"] * served + ["late"] * late + ["rejected"] * rejected
+
+
+def test_a_roll_out_stops_if_more_requests_miss_their_targets() -> None:
+    counts = RollCounts([frame("a", ends(250, 6), served=9_000, late=800), frame("b", ends(256))], 3)
+    counts.observe([frame("a", served=29_290, late=806), frame("b", served=300, late=4)])
+    assert counts.why_to_stop == ""
+    counts.observe([frame("a", served=29_490, late=1_006, expired=10), frame("b", served=610, rejected=190, late=4)])
+    expected = "400 of the last 910 requests missed their targets, and 6 of 512 before it began"
+    assert counts.why_to_stop == expected, "the earlier requests do not hide the misses of the last window"
+
+
+@pytest.mark.parametrize(("requests", "least"), [(300, 65), (1_000, 181)])
+def test_the_page_names_how_many_misses_stop_a_roll_out(requests: int, least: int) -> None:
+    for late in (least - 1, least):
+        counts = RollCounts([frame("a", ends(512))], 6)
+        counts.observe([frame("a", served=requests - late, late=late)])
+        assert bool(counts.why_to_stop) is (late == least)
+
+
+def test_few_requests_stop_no_roll_out() -> None:
+    counts = RollCounts([frame("a", ends(512))], 1)
+    counts.observe([frame("a", late=MIN_REQUESTS - 1)])
+    assert counts.why_to_stop == ""
+    counts.observe([frame("a", late=MIN_REQUESTS)])
+    assert counts.why_to_stop
+    unknown = RollCounts([frame("a", ends(0, MIN_REQUESTS - 1))], 1)
+    unknown.observe([frame("a", late=10_000)])
+    assert unknown.why_to_stop == ""
+
+
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.2, 0.6])
+def test_noise_stops_no_roll_out(share: float) -> None:
+    """Misses come in bursts of ten, so they vary more than independent ones."""
+    draw = random.Random(0)
+
+    def outcomes(requests: int) -> list[str]:
+        return [one for _ in range(requests // 10) for one in ["late" if draw.random() < share else "served"] * 10]
+
+    for _ in range(50):
+        counts, since = RollCounts([frame("a", outcomes(510))], 20), Counter[str]()
+        for _ in range(20):
+            since.update(outcomes(draw.choice((10, 100, 1000))))
+            counts.observe([frame("a", **since)])
+            assert counts.why_to_stop == ""
+
+
+@pytest.mark.parametrize(
+    ("before", "since", "is_more"),
+    [
+        (Attainment(met=512), Attainment(met=170, missed=30), False),
+        (Attainment(met=512), Attainment(met=130, missed=70), True),
+        (Attainment(met=512), Attainment(met=1_300, missed=700), True),
+        (Attainment(met=51_200), Attainment(met=95_500, missed=4_500), False),  # less than MARGIN
+        (Attainment(met=51_200), Attainment(met=93_000, missed=7_000), True),
+        (Attainment(met=450, missed=62), Attainment(met=150, missed=50), False),
+        (Attainment(met=450, missed=62), Attainment(met=90, missed=110), True),
+        (Attainment(missed=512), Attainment(missed=512), False),
+    ],
+)
+def test_a_share_of_misses_is_larger_beyond_the_margin_and_the_noise(
+    before: Attainment, since: Attainment, is_more: bool
+) -> None:
+    assert misses_more(before, since, MIN_BURST, FALSE_STOP) is is_more
+
+
+def test_requests_that_miss_together_count_as_fewer() -> None:
+    assert burst_of([number % 10 == 0 for number in range(640)]) == MIN_BURST
+    draw = random.Random(0)
+    assert 5.0 < burst_of([is_late for _ in range(512) for is_late in [draw.random() < 0.2] * 10]) < 20.0
+    assert burst_of([]) == burst_of([True] * 640) == burst_of([False] * 640) == MIN_BURST
+
+
+def test_a_worker_counts_with_the_requests_of_all_routers() -> None:
+    frames = [
+        frame("a", workers=[live("d0", booked=2), live("d1", is_connected=False)]),
+        frame("b", workers=[live("d0", booked=3), live("d1", booked=1), live("d2")]),
+    ]
+    assert workers_of(frames) == [live("d0", booked=5), live("d1", booked=1), live("d2")]
 
 
 def test_a_stopped_roll_out_says_how_to_undo_it() -> None:
@@ -224,14 +385,16 @@ def test_a_stopped_roll_out_says_how_to_undo_it() -> None:
 
 
 def test_settings_of_a_roll_out_replace_those_of_its_tables() -> None:
-    running: Any = {"worker": {"max_batch": 8, "drain_s": 3.0}, "router": {"max_queue": 4}}
-    found = read_settings("[worker]\nmax_batch = 16\n[decode_worker]\nmax_drafts = 2\n", running)
-    assert found == {
-        "worker": {"max_batch": 16, "drain_s": 3.0},
+    former: Any = {"worker": {"max_batch": 8, "drain_s": 3.0}}
+    found = read_settings("[worker]\nmax_batch = 16\n[decode_worker]\nmax_drafts = 2\n", former)
+    assert found == {"worker": {"max_batch": 16, "drain_s": 3.0}, "decode_worker": {"max_drafts": 2}}
+    assert former == {"worker": {"max_batch": 8, "drain_s": 3.0}}
+    file: Any = {"worker": {"max_batch": 4, "stall_s": 9.0}, "router": {"max_queue": 4}}
+    assert overlaid(file, found) == {
+        "worker": {"max_batch": 16, "drain_s": 3.0, "stall_s": 9.0},
         "router": {"max_queue": 4},
         "decode_worker": {"max_drafts": 2},
     }
-    assert running["worker"] == {"max_batch": 8, "drain_s": 3.0}
 
 
 @pytest.mark.parametrize(
@@ -265,7 +428,8 @@ def test_a_text_that_is_no_toml_is_rejected(text: str) -> None:
 class SlowRouter:
     """Its first calls exceed their time limit."""
 
-    def __init__(self, workers: Sequence[Worker]) -> None:
+    def __init__(self, workers: Sequence[Worker], incarnation: str = "") -> None:
+        self._incarnation = incarnation
         self.failures: list[PdserveError] = [DeadlineExceeded("too late"), Unavailable("restarts")]
         self._workers = tuple(workers)
 
@@ -273,6 +437,18 @@ class SlowRouter:
         if self.failures:
             raise self.failures.pop()
         return SimpleNamespace(workers=self._workers)
+
+    async def watch(self, *, only_this_router: bool) -> AsyncGenerator[LiveFrame, None]:
+        assert only_this_router
+        if self.failures:
+            raise self.failures.pop()
+        yield frame(self._incarnation)
+
+
+async def test_each_router_sends_its_own_frame() -> None:
+    routers = object.__new__(Routers)
+    routers._clients = [SlowRouter([], "a"), SlowRouter([], "b")]  # type: ignore[list-item]
+    assert [one.incarnation for one in await routers.frames()] == ["a", "b"]
 
 
 async def test_a_slow_router_is_asked_again() -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,27 @@ async def test_a_process_that_is_added_later_is_kept_until_it_is_ended(
     await processes.end("p2")
     await processes.release()
     await processes.stop(["p0", "p1"], is_graceful=True)
+    processes.close()
+
+
+async def test_a_start_that_must_succeed_is_repeated(
+    program: Callable[[str, str], supervisor.SupervisedProcess], tmp_path: Path
+) -> None:
+    started: list[str] = []
+    processes = Supervisor(LauncherReport(), HeldPorts(), started.append)
+    processes.keep()
+    waits_for = f"import pathlib\nassert pathlib.Path({str(tmp_path / 'ready')!r}).exists()\n"
+    with pytest.raises(StartFailed):
+        await processes.start(program("d0", waits_for + WAITS), is_retried=True)
+    (tmp_path / "ready").touch()
+    await until(lambda: started == ["d0"])
+    await processes.end("d0")
+    no_python = replace(program("d1", WAITS), python=str(tmp_path / "python"))
+    with pytest.raises(OSError, match="python"):
+        await processes.start(no_python, is_retried=True)
+    (tmp_path / "python").symlink_to(sys.executable)
+    await until(lambda: started == ["d0", "d1"])
+    await processes.end("d1")
     processes.close()
 
 
