@@ -11,8 +11,9 @@ from pdserve.program import Host, end, run
 def make(config: WorkerConfig) -> Host:
     # Imported here, because `--help` must work without the packages of the extra `server`.
     from decode_worker.program import make_host
+    from prefill_worker.program import build
 
-    return make_host(config)
+    return make_host(config, build)
 
 
 if __name__ == "__main__":

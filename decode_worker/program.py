@@ -37,7 +37,7 @@ from pdserve.v1 import worker_pb2
 from pdserve.v1.transfer_pb2_grpc import add_TransferServiceServicer_to_server
 from pdserve.wire.protocol import TOKEN_ROW
 from pdserve.worker import messages
-from pdserve.worker.host import WorkerHost
+from pdserve.worker.host import Build, WorkerHost
 from pdserve.worker.messages import key_of
 from pdserve.worker.program import AttemptTransfer, ProgramContext, RoleProgram
 from pdserve.worker.steps import Begun, RowFailed
@@ -312,13 +312,14 @@ class DecodeProgram(RoleProgram[DecodeStep, DecodeEffect, IncomingTransfer]):
 def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] = load_engine) -> DecodeProgram:
     """Runs on the engine thread. Raises ConfigError and ModelError."""
     config = context.config
-    engine = load(config, context.role)
-    stamps = BlockStamps(engine.spec.num_blocks)
+    engine = load(config, context.role) if context.kept is None else context.kept.engine
+    stamps = BlockStamps(engine.spec.num_blocks) if context.kept is None else context.kept.kv.blocks.stamps
     endpoint = config_of(config, engine.spec, engine.pool, context.incarnation, stamps, context.tls)
     receiver = make_receiver(endpoint, config.host)
     add_servicers = partial(add_TransferServiceServicer_to_server, receiver.servicer)
     return DecodeProgram(context, engine, joined_receiver(receiver, engine, endpoint), add_servicers, stamps)
 
 
-def make_host(config: WorkerConfig) -> WorkerHost:
-    return WorkerHost(config, Role.DECODE, build)
+def make_host(config: WorkerConfig, build_prefill: Build | None = None) -> WorkerHost:
+    """`build_prefill`: for a worker that may become a prefill worker."""
+    return WorkerHost(config, Role.DECODE, build, build_prefill)

@@ -31,7 +31,7 @@ from pdserve.engine.interface import Engine, RowOut
 from pdserve.engine.load_engine import load_engine
 from pdserve.telemetry import metric_names
 from pdserve.v1 import worker_pb2
-from pdserve.worker.host import WorkerHost
+from pdserve.worker.host import Build, WorkerHost
 from pdserve.worker.program import AttemptTransfer, ProgramContext, RoleProgram
 from pdserve.worker.steps import Begun, RowFailed
 from prefill_worker.prefill_sequence import PrefillStep
@@ -225,9 +225,9 @@ def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] 
     """Runs on the engine thread. Raises ModelError, and ConfigError, for instance if `push` asks for groups of layers
     and blocks cannot be divided."""
     config = context.config
-    engine = load(config, context.role)
+    engine = load(config, context.role) if context.kept is None else context.kept.engine
     check_movable(engine.spec.tp_degree, 1 + len(getattr(engine, "rank_addresses", ())))
-    stamps = BlockStamps(engine.spec.num_blocks)
+    stamps = BlockStamps(engine.spec.num_blocks) if context.kept is None else context.kept.kv.blocks.stamps
     endpoint = config_of(config, engine.spec, engine.pool, context.incarnation, stamps, context.tls)
     sender = joined_sender(make_sender(endpoint, config.kv_wire), engine, endpoint)
     program = PrefillProgram(context, engine, sender, stamps)
@@ -237,5 +237,6 @@ def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] 
     return program
 
 
-def make_host(config: WorkerConfig) -> WorkerHost:
-    return WorkerHost(config, Role.PREFILL, build)
+def make_host(config: WorkerConfig, build_decode: Build | None = None) -> WorkerHost:
+    """`build_decode`: for a worker that may become a decode worker."""
+    return WorkerHost(config, Role.PREFILL, build, build_decode)

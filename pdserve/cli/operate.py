@@ -224,7 +224,7 @@ RESTART: Final = Command(
 ROLL: Final = Command(
     "replace all workers, one after another, also with new settings; stops if a new one fails", _add_roll_flags, _roll
 )
-ROLE: Final = Command("drain a worker and start it in the other role", _add_role_flags, _role)
+ROLE: Final = Command("drain a worker, which then takes the other role", _add_role_flags, _role)
 
 # --- LoRA adapters --------------------------------------------------------------------------------------------
 

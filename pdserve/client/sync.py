@@ -176,7 +176,7 @@ class Client(BaseClient):
     def set_role(
         self, worker_id: str, role: Role, *, on_step: Callable[[ChangeStep], None] = lambda step: None
     ) -> None:
-        """Drains a worker and starts it in the other role. Raises NotFound, and as `scale`."""
+        """Drains a worker, which then takes the other role. Raises NotFound, and as `scale`."""
         self._change(role_request(worker_id, role), on_step)
 
     def load_adapter(self, name: str, folder: str) -> str:

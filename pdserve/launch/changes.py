@@ -60,6 +60,7 @@ from pdserve.launch.spec import (
     worker_process,
 )
 from pdserve.launch.supervisor import side_by_side, supervised
+from pdserve.worker.role_change import change_role
 
 # --- routers --------------------------------------------------------------------------------------------------
 
@@ -349,14 +350,15 @@ class ChangingCluster(LaunchedCluster):
         before, former = self.spec, self._overlays[worker_id]
         seen = await routers.worker(worker_id)
         await self._drain(worker_id, routers, say)
-        await self._end_worker(worker_id)
-        say(worker_id, "starting" if role is None else f"starting as a {role.value} worker")
-        if role is not None:
-            self.spec = with_role(before, worker_id, role)
-        self._overlays[worker_id] = overlay
         incarnation = "" if seen is None else seen.incarnation
         try:
-            await self._start_worker(worker_id, overlay, say)
+            if role is None or not await self._take_role(worker_id, role, say):
+                await self._end_worker(worker_id)
+                say(worker_id, "starting" if role is None else f"starting as a {role.value} worker")
+                if role is not None:
+                    self.spec = with_role(before, worker_id, role)
+                self._overlays[worker_id] = overlay
+                await self._start_worker(worker_id, overlay, say)
             await self._attached(worker_id, incarnation, routers)
         except Exception as error:  # as above
             say(worker_id, f"is not ready: {_why(error)}; starting it as before")
@@ -417,6 +419,10 @@ class ChangingCluster(LaunchedCluster):
     @abstractmethod
     async def _start_worker(self, worker_id: str, overlay: Settings, say: Say, *, is_retried: bool = False) -> None:
         """Returns when the worker listens. If it raises, `_end_worker` follows, unless it `is_retried`."""
+
+    async def _take_role(self, worker_id: str, role: Role, say: Say) -> bool:
+        """Whether the running process has taken the role. False: it needs a new process."""
+        return False
 
     @abstractmethod
     async def _end_worker(self, worker_id: str) -> None:
@@ -495,6 +501,21 @@ class LocalCluster(ChangingCluster):
 
     async def _start_worker(self, worker_id: str, overlay: Settings, say: Say, *, is_retried: bool = False) -> None:
         await self._supervisor.start(supervised(self._process(worker_id, overlay)), is_retried=is_retried)
+
+    async def _take_role(self, worker_id: str, role: Role, say: Say) -> bool:
+        """If the process ends in the meantime, it is started again in the new role."""
+        before, began_s = self.spec, time.monotonic()
+        former = self._process(worker_id, self._overlays[worker_id])
+        self.spec = with_role(before, worker_id, role)
+        process = self._process(worker_id, self._overlays[worker_id])
+        self._supervisor.replace(supervised(process))
+        why = await change_role(self._supervisor.address(worker_id), role, former.config, process.config)
+        if why:
+            self.spec = before
+            say(worker_id, f"needs a new process for this role: {why}")
+        else:
+            say(worker_id, f"is a {role.value} worker after {time.monotonic() - began_s:.2f} s, in the same process")
+        return not why
 
     async def _end_worker(self, worker_id: str) -> None:
         await self._supervisor.end(worker_id)

@@ -95,14 +95,13 @@ _LOOPBACK: Final = re.compile(r"unix:|rediss?://(.*@)?(127\.|localhost|\[::1\])"
 
 
 def _make_host(module: str, config: WorkerConfig) -> WorkerHost:
-    """Imports the role's program in the actor's process alone: the driver needs no engine."""
-    if module == MODULES[Role.PREFILL]:
-        import prefill_worker.program
-
-        return prefill_worker.program.make_host(config)
+    """Imports the roles' programs in the actor's process alone: the driver needs no engine."""
     import decode_worker.program
+    import prefill_worker.program
 
-    return decode_worker.program.make_host(config)
+    if module == MODULES[Role.PREFILL]:
+        return prefill_worker.program.make_host(config, decode_worker.program.build)
+    return decode_worker.program.make_host(config, prefill_worker.program.build)
 
 
 class WorkerActor:

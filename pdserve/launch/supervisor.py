@@ -320,6 +320,10 @@ class Supervisor:
         if (flags := self._flags.pop(name, None)) is not None:
             os.close(flags)
 
+    def replace(self, one: SupervisedProcess) -> None:
+        """If the process of that name ends, it is started again like this."""
+        self._processes[one.name] = one
+
     def drain_s(self, name: str) -> float:
         return self._processes[name].drain_s
 

@@ -48,6 +48,29 @@ FAILURE_KIND_INTERNAL: FailureKind
 FAILURE_KIND_INVALID: FailureKind
 FAILURE_KIND_TRANSFER: FailureKind
 
+class ChangeRoleRequest(_message.Message):
+    __slots__ = ("role", "settings")
+    class SettingsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    role: Role
+    settings: _containers.ScalarMap[str, str]
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., settings: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class ChangeRoleResponse(_message.Message):
+    __slots__ = ("needs_restart", "incarnation")
+    NEEDS_RESTART_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    needs_restart: _containers.RepeatedScalarFieldContainer[str]
+    incarnation: str
+    def __init__(self, needs_restart: _Optional[_Iterable[str]] = ..., incarnation: _Optional[str] = ...) -> None: ...
+
 class AttachRequest(_message.Message):
     __slots__ = ("hello", "reserve", "prefill", "admit", "cancel", "drain", "batch", "undrain", "read_log", "load_adapter", "drop_load", "set_adapter", "set_pace")
     HELLO_FIELD_NUMBER: _ClassVar[int]

@@ -39,6 +39,11 @@ class WorkerServiceStub:
                 request_serializer=pdserve_dot_v1_dot_worker__pb2.AttachRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_worker__pb2.AttachResponse.FromString,
                 _registered_method=True)
+        self.ChangeRole = channel.unary_unary(
+                '/pdserve.v1.WorkerService/ChangeRole',
+                request_serializer=pdserve_dot_v1_dot_worker__pb2.ChangeRoleRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_worker__pb2.ChangeRoleResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -50,6 +55,14 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ChangeRole(self, request, context):
+        """For the launcher: the process takes the other role, and keeps its weights, its KV pool and its prefix cache. All
+        streams end, so the worker is drained before. It has another incarnation afterwards.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -57,6 +70,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Attach,
                     request_deserializer=pdserve_dot_v1_dot_worker__pb2.AttachRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_worker__pb2.AttachResponse.SerializeToString,
+            ),
+            'ChangeRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeRole,
+                    request_deserializer=pdserve_dot_v1_dot_worker__pb2.ChangeRoleRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_worker__pb2.ChangeRoleResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -86,6 +104,33 @@ class WorkerService:
             '/pdserve.v1.WorkerService/Attach',
             pdserve_dot_v1_dot_worker__pb2.AttachRequest.SerializeToString,
             pdserve_dot_v1_dot_worker__pb2.AttachResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.WorkerService/ChangeRole',
+            pdserve_dot_v1_dot_worker__pb2.ChangeRoleRequest.SerializeToString,
+            pdserve_dot_v1_dot_worker__pb2.ChangeRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,7 @@ MAX_PROOF_BYTES: Final = 2048
 STATUS_S: Final = 1.0  # time in which a rejected call can report the reason
 
 ATTACH: Final = "/pdserve.v1.WorkerService/Attach"
+CHANGE_ROLE: Final = "/pdserve.v1.WorkerService/ChangeRole"
 OPEN: Final = "/pdserve.v1.TransferService/Open"
 FOLLOW: Final = "/pdserve.v1.RankService/Follow"
 JOIN: Final = "/pdserve.v1.RendezvousService/Join"
@@ -46,6 +47,7 @@ POLICY: Final[Mapping[str, Role | Literal["anyone"]]] = {
     "/grpc.health.v1.Health/Watch": ANYONE,
     "/pdserve.v1.PeerService/GetChallenge": ANYONE,
     ATTACH: "router",
+    CHANGE_ROLE: "launcher",
     OPEN: "worker",
     FOLLOW: "leader",
     JOIN: "rank",

@@ -87,6 +87,16 @@ class WorkerAdapters:
             self._named[name] = pr.NamedAdapter(name=name, fingerprint=adapter.fingerprint, folder=str(folder))
         self._changed()
 
+    def rebind(
+        self,
+        read: Read,
+        post: Callable[[Callable[[], None]], None],
+        on_change: Callable[[], None],
+        answer: Callable[[int, pr.AdapterLoaded], None],
+    ) -> None:
+        """For another program of the same engine. No sequence has an adapter, and no router's load is left."""
+        self._read, self._post, self._on_change, self._answer = read, post, on_change, answer
+
     # -- sequences ------------------------------------------------------------------------------------------------
 
     def begin(self, key: AttemptKey, fingerprint: str) -> bool:

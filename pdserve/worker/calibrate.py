@@ -13,9 +13,11 @@ from pdserve.config import WorkerConfig
 from pdserve.core.attempt import blocks_for
 from pdserve.core.cost.latency import CostModel, CostPrior
 from pdserve.core.errors import InternalError
+from pdserve.core.kv.cache import KvCache
 from pdserve.core.types import Role, Sampling
 from pdserve.engine.interface import Engine, Row
 from pdserve.profiles import load_profile
+from pdserve.progress import PhaseReport
 
 BUDGET_S: Final = 0.6
 WARM_UP_S: Final = 1.0  # longest predicted time of the warm-up step
@@ -35,6 +37,38 @@ class StepSample:
 
     factors: tuple[float, ...]
     seconds: float
+
+
+def calibrate(engine: Engine, role: Role, config: WorkerConfig) -> CostPrior:
+    """Of a new engine. Raises InternalError if it does not work."""
+    report = PhaseReport(config.worker_id, "calibration", "parts")
+    report(0, 3)
+    draw_one_token(engine)
+    report(1, 3)
+    cost = expected_cost(engine, role, config)
+    report(2, 3)
+    warm_up(engine, cost, max_batch_tokens=config.max_batch_tokens)
+    report(3, 3)
+    return cost
+
+
+def calibrate_again(engine: Engine, role: Role, config: WorkerConfig, cost: CostPrior, kv: KvCache) -> CostPrior:
+    """Of a worker that takes the role `role`, with `cost` in the other one: a prefill worker has not measured decode
+    steps.
+
+    The steps write into free blocks. If fewer than `max_batch` are free, others are evicted from the prefix cache.
+    """
+    if role is Role.PREFILL or config.profile or cost.decode_base_s or cost.decode_per_row_s:
+        return cost
+    spec, pool = engine.spec, kv.blocks
+    limit = min(spec.max_context_tokens, spec.num_blocks * spec.block_size)
+    wanted = max(config.max_batch, min(pool.num_free, config.max_batch + blocks_for(limit // 2, spec.block_size)))
+    blocks = kv.extend(min(wanted, pool.num_available)) or []
+    try:
+        base, per_row, per_context = _fit(_time(engine, _decode_steps(engine, config.max_batch, blocks), BUDGET_S / 2))
+    finally:
+        kv.release(blocks)
+    return replace(cost, decode_base_s=base, decode_per_row_s=per_row, decode_per_context_token_s=per_context)
 
 
 def draw_one_token(engine: Engine) -> None:
@@ -79,7 +113,8 @@ def measure_cost(
     cost = replace(UNKNOWN, prefill_base_s=base, prefill_per_token_s=per_token, prefill_per_token_context_s=per_context)
     if role is Role.PREFILL:
         return cost
-    base, per_row, per_context = _fit(_time(engine, _decode_steps(engine, max_batch), share_s))
+    blocks = range(engine.spec.num_blocks)
+    base, per_row, per_context = _fit(_time(engine, _decode_steps(engine, max_batch, blocks), share_s))
     return replace(cost, decode_base_s=base, decode_per_row_s=per_row, decode_per_context_token_s=per_context)
 
 
@@ -98,10 +133,12 @@ def _prefill_steps(engine: Engine, max_batch_tokens: int) -> Iterator[tuple[list
             yield [_reading(engine, count=count, start=cached)], (1.0, count, count * (cached + count / 2))
 
 
-def _decode_steps(engine: Engine, max_batch: int) -> Iterator[tuple[list[Row], tuple[float, ...]]]:
+def _decode_steps(
+    engine: Engine, max_batch: int, blocks: Sequence[int]
+) -> Iterator[tuple[list[Row], tuple[float, ...]]]:
     spec = engine.spec
-    limit = min(spec.max_context_tokens, spec.num_blocks * spec.block_size)
-    most = min(max_batch, spec.num_blocks)
+    limit = min(spec.max_context_tokens, len(blocks) * spec.block_size)
+    most = min(max_batch, len(blocks))
     for batch, context in (
         (1, 8),
         (most // 2, 8),
@@ -111,10 +148,10 @@ def _decode_steps(engine: Engine, max_batch: int) -> Iterator[tuple[list[Row], t
         (most, limit // 8),
     ):
         shared = blocks_for(max(1, context), spec.block_size) - 1
-        if batch >= 1 and context >= 1 and shared + batch <= spec.num_blocks:
-            prefix = list(range(shared))
+        if batch >= 1 and context >= 1 and shared + batch <= len(blocks):
+            prefix = blocks[:shared]
             rows = [
-                replace(_reading(engine, count=1, start=context - 1), blocks=[*prefix, shared + row])
+                replace(_reading(engine, count=1, start=context - 1), blocks=[*prefix, blocks[shared + row]])
                 for row in range(batch)
             ]
             yield rows, (1.0, batch, batch * context)

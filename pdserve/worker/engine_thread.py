@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final, Protocol, final
 
@@ -71,6 +72,33 @@ class EngineThread:
         assert self._program is not None
         return self._program
 
+    @property
+    def program(self) -> AnyProgram:
+        """On the engine thread, after the start."""
+        assert self._program is not None
+        return self._program
+
+    def exchange(self, make: Callable[[AnyProgram], AnyProgram]) -> Future[AnyProgram]:
+        """Replaces the program by what `make` makes of it, on the engine thread, between two steps.
+
+        If that raises, the thread ends as after any error of the program, because both programs may be incomplete.
+        """
+        done: Future[AnyProgram] = Future()
+
+        def run() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            self.is_busy = False  # the watchdog's limit is one of steps; the caller has its own
+            try:
+                self._program = make(self.program)
+            except BaseException as error:
+                done.set_exception(error)
+                raise
+            done.set_result(self._program)
+
+        self.post(run)
+        return done
+
     def post(self, call: Call) -> None:
         """Runs `call` on the engine thread. From any thread; never blocks. Ignored after the end."""
         self._inbox.put(call)
@@ -97,7 +125,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             assert self._build is not None
-            program = self._program = self._build()
+            self._program = self._build()
         except BaseException as error:  # raised again by start() in the waiting thread
             self._start_error = error
             return
@@ -105,20 +133,21 @@ class EngineThread:
             self._build = None
             self._has_started.set()
         try:
-            self._loop(program)
+            self._loop()
         except BaseException as error:  # the process ends, because no other thread can own the engine
             log.critical("the engine thread died", exc_info=True)
-            self._report_death(program, error)
+            self._report_death(self.program, error)
             self._on_death(error)
         finally:
             self.is_busy = False
             try:
-                program.close()
+                self.program.close()
             except Exception:  # the end must be reached despite any error of an engine or a transport
                 log.exception("the program did not close cleanly")
 
-    def _loop(self, program: AnyProgram) -> None:
+    def _loop(self) -> None:
         has_rows = False
+        program = self.program
         while True:
             call = None if has_rows else self._wait(program)
             self.is_busy = True
@@ -130,6 +159,8 @@ class EngineThread:
                 num_calls += 1
                 if num_calls == MAX_DRAINED_CALLS:
                     break
+            if self.program is not program:
+                program, has_rows = self.program, False
             if num_calls and (program.has_work or self._is_stopping):
                 self._hand_out(program)  # a grant must not wait for a step that does not concern it
             if self._is_stopping:

@@ -5,6 +5,9 @@
                    <-- messages --  outboxes
 
 If a part fails, the process ends after its health has changed, so that a supervisor starts a new one.
+
+A change of the role exchanges the program between two steps. The process, the engine with its pool, the prefix cache
+and the ports stay. Streams, KV connections and registrations are those of one incarnation, and end with it.
 """
 
 from __future__ import annotations
@@ -15,16 +18,18 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
+
+import grpc
 
 from pdserve.config import WorkerConfig
 from pdserve.core.access.proof import NONCE_BYTES, CallChecker, ClusterSecret
 from pdserve.core.durations import clamped_s
-from pdserve.core.errors import ConfigError, PdserveError
+from pdserve.core.errors import ConfigError, InvalidRequest, PdserveError, Unavailable
 from pdserve.core.kv.blocks import CacheChange
 from pdserve.core.types import Role
 from pdserve.engine.memory.plan import MemoryPlan
@@ -34,9 +39,11 @@ from pdserve.telemetry.logs import RecentLog
 from pdserve.telemetry.metrics import Metrics, make_metrics
 from pdserve.tls.certificates import certificates_of
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
+from pdserve.wire.convert import role_to_proto
 from pdserve.wire.peer_server import listen, make_health_servicer, make_peer_server, server_options
 from pdserve.worker.engine_thread import EngineThread, Watchdog, dump_and_exit
-from pdserve.worker.program import AnyProgram, ProgramContext
+from pdserve.worker.program import AnyProgram, Kept, ProgramContext
+from pdserve.worker.role_change import needs_restart, with_settings
 from pdserve.worker.session import WorkerServicer
 
 if TYPE_CHECKING:
@@ -80,12 +87,42 @@ class HealthService:
             await self._servicer.enter_graceful_shutdown()
 
 
+# --- methods of the program -----------------------------------------------------------------------------------
+
+
+@final
+class ProgramMethods(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """What other workers call on this worker: the methods of the present program. A gRPC server keeps what was added to
+    it, so this is added instead."""
+
+    def __init__(self) -> None:
+        self._handlers: list[grpc.GenericRpcHandler] = []
+
+    def replace(self, program: AnyProgram) -> None:
+        self._handlers = []
+        program.add_servicers(self)
+
+    def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
+        """Like a server's."""
+        self._handlers = [*self._handlers, *handlers]
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+        """Like a server's, for which they repeat the generic ones."""
+
+    def service(self, handler_call_details: Any) -> Any:
+        found = (one.service(handler_call_details) for one in self._handlers)
+        return next((one for one in found if one is not None), None)
+
+
 # --- host -----------------------------------------------------------------------------------------------------
 
 SERVICE: Final = "pdserve.v1.WorkerService"  # readiness; the empty name is liveness
 FATAL_EXIT_CODE: Final = 71
 FAREWELL_S: Final = 0.5  # for the last messages to routers
 STOP_GRACE_S: Final = 1.0
+CHANGE_S: Final = 30.0  # of a change of the role
+IDLE_POLL_S: Final = 0.005
+Build: TypeAlias = Callable[[ProgramContext], AnyProgram]
 MAX_MESSAGE_BYTES: Final = 16 * 2**20  # a prompt of a million tokens
 MAX_CONNECTIONS: Final = 512  # routers, prefill workers, and health checks
 CONNECTION_IDLE_S: Final = 120.0
@@ -107,13 +144,15 @@ class WorkerHost:
         self,
         config: WorkerConfig,
         role: Role,
-        build: Callable[[ProgramContext], AnyProgram],
+        build: Build,
+        build_other: Build | None = None,
         *,
         on_fatal: Callable[[], None] = end_process,
         on_stall: Callable[[], None] = dump_and_exit,
     ) -> None:
-        """Raises ConfigError where the config has no cluster secret, or if a TLS file cannot be used."""
-        self._config, self._role, self._build = config, role, build
+        """`build_other`: the program of the other role; None: the role cannot change. Raises ConfigError where the
+        config has no cluster secret, or if a TLS file cannot be used."""
+        self._config, self._role, self._build, self._build_other = config, role, build, build_other
         self._secret = ClusterSecret(config.cluster_secret)
         self._tls = certificates_of(config, is_mutual=True)
         self._on_fatal, self._on_stall = on_fatal, on_stall
@@ -125,6 +164,7 @@ class WorkerHost:
         self._watchdog = Watchdog(self._engine, config.stall_s, on_stall)
         self._server: Any = None
         self._health = HealthService(SERVICE)
+        self._methods = ProgramMethods()
         self._servicer: WorkerServicer | None = None
         self._publisher: WorkerPublisher | None = None
         self._metrics = Metrics.off()
@@ -133,6 +173,8 @@ class WorkerHost:
         self._stop_lock = threading.Lock()
         self._is_fatal = False
         self._is_ready = False
+        self._is_leaving = False
+        self._changing: asyncio.Task[None] | None = None
         self.address = ""
         self.memory = ""  # how the engine's memory is divided, as JSON; empty for the toy engine
 
@@ -167,6 +209,7 @@ class WorkerHost:
     def drain(self) -> None:
         """Rejects new work, and stops once the running attempts have ended or after drain_s. Returns immediately.
         Idempotent."""
+        self._is_leaving = True
         threading.Thread(target=self._drain, name="drain", daemon=True).start()
 
     def stop(self) -> None:
@@ -214,18 +257,26 @@ class WorkerHost:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _make_program(self) -> AnyProgram:
-        config = self._config
-        self._metrics = make_metrics("worker", config.metrics_port, config.host, self._tls)
-        context = ProgramContext(
-            config=config,
+        self._metrics = make_metrics("worker", self._config.metrics_port, self._config.host, self._tls)
+        return self._build(self._context())
+
+    def _context(self, kept: Kept | None = None) -> ProgramContext:
+        incarnation = self._incarnation
+
+        def post(call: Callable[[], None]) -> None:
+            """From threads of the program, which may come after it has been exchanged."""
+            self._engine.post(lambda: call() if self._incarnation == incarnation else None)
+
+        return ProgramContext(
+            config=self._config,
             role=self._role,
-            incarnation=self._incarnation,
+            incarnation=incarnation,
             endpoint=self.address,
             tls=self._tls,
-            post=self._engine.post,
+            post=post,
             metrics=self._metrics,
+            kept=kept,
         )
-        return self._build(context)
 
     async def _bind(self) -> int:
         self._server, self._proofs = make_peer_server(OPTIONS, self._rejected, shares_port=is_held(self._config.port))
@@ -239,18 +290,104 @@ class WorkerHost:
             self._config, self._role, self._incarnation, self.address, program.limits.hash_seed
         )
         self._servicer = WorkerServicer(
-            program, self._engine.post, lambda: self._engine.num_waiting_calls, self._recent_log.lines
+            program,
+            self._engine.post,
+            lambda: self._engine.num_waiting_calls,
+            self._recent_log.lines,
+            self._change_role,
         )
         checker = CallChecker(self._secret, self.address, partial(secrets.token_bytes, NONCE_BYTES))
         self._proofs.serve(checker, self._server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._servicer, self._server)
         self._health.add_to(self._server)
-        program.add_servicers(self._server)
+        self._methods.replace(program)
+        self._server.add_generic_rpc_handlers((self._methods,))
         await self._health.set_serving(is_serving=True)
         await self._server.start()
         if self._publisher is not None:  # routers learn of the worker once it answers
             await self._publisher.start()
         self._follower = asyncio.create_task(self._follow())
+
+    # -- change of the role ---------------------------------------------------------------------------------------
+
+    async def _change_role(self, request: worker_pb2.ChangeRoleRequest) -> worker_pb2.ChangeRoleResponse:
+        """It goes on if the caller leaves. Raises InvalidRequest, ConfigError, and Unavailable."""
+        assert self._servicer is not None
+        role = next((one for one in Role if role_to_proto(one) == request.role), None)
+        if role is None:
+            raise InvalidRequest("role", request.role, "prefill or decode")
+        if self._is_leaving or self._is_fatal or self._changing is not None:
+            raise Unavailable("the worker ends, or is changing its role")
+        if role is self._role:
+            return worker_pb2.ChangeRoleResponse(incarnation=self._incarnation)
+        config = with_settings(self._config, request.settings)
+        why = needs_restart(self._config, self._servicer.program.engine, request.settings)
+        if why or self._build_other is None:
+            return worker_pb2.ChangeRoleResponse(needs_restart=why or ["role"])
+        self._changing = asyncio.create_task(self._exchange(role, config), name="role-change")
+        await asyncio.shield(self._changing)
+        return worker_pb2.ChangeRoleResponse(incarnation=self._incarnation)
+
+    async def _exchange(self, role: Role, config: WorkerConfig) -> None:
+        """If it fails, the process ends: its parts may be of two roles."""
+        began_s = time.monotonic()
+        try:
+            async with asyncio.timeout(CHANGE_S):
+                num_cached = await self._exchanged(role, config)
+        except asyncio.CancelledError:  # the host stops
+            raise
+        except BaseException as error:
+            log.exception("the worker did not change its role")
+            threading.Thread(target=self._die, args=("the change of the role failed",), name="end", daemon=True).start()
+            raise Unavailable(f"the change of the role failed: {type(error).__name__}: {error}") from error
+        self._changing = None
+        extra = {"worker_id": config.worker_id, "role": role.value, "incarnation": self._incarnation}
+        took_s = round(time.monotonic() - began_s, 3)
+        log.info("the worker has changed its role", extra={**extra, "took_s": took_s, "cached_blocks": num_cached})
+
+    async def _exchanged(self, role: Role, config: WorkerConfig) -> int:
+        """The number of blocks in the prefix cache."""
+        assert self._servicer is not None
+        assert self._build_other is not None
+        hash_seed = self._servicer.program.limits.hash_seed
+        self._engine.post(lambda: self._engine.program.drain())
+        await self._health.set_serving(is_serving=False)
+        former, self._publisher = self._publisher, None
+        if former is not None:
+            await _within(STOP_GRACE_S, former.stop())
+        await self._servicer.pause(STOP_GRACE_S)
+        while not self._engine.is_idle.is_set():
+            await asyncio.sleep(IDLE_POLL_S)
+        incarnation = secrets.token_hex(8)
+        publisher = make_publisher(config, role, incarnation, self.address, hash_seed)
+        build = self._build_other
+        cached: tuple[bytes, ...] = ()
+
+        def take_over(before: AnyProgram) -> AnyProgram:
+            nonlocal cached
+            kept = before.hand_over()
+            self._config, self._role, self._incarnation = config, role, incarnation
+            program = build(self._context(kept))
+            program.take_over()
+            if self._is_leaving:
+                program.drain()
+            cached = program.kv.snapshot().stored
+            if publisher is not None:
+                publisher.offer(stored=cached)
+            self._publisher = publisher
+            return program
+
+        program = await asyncio.wrap_future(self._engine.exchange(take_over))
+        self._build, self._build_other = self._build_other, self._build
+        self._watchdog.stall_s = config.stall_s
+        self._methods.replace(program)
+        self._servicer.resume(program)
+        await self._health.set_serving(is_serving=not self._is_leaving)
+        if publisher is not None:
+            await publisher.start()
+        return len(cached)
+
+    # -- threads --------------------------------------------------------------------------------------------------
 
     async def _follow(self) -> None:
         """A drain, or its end, may come through any router's stream; health shows it within a heartbeat."""
@@ -278,7 +415,7 @@ class WorkerHost:
     def _drain(self) -> None:
         until_s = time.monotonic() + self._config.drain_s
         if self._servicer is not None and not self._has_ended.is_set():
-            self._engine.post(self._servicer.program.drain)
+            self._engine.post(lambda: self._engine.program.drain())
             while not self._engine.is_idle.wait(0.05):
                 if time.monotonic() >= until_s or not self._engine.is_alive:
                     log.warning("stopping with work unfinished")

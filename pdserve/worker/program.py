@@ -24,7 +24,8 @@ from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
 from pdserve.core.adapters import Adapter, AdapterLimits
 from pdserve.core.attempt import Attempt, AttemptKey, AttemptLedger, EndRule, FailureKind, RefusalReason
-from pdserve.core.errors import InvalidRequest
+from pdserve.core.cost.latency import CostPrior
+from pdserve.core.errors import InternalError, InvalidRequest
 from pdserve.core.kv.blocks import BlockAllocator, CacheChange
 from pdserve.core.kv.cache import KvCache
 from pdserve.core.kv.hashing import hash_seed
@@ -36,7 +37,6 @@ from pdserve.engine.interface import Engine, PlainOuts, RowOut, compacted
 from pdserve.engine.memory.plan import with_device_defaults
 from pdserve.engine.ranks.rejected_joins import rejected_joins
 from pdserve.outage_log import PeerLog
-from pdserve.progress import PhaseReport
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics
 from pdserve.tls.certificates import ReloadingCertificates
@@ -54,17 +54,28 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What stays if a worker changes its role. No request uses any of it."""
+
+    engine: Engine
+    kv: KvCache
+    adapters: WorkerAdapters
+    cost: CostPrior
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramContext:
     """What the host provides."""
 
     config: WorkerConfig
     role: Role
-    incarnation: str  # new for each start of the process
+    incarnation: str  # new for each start of the process, and for each role that it takes
     endpoint: str  # HOST:PORT at which other processes reach this worker's gRPC server
     post: Callable[[Callable[[], None]], None]  # runs the call on the engine thread; from any thread, never blocks
     tls: ReloadingCertificates | None = None  # None: plain text
     now: Callable[[], float] = time.monotonic
     metrics: Metrics = field(default_factory=Metrics.off)
+    kept: Kept | None = None  # of the worker's program in the other role; None: the process has just started
 
 
 class TransferEndpoint(Protocol):
@@ -108,36 +119,42 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         self.counts: Counter[str] = Counter()  # dropped messages by reason
         self.num_steps = 0
         self.received_s = 0.0  # arrival time of the message that is being handled
-        self.blocks = BlockAllocator(spec.num_blocks, is_cache_on=config.is_prefix_cache_on, stamps=stamps)
-        self.kv = KvCache(self.blocks, spec.block_size)
+        if (kept := context.kept) is None:
+            blocks = BlockAllocator(spec.num_blocks, is_cache_on=config.is_prefix_cache_on, stamps=stamps)
+            self.kv = KvCache(blocks, spec.block_size)
+        else:
+            self.kv = kept.kv
+        self.blocks = self.kv.blocks
         # A sequence must fit into the whole pool.
         max_context_tokens = min(spec.max_context_tokens, spec.num_blocks * spec.block_size)
         seed = hash_seed(spec.weights_hash, spec.dtype, spec.layout, spec.block_size)
         self.limits = SequenceLimits(vocab_size=spec.vocab_size, max_context_tokens=max_context_tokens, hash_seed=seed)
         self.end_rule = EndRule(eos_token_ids=frozenset(spec.eos_token_ids), max_context_tokens=max_context_tokens)
-        calibration = PhaseReport(config.worker_id, "calibration", "parts")
-        calibration(0, 3)
-        calibrate.draw_one_token(engine)
-        calibration(1, 3)
-        self.cost = calibrate.expected_cost(engine, context.role, config)
-        calibration(2, 3)
-        calibrate.warm_up(engine, self.cost, max_batch_tokens=config.max_batch_tokens)
-        calibration(3, 3)
+        if kept is None:
+            self.cost = calibrate.calibrate(engine, context.role, config)
+        else:
+            self.cost = calibrate.calibrate_again(engine, context.role, config, kept.cost, kept.kv)
         self.log_fields = AttemptFields()
         self.lines = PeerLog(log)  # that other processes can cause
         self.isolation = Isolation(engine, partial(free_row, self.kv))
         self._ledger = AttemptLedger()
         self.outbox = Outbox()
-        self.adapters = WorkerAdapters(
-            engine,
-            config,
-            self._read_adapter,
-            post=context.post,
-            now=context.now,
-            on_change=self._adapters_changed,
-            answer=self.outbox.report_adapter_loaded,
-        )
-        self.adapters.load_configured()
+        if kept is None:
+            self.adapters = WorkerAdapters(
+                engine,
+                config,
+                self._read_adapter,
+                post=context.post,
+                now=context.now,
+                on_change=self._adapters_changed,
+                answer=self.outbox.report_adapter_loaded,
+            )
+            self.adapters.load_configured()
+        else:
+            self.adapters = kept.adapters
+            self.adapters.rebind(
+                self._read_adapter, context.post, self._adapters_changed, self.outbox.report_adapter_loaded
+            )
         self.is_drained = False  # by an operator, who may undo it
         self._is_leaving = False  # drained by its own process, which then ends
         self.is_between_steps = False  # a step follows the last one at once
@@ -347,6 +364,23 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         """The engine is broken: every attempt ends here."""
         for key in self.scheduler.live():
             self.act(self.scheduler.fail(key, FailureKind.INTERNAL, message))
+
+    def hand_over(self) -> Kept:
+        """Ends this program. What it returns is for the program of the other role. Every router has left before, and no
+        attempt is live. Raises InternalError if a block is still used."""
+        while self.is_in_flight:  # a step that was launched for attempts which have ended since
+            self.step()
+        self._endpoint.close()
+        self._report(self.scheduler.load())  # the last counts of the KV transfers
+        if self.scheduler.live() or self.blocks.num_referenced:
+            seen = f"{len(self.scheduler.live())} attempts and {self.blocks.num_referenced} blocks in use"
+            raise InternalError(f"the worker still has {seen}")
+        self.kv.take_changes()  # routers and the index get a snapshot
+        return Kept(engine=self.engine, kv=self.kv, adapters=self.adapters, cost=self.cost)
+
+    def take_over(self) -> None:
+        """Called once on a program that was made from what another left: counts of the whole process go on."""
+        self.reports.metrics.skip(self.transfer_events(), rejected_joins())
 
     def check(self) -> None:
         """Raises AssertionError unless all tables are consistent; for tests."""

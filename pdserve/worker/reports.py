@@ -56,6 +56,13 @@ class WorkerMetrics:
         """Takes total counts; adds the difference from the last call."""
         self._add_new(metric_names.REJECTED_RANK_JOINS, "reason", by_reason)
 
+    def skip(self, events: Mapping[str, int], joins: Mapping[str, int]) -> None:
+        """Takes total counts of the process of which an earlier program has reported the difference."""
+        self._reported = {
+            metric_names.TRANSFER_EVENTS.name: dict(events),
+            metric_names.REJECTED_RANK_JOINS.name: dict(joins),
+        }
+
     def _add_new(self, spec: MetricSpec, label: str, counts: Mapping[str, int]) -> None:
         reported = self._reported.get(spec.name, {})
         for value, count in counts.items():

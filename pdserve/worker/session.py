@@ -9,7 +9,7 @@ import itertools
 import logging
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, final
 
@@ -18,6 +18,7 @@ import grpc
 from pdserve.build import FULL_VERSION
 from pdserve.core.access.gate import MOST_PACE_S
 from pdserve.core.durations import clamped_s
+from pdserve.core.errors import PdserveError, Unavailable
 from pdserve.core.installation import is_compatible, mismatch
 from pdserve.core.live import LogLine
 from pdserve.outage_log import OutageLog, PeerLog
@@ -35,6 +36,7 @@ ROW_BYTES: Final = 80  # approximate size of a token row
 MAX_MERGED_ROWS: Final = 1024  # limit of one message, far below any limit on message size
 MAX_INBOX: Final = 4096  # calls that may wait for the engine thread before reading of streams pauses
 INBOX_PAUSE_S: Final = 0.005
+PAUSE_POLL_S: Final = 0.005
 
 
 @final
@@ -177,15 +179,21 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         post: Callable[[Callable[[], None]], None],
         num_waiting_calls: Callable[[], int],
         recent_log: Callable[[], tuple[LogLine, ...]] = tuple,
+        change_role: Callable[[worker_pb2.ChangeRoleRequest], Awaitable[worker_pb2.ChangeRoleResponse]] | None = None,
     ) -> None:
+        """`change_role` may raise PdserveError."""
         self.program = program
         self._post = post
         self._num_waiting_calls = num_waiting_calls
         self._recent_log = recent_log
+        self._change_role = change_role
+        self._serves = asyncio.Event()  # not while the program is exchanged
+        self._serves.set()
         self._attachments = OutageLog(log, "router gone", "router attached", level=logging.INFO)
         self._lines = PeerLog(log)
         self._numbers = itertools.count(1)
         self._outboxes: dict[int, SessionOutbox] = {}
+        self._calls: dict[int, asyncio.Task[Any]] = {}  # of each session
         # The newest session of each router process. Two processes may have the same router id: neither may end the
         # other's session.
         self._session_of: dict[tuple[str, str], int] = {}
@@ -201,6 +209,35 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         for outbox in self._outboxes.values():
             outbox.close()
 
+    async def pause(self, grace_s: float) -> None:
+        """Ends every stream, and lets new ones wait until `resume`. The program has then been told of each end. Raises
+        Unavailable if a stream does not end within twice `grace_s`."""
+        self._serves.clear()
+        self.close()
+        loop = asyncio.get_running_loop()
+        for is_last in (False, True):
+            ends_s = loop.time() + grace_s
+            while self._calls and loop.time() < ends_s:
+                await asyncio.sleep(PAUSE_POLL_S)
+            for one in self._calls.values():  # of routers that do not read
+                if is_last:
+                    raise Unavailable("the stream of a router does not end")
+                one.cancel()
+
+    def resume(self, program: AnyProgram) -> None:
+        """Serves another program from now on."""
+        self.program = program
+        self._serves.set()
+
+    async def ChangeRole(self, request: worker_pb2.ChangeRoleRequest, context: Any) -> worker_pb2.ChangeRoleResponse:
+        try:
+            if self._change_role is None:
+                raise Unavailable("this worker has one role only")
+            return await self._change_role(request)
+        except PdserveError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, error.message)
+            raise  # abort has raised
+
     async def Attach(self, request_iterator: Any, context: Any) -> None:
         try:
             first = await asyncio.wait_for(context.read(), HELLO_S)
@@ -215,6 +252,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             why = f"the router's hello: {mismatch(FULL_VERSION, hello.version)}"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, why)
             return
+        while not self._serves.is_set():
+            try:
+                await asyncio.wait_for(self._serves.wait(), HELLO_S)
+            except TimeoutError:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker still changes its role")
+                return
         name, session = hello.router_id, next(self._numbers)
 
         def on_full(num_messages: int) -> None:
@@ -227,6 +270,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if older is not None:  # one stream per router: the older one may be dead but still open
             older.close()
         self._outboxes[session] = outbox
+        call = asyncio.current_task()
+        assert call is not None
+        self._calls[session] = call
         self._session_of[router] = session
         self._attachments.recovered(name, router_id=name, session=session)
         reader: asyncio.Task[None] | None = None
@@ -246,6 +292,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             if self._session_of.get(router) == session:
                 del self._session_of[router]
             self._post(partial(self.program.lost, session))
+            del self._calls[session]
             self._attachments.failed(name, router_id=name, session=session)
 
     async def _read(self, session: int, context: Any, outbox: SessionOutbox) -> None:

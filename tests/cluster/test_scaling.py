@@ -193,18 +193,30 @@ def test_a_roll_out_stops_if_a_new_worker_does_not_start(cluster: Cluster) -> No
 
 
 def test_a_worker_changes_its_role(cluster: Cluster, token: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """In the same process. A crash later starts a new one in the new role."""
     decodes = [name for name, role in roles(cluster.client).items() if role is Role.DECODE]
+    before = cluster.running.pid(decodes[0])
     with load(cluster):
-        run(capsys, f"role {decodes[0]} prefill", token)
+        said = run(capsys, f"role {decodes[0]} prefill", token)
+        assert "in the same process" in said
         for client in connected(cluster).values():
             assert roles(client)[decodes[0]] is Role.PREFILL
             client.close()
+        assert cluster.running.pid(decodes[0]) == before
+        os.kill(before, signal.SIGKILL)
+        cluster.running.wait_restarted(decodes[0], before)
+        until(
+            lambda: any(one.worker_id == decodes[0] and one.is_connected for one in cluster.client.topology().workers)
+        )
+        assert workers(cluster.client)[decodes[0]].role is Role.PREFILL, "the supervisor knows the role"
     with pytest.raises(ConfigError, match=f"{decodes[1]}|decode: got 0"):
         cluster.client.set_role(decodes[1], Role.PREFILL)
     with pytest.raises(InvalidRequest, match="has this one"):
         cluster.client.set_role(decodes[0], Role.PREFILL)
-    run(capsys, f"role {decodes[0]} decode", token)
+    again = cluster.running.pid(decodes[0])
+    assert "in the same process" in run(capsys, f"role {decodes[0]} decode", token)
     assert roles(cluster.client)[decodes[0]] is Role.DECODE
+    assert cluster.running.pid(decodes[0]) == again
 
 
 @pytest.mark.slow  # the tests above start as many processes, and CI has 20 minutes

@@ -29,7 +29,7 @@ MAC_BYTES: Final = 32
 MAX_SEEN_NONCES: Final = 65_536  # nonces of proven calls; foreign processes cannot add to them
 
 # leader: the leader of a worker's tensor-parallel ranks. rank: a rank that joins from another host.
-Role = Literal["router", "worker", "leader", "rank"]
+Role = Literal["router", "worker", "leader", "rank", "launcher"]
 
 
 @final

@@ -65,12 +65,13 @@ class Running:
         self.programs: list[RoleProgram] = []
 
         def build(context: Any) -> RoleProgram:
-            self.programs.append(BUILDS[role](context, load))
+            self.programs.append(BUILDS[context.role](context, load))
             return self.programs[-1]
 
         self.host = WorkerHost(
             settings,
             role,
+            build,
             build,
             on_fatal=lambda: self.fatal.append("died"),
             on_stall=lambda: self.fatal.append("hung"),

@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 
+from pdserve.config import WorkerConfig
 from pdserve.core.access.gate import MOST_PACE_S
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.effects import PlainTokens, PromptScored, StepAccount
 from pdserve.core.errors import InternalError
+from pdserve.core.kv.blocks import BlockAllocator
+from pdserve.core.kv.cache import KvCache
 from pdserve.core.types import Role, Sampling, TokenOut
 from pdserve.engine.interface import Row, RowOut
 from pdserve.engine.toy import ToyEngine
@@ -264,6 +267,33 @@ def test_calibration_finds_the_engines_coefficients(monkeypatch: pytest.MonkeyPa
     assert cost.decode_base_s == pytest.approx(1e-3, rel=1e-2)
     assert cost.decode_per_row_s == pytest.approx(2.4e-5, rel=1e-2)
     assert cost.decode_per_context_token_s == pytest.approx(3e-8, rel=1e-2)
+
+
+@pytest.mark.parametrize(("num_cached", "num_left"), [(300, 300), (512, 480)])
+def test_a_pool_in_use_is_measured_beside_its_cache(
+    monkeypatch: pytest.MonkeyPatch, num_cached: int, num_left: int
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(calibrate, "time", clock)
+    monkeypatch.setattr(calibrate, "BUDGET_S", 10.0)
+    engine, config = PricedEngine(clock), WorkerConfig(model="toy", worker_id="d", max_batch=32)
+    kv = KvCache(BlockAllocator(512), 16)
+    blocks = kv.extend(num_cached)
+    assert blocks is not None
+    kv.commit(blocks, [bytes([number // 256, number % 256] * 8) for number in range(num_cached)], 0, num_cached)
+    kv.release(blocks)
+    before = {block: bytes(engine.pool.buffer[block * 128 : block * 128 + 128]) for block in blocks}
+    known = replace(calibrate.UNKNOWN, prefill_base_s=1.0)
+    assert calibrate.calibrate_again(engine, Role.PREFILL, config, known, kv) == known
+    cost = calibrate.calibrate_again(engine, Role.DECODE, config, known, kv)
+    assert cost.prefill_base_s == 1.0
+    assert cost.decode_base_s == pytest.approx(1e-3, rel=2e-2)
+    assert cost.decode_per_row_s == pytest.approx(2.4e-5, rel=2e-2)
+    assert calibrate.calibrate_again(engine, Role.DECODE, config, cost, kv) == cost
+    assert (kv.blocks.num_evictable, kv.blocks.num_referenced) == (num_left, 0)
+    same = [block for block in blocks if bytes(engine.pool.buffer[block * 128 : block * 128 + 128]) == before[block]]
+    assert len(same) >= num_left
+    kv.blocks.check([])
 
 
 @pytest.mark.parametrize(("num_blocks", "max_batch", "max_batch_tokens"), [(1, 1, 1), (2, 64, 512), (3, 2, 1)])
