@@ -43,6 +43,9 @@ DTYPES: Final = ("auto", "float32", "bfloat16", "float16", "int8", "int4", "fp8"
 LOADS: Final = ("auto", "dummy")
 KV_DTYPES: Final = ("auto", "int8", "fp8", "fp8_e4m3", "fp8_e5m2")
 RAY_STRATEGIES: Final = ("auto", "spread", "pack")
+ROLES: Final = ("fixed", "auto")
+MOST_WORKERS: Final = 512  # of both roles
+_BOUNDS: Final = re.compile(r"([0-9]{1,4}):([0-9]{1,4})")
 DEVICES: Final = ("auto", "cpu", "cuda")
 PUSHES: Final = ("auto", "end", "chunk", "layers")
 KV_WIRES: Final = ("exact", "auto", "int8")
@@ -379,6 +382,19 @@ class RouterConfig(CallerTlsSettings):
         within=(0.0, 1.0),
         is_live=True,
     )
+    scaling: str = setting(
+        "MIN:MAX, numbers of workers: the metric pdserve_desired_workers then tells how many there should "
+        "be, for a program that starts and ends them; no advice when empty",
+        "",
+    )
+    scaling_routers: str = setting(
+        "HOST:PORT whose addresses are those of all routers of the cluster, whose arrivals count for `scaling`; this "
+        "router and its group when empty",
+        "",
+    )
+    scaling_start_s: float = setting(
+        "time from the order of a worker to its first request, for `scaling`", 60.0, within=(0.0, 3600.0)
+    )
     record: str = setting("file for a recording of all events and commands, without prompts; none when empty", "")
     record_mib: int = setting(
         "maximum size of the recording; the router then stops recording and continues to serve", 1024, within=(1, 2**20)
@@ -396,6 +412,10 @@ class RouterConfig(CallerTlsSettings):
             check_endpoint("otlp", self.otlp, "localhost:4317", ("http", "https"))
         for one in self.workers:
             check_endpoint("workers", one)
+        if self.scaling:
+            bounds_of("scaling", self.scaling)
+        if self.scaling_routers:
+            check_endpoint("scaling_routers", self.scaling_routers, "pdserve:50051")
         if not is_loopback_host(self.host) and not self.token and not self.key_file:
             raise ConfigError(
                 "host",
@@ -513,6 +533,15 @@ def gateway_of(config: RouterConfig) -> GatewayConfig | None:
         return GatewayConfig(router="", **{name: getattr(config, OF_GATEWAY + name) for name in names})
     except ConfigError as error:
         raise ConfigError(OF_GATEWAY + error.field, error.seen, error.expected) from None
+
+
+def bounds_of(name: str, value: str) -> tuple[int, int]:
+    """The numbers of workers in MIN:MAX, a value of the setting `name`. Raises ConfigError."""
+    found = _BOUNDS.fullmatch(value)
+    low, high = map(int, found.groups()) if found is not None else (0, 0)
+    if not 1 <= low <= high <= MOST_WORKERS:
+        raise ConfigError(name, repr(value[:32]), f"MIN:MAX, numbers of workers from 1 to {MOST_WORKERS}, such as 2:8")
+    return low, high
 
 
 def _check_served_names(names: tuple[str, ...]) -> None:

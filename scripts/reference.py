@@ -267,7 +267,8 @@ def flag_row(parser: argparse.ArgumentParser, action: argparse.Action) -> Sequen
 def metrics_page() -> str:
     by: dict[str, list[MetricSpec]] = {}
     for spec in METRICS.values():
-        by.setdefault(spec.by, []).append(spec)
+        for process in filter(None, (spec.by, spec.also_by)):
+            by.setdefault(process, []).append(spec)
     lines = [
         "Each process serves its metrics at `/metrics` on its port for metrics. `pdserve up --metrics PORT` sets the "
         "ports of all processes. The settings [`router.metrics_port`, `worker.metrics_port` and "

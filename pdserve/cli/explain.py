@@ -1,4 +1,5 @@
 """`pdserve explain REQUEST`: why a recent request was placed where it was, and how accurate the prediction was.
+`pdserve explain --scaling`: the last decisions about the number of workers.
 
 Each router explains its own decisions. With several routers, name all: --target A:1,B:2.
 """
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from pdserve.cli import table
-from pdserve.client.results import ExplainedCandidate, Explanation
+from pdserve.client.results import ExplainedCandidate, Explanation, Scaling, ScalingAlternative, ScalingDecision
 from pdserve.client.target_flags import add_target_flags, connect
 from pdserve.core.errors import ConfigError, NotFound, PdserveError
 from pdserve.core.json_text import to_json
@@ -20,7 +21,7 @@ from pdserve.plot.charts import Rule, Series, line_chart
 from pdserve.plot.drawing import CONTENT, Axis, Figure, Panel, swatch
 from pdserve.plot_flag import add_plot_flag, check_plot, origin, write_plot
 
-HELP = "explain the placement of a request"
+HELP = "explain the placement of a request, or the number of workers"
 HEAD: Final = ("", "PREFILL", "DECODE", "TTFT", "TPOT", "SLACK", "KEEPS TPOT", "LOST", "PREFERENCE", "COST")
 #: Below the table; docs/explain.md has more.
 NOTES: Final = (
@@ -39,18 +40,37 @@ COST_NOTES: Final = (
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "request",
+        nargs="?",
         metavar="REQUEST",
         help="request id, as `pdserve generate --stats` or an answer over HTTP has it; ID#0, ID#1 .. if it had several "
         "completions",
     )
     parser.add_argument(
-        "--json", action="store_true", help="print one JSON object for each router that knows the request"
+        "--scaling",
+        action="store_true",
+        help="explain the last decisions of `up --autoscale` or `--roles auto` instead of a request",
+    )
+    parser.add_argument(
+        "--last",
+        type=int,
+        metavar="N",
+        help="with --scaling: how many decisions to show (5; in JSON, all that are kept)",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON object for each router that knows the request, or one of all decisions",
     )
     add_plot_flag(parser)
     add_target_flags(parser, are_several=True)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.scaling:
+        return explain_scaling(args)
+    if args.request is None or args.last is not None:
+        given = "nothing" if args.request is None else "a request with --last"
+        raise ConfigError("request", given, "the id of a request, or --scaling, which --last belongs to")
     check_plot(args)
     found = ask(args)
     if args.plot:
@@ -159,6 +179,84 @@ def _row(candidate: ExplainedCandidate) -> tuple[str, ...]:
 
 def _ms(seconds: float | None) -> str:
     return "-" if seconds is None or not math.isfinite(seconds) else f"{1000.0 * seconds:,.1f} ms"
+
+
+# --- number of workers ----------------------------------------------------------------------------------------
+
+MOST_DECISIONS: Final = 200
+SHOWN_DECISIONS: Final = 5
+SCALING_HEAD: Final = ("", "CHANGE", "PREFILL", "DECODE", "IN TARGETS", "COST", "OF THE CHANGE", "REFUSED")
+
+
+def explain_scaling(args: argparse.Namespace) -> int:
+    if args.request is not None or args.plot:
+        other = args.request if args.request is not None else "--plot"
+        raise ConfigError("scaling", other, "no request and no --plot beside it")
+    if args.last is not None and not 1 <= args.last <= MOST_DECISIONS:
+        raise ConfigError("last", args.last, f"1 to {MOST_DECISIONS}")
+    with connect(args) as client:
+        found = client.scaling(args.last or (MOST_DECISIONS if args.json else SHOWN_DECISIONS))
+    print(to_json(found) if args.json else render_scaling(found))
+    return 0
+
+
+def render_scaling(found: Scaling) -> str:
+    """Formats the decisions, the last one at the end. Pure."""
+    several = found.min_workers < found.max_workers
+    bounds = f"{found.min_workers} to {found.max_workers} workers" if several else f"{found.max_workers} workers"
+    roles = "roles change" if found.may_change_roles else "roles are fixed"
+    lines = [f"{bounds}, {roles}, decided every {found.every_s:g} s"]
+    if found.trouble:
+        lines.append(f"nothing is decided now: {found.trouble}")
+    if not found.decisions:
+        lines.append("no decision yet")
+    for one in found.decisions:
+        lines += ["", *_decision(one)]
+    if any(one.alternatives for one in found.decisions):
+        lines += [
+            "",
+            "IN TARGETS  predicted share of the requests that meet both targets, until a change could have its effect",
+            "COST        worker-seconds in the next minutes: workers, misses and changes",
+        ]
+    return "\n".join(lines)
+
+
+def _decision(one: ScalingDecision) -> list[str]:
+    ended = one.met + one.missed
+    met = f"{one.met} of {ended} that ended met both targets" if ended else "none ended"
+    lines = [
+        f"{one.age_s:.0f} s ago: {one.change or 'no change'}, at {one.prefill} prefill and {one.decode} decode workers",
+        f"why       {one.reason}",
+        f"saw       {one.seen_rate_rps:.1f} requests/s, {one.queued} queued, {one.running} running; {met}",
+    ]
+    if one.now is not None and one.later is not None:
+        now = one.now
+        lines.append(
+            f"expected  {now.rate_rps:.1f} requests/s (error {now.error:.0%}), then {one.later.rate_rps:.1f}; "
+            f"{now.prompt_tokens:.0f} prompt tokens ({now.uncached_tokens:.0f} not cached), "
+            f"{now.output_tokens:.0f} output tokens; {one.capacity_share:.0%} of the predicted capacity"
+        )
+    if one.failure:
+        lines.append(f"failed    {one.failure}")
+    elif one.outcome is not None:
+        lines.append(f"came      {one.outcome.text}")
+    if one.alternatives:
+        chosen = one.change or "keep"
+        lines += ["", *table([SCALING_HEAD, *(_alternative(each, chosen) for each in one.alternatives)])]
+    return lines
+
+
+def _alternative(one: ScalingAlternative, chosen: str) -> tuple[str, ...]:
+    return (
+        "->" if one.change == chosen else "",
+        one.change,
+        str(one.prefill),
+        str(one.decode),
+        f"{one.attainment:.1%}",
+        f"{one.cost_s:,.0f} s",
+        f"{one.change_cost_s:,.0f} s",
+        one.refused,
+    )
 
 
 # --- figure of an explanation ---------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from pdserve.config import (
     LOG_LEVEL_ENV,
     LOG_LEVELS,
     RAY_STRATEGIES,
+    ROLES,
     TRANSPORTS,
     RouterConfig,
     WorkerConfig,
@@ -102,6 +103,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--prefill", type=int, default=keep, metavar="N", help="number of prefill workers (1)")
     add("--decode", type=int, default=keep, metavar="M", help="number of decode workers (1)")
+    add(
+        "--autoscale",
+        default=keep,
+        metavar="MIN:MAX",
+        help="add and end workers while the cluster serves, within these numbers of workers of both roles, so that "
+        "predicted requests meet their targets at the least cost (the number is fixed)",
+    )
+    add(
+        "--roles",
+        choices=ROLES,
+        default=keep,
+        help="auto: also change how many workers prefill and how many decode (fixed)",
+    )
     add(
         "--routers",
         type=int,

@@ -437,6 +437,13 @@ def undrain(worker_id: str) -> UnaryCall[None]:
     return _cluster("Undrain", cluster_pb2.UndrainRequest(worker_id=worker_id), lambda _: None)
 
 
+def scaling(limit: int) -> UnaryCall[results.Scaling]:
+    """Raises InvalidRequest."""
+    if not 0 <= limit < 2**32:
+        raise InvalidRequest("limit", limit, "a number of decisions")
+    return _cluster("GetScaling", cluster_pb2.GetScalingRequest(limit=limit), results.SCALING.decode)
+
+
 def load_adapter(name: str, folder: str) -> UnaryCall[str]:
     request = cluster_pb2.LoadAdapterRequest(name=name, folder=folder)
     return _cluster("LoadAdapter", request, lambda response: str(response.fingerprint))

@@ -136,6 +136,85 @@ class ChangeStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingDemand:
+    """A predicted load."""
+
+    rate_rps: float
+    error: float  # relative standard deviation of the rate
+    prompt_tokens: float  # means of a request
+    uncached_tokens: float
+    output_tokens: float
+    ttft_s: float  # targets
+    tpot_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingAlternative:
+    """A change of the number of workers or their roles that was compared with others."""
+
+    change: str  # "keep", or such as "start 1 decode"
+    prefill: int  # workers after it
+    decode: int
+    attainment: float  # predicted share of the requests that meet both targets
+    cost_s: float  # worker-seconds over the horizon, with misses and changes
+    change_cost_s: float
+    refused: str  # why it may not be chosen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingOutcome:
+    """What came of a change."""
+
+    took_s: float
+    expected_attainment: float
+    seen_attainment: float | None  # None: no request ended
+    expected_rate_rps: float
+    seen_rate_rps: float
+
+    @property
+    def text(self) -> str:
+        seen = "no request ended" if self.seen_attainment is None else f"{self.seen_attainment:.0%} met both targets"
+        return (
+            f"took {self.took_s:.1f} s; {seen} ({self.expected_attainment:.0%} predicted), "
+            f"{self.seen_rate_rps:.1f} requests/s ({self.expected_rate_rps:.1f} predicted)"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingDecision:
+    """What the controller of the number of workers saw, compared and decided."""
+
+    age_s: float
+    change: str  # empty: none
+    reason: str
+    prefill: int  # workers that were ready
+    decode: int
+    seen_rate_rps: float  # in the interval before
+    queued: int
+    running: int
+    met: int  # requests that ended in the interval and met both targets
+    missed: int
+    now: ScalingDemand | None  # predicted; None: too little was seen
+    later: ScalingDemand | None  # at the end of the horizon
+    alternatives: tuple[ScalingAlternative, ...]  # the cheapest first
+    outcome: ScalingOutcome | None  # once it was seen
+    failure: str  # why the change was not made
+    capacity_share: float  # of the predicted capacity, that the cluster reaches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaling:
+    """The last decisions about the number of workers."""
+
+    min_workers: int
+    max_workers: int
+    may_change_roles: bool
+    every_s: float
+    trouble: str  # why nothing is decided now; empty: nothing prevents it
+    decisions: tuple[ScalingDecision, ...]  # oldest first: those with a change, and the last one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
     router_id: str
     workers: tuple[Worker, ...]
@@ -227,6 +306,17 @@ _TOPOLOGY: Final = Codec(
     Topology, cluster_pb2.GetTopologyResponse, given=("workers",), ignored=("workers",), is_lenient=True
 )
 CHANGE_STEP: Final = Codec(ChangeStep, cluster_pb2.ChangeWorkersResponse, is_lenient=True)
+_SCALING_DECISION: Final = Codec(
+    ScalingDecision,
+    cluster_pb2.ScalingDecision,
+    nested=(
+        Codec(ScalingDemand, cluster_pb2.ScalingDemand, is_lenient=True),
+        Codec(ScalingAlternative, cluster_pb2.ScalingAlternative, is_lenient=True),
+        Codec(ScalingOutcome, cluster_pb2.ScalingOutcome, is_lenient=True),
+    ),
+    is_lenient=True,
+)
+SCALING: Final = Codec(Scaling, cluster_pb2.GetScalingResponse, nested=(_SCALING_DECISION,), is_lenient=True)
 _CANDIDATE: Final = Codec(ExplainedCandidate, cluster_pb2.Candidate, is_lenient=True)
 EXPLANATION: Final = Codec(Explanation, cluster_pb2.ExplainResponse, nested=(_CANDIDATE,), is_lenient=True)
 

@@ -17,7 +17,17 @@ from pdserve.client import base as calls
 from pdserve.client.base import AnswerBuilder, BaseClient, BaseStream, UnaryCall
 from pdserve.client.beam import Beam, EarlyStopping, Tops
 from pdserve.client.request import Options, Prompt, role_request, roll_request, scale_request, token_ids_of
-from pdserve.client.results import CHANGE_STEP, ChangeStep, Completion, Explanation, Model, Piece, Token, Topology
+from pdserve.client.results import (
+    CHANGE_STEP,
+    ChangeStep,
+    Completion,
+    Explanation,
+    Model,
+    Piece,
+    Scaling,
+    Token,
+    Topology,
+)
 from pdserve.client.retries import Attempts
 from pdserve.core.errors import NotFound, PdserveError, Unavailable
 from pdserve.core.live import LiveFrame, LogLine
@@ -178,6 +188,11 @@ class Client(BaseClient):
     ) -> None:
         """Drains a worker, which then takes the other role. Raises NotFound, and as `scale`."""
         self._change(role_request(worker_id, role), on_step)
+
+    def scaling(self, limit: int = 0) -> Scaling:
+        """The last decisions of `up --autoscale` about the number of workers; at most `limit`, 0: 20. Raises
+        Unavailable where nothing decides."""
+        return self._ask(calls.scaling(limit))
 
     def load_adapter(self, name: str, folder: str) -> str:
         """Loads a LoRA adapter on all workers, under a new name or in place of its present weights. `folder` lies on

@@ -11,7 +11,7 @@ import hmac
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol, final
+from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
 import grpc.aio
 
@@ -28,6 +28,9 @@ from pdserve.v1 import cluster_pb2, cluster_pb2_grpc
 from pdserve.wire import status
 from pdserve.wire.convert import role_to_proto
 
+if TYPE_CHECKING:
+    from pdserve.launch.autoscale import Autoscaler
+
 log = logging.getLogger(__name__)
 
 Say = Callable[[str, str], None]  # (worker or empty, text)
@@ -35,6 +38,9 @@ Say = Callable[[str, str], None]  # (worker or empty, text)
 
 class Changeable(Protocol):
     """A cluster whose workers can change. Its methods raise PdserveError."""
+
+    @property
+    def autoscaler(self) -> Autoscaler | None: ...
 
     async def scale(self, prefill: int | None, decode: int | None, say: Say) -> None: ...
 
@@ -51,7 +57,7 @@ Steps = asyncio.Queue[cluster_pb2.ChangeWorkersResponse | None]
 
 @final
 class ChangeServer(cluster_pb2_grpc.ClusterServiceServicer):
-    """Serves ChangeWorkers on a unix socket. `start`, then `close`."""
+    """Serves ChangeWorkers and GetScaling on a unix socket. `start`, then `close`."""
 
     def __init__(self, cluster: Changeable, socket: Path, token: str) -> None:
         self._cluster, self._socket, self._token = cluster, socket, token
@@ -84,16 +90,39 @@ class ChangeServer(cluster_pb2_grpc.ClusterServiceServicer):
         try:
             self._check(context.invocation_metadata())
             change = self._change(request, lambda name, text: self._say(steps, name, text))
-            if self._task is not None and not self._task.done():
-                raise Unavailable(f"the launcher makes another change ({self._what}); try again when it has ended")
-            self._what = request.WhichOneof("change") or ""
-            self._task = task = asyncio.create_task(self._run(change, steps), name="change")
-            task.add_done_callback(_observe)
+            task = self.begin(request.WhichOneof("change") or "", change, steps)
             while (step := await steps.get()) is not None:
                 yield step
             await task  # it has ended
         except PdserveError as error:
             await status.abort(context, error)
+
+    async def GetScaling(self, request: cluster_pb2.GetScalingRequest, context: Any) -> cluster_pb2.GetScalingResponse:
+        try:
+            self._check(context.invocation_metadata())
+            if (autoscaler := self._cluster.autoscaler) is None:
+                raise Unavailable(
+                    "nothing decides about the number of workers; `up --autoscale` or `--roles auto` does"
+                )
+            return autoscaler.explain(request.limit)
+        except PdserveError as error:
+            return await status.abort(context, error)
+
+    @property
+    def running(self) -> str:
+        """What the change is that is made now; empty while there is none."""
+        return "" if self._task is None or self._task.done() else self._what
+
+    def begin(
+        self, what: str, change: Callable[[], Coroutine[Any, Any, None]], steps: Steps | None = None
+    ) -> asyncio.Task[None]:
+        """None is put into `steps` at its end. Raises Unavailable while another change is made."""
+        if running := self.running:
+            raise Unavailable(f"the launcher makes another change ({running}); try again when it has ended")
+        self._what = what
+        self._task = task = asyncio.create_task(self._run(change, steps), name="change")
+        task.add_done_callback(_observe)
+        return task
 
     def _check(self, metadata: Any) -> None:
         given = next((str(value) for key, value in metadata or () if key == "authorization"), "")
@@ -122,7 +151,7 @@ class ChangeServer(cluster_pb2_grpc.ClusterServiceServicer):
                 return lambda: cluster.set_role(request.role.worker_id, role, say)
         raise InvalidRequest("change", "nothing", "scale, roll or role")
 
-    async def _run(self, change: Callable[[], Coroutine[Any, Any, None]], steps: Steps) -> None:
+    async def _run(self, change: Callable[[], Coroutine[Any, Any, None]], steps: Steps | None) -> None:
         try:
             await change()
         except PdserveError as error:
@@ -134,7 +163,8 @@ class ChangeServer(cluster_pb2_grpc.ClusterServiceServicer):
             log.exception("a change failed")
             raise InternalError(f"the change failed: {type(error).__name__}: {error}") from error
         finally:
-            steps.put_nowait(None)
+            if steps is not None:
+                steps.put_nowait(None)
 
     def _say(self, steps: Steps, worker_id: str, text: str) -> None:
         self._cluster.say(worker_id or "launcher", text)

@@ -9,33 +9,30 @@ import asyncio
 import contextlib
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final, TypeVar, final
+from typing import TYPE_CHECKING, Final, final
 
-from pdserve.client.aio import AsyncClient
 from pdserve.client.results import Worker
-from pdserve.client.retries import Retries
 from pdserve.core.errors import (
     ChangeFailed,
     ConfigError,
     InvalidRequest,
     NotFound,
     PdserveError,
-    Unauthenticated,
-    Unavailable,
 )
-from pdserve.core.live import LiveFrame
 from pdserve.core.types import Role
 from pdserve.launch.change_server import ChangeServer, Say
-from pdserve.launch.local import LaunchedCluster, split, targets_of_routers
+from pdserve.launch.local import LaunchedCluster, split
 from pdserve.launch.ports import free_ports
 from pdserve.launch.report import LauncherReport
+from pdserve.launch.router_calls import ATTACH_S, Routers
 from pdserve.launch.scaling import (
     RollCounts,
     RollStep,
     Settings,
     add_worker,
+    cheapest,
     check_serving,
     index_of,
     overlaid,
@@ -62,105 +59,11 @@ from pdserve.launch.spec import (
 from pdserve.launch.supervisor import side_by_side, supervised
 from pdserve.worker.role_change import change_role
 
-# --- routers --------------------------------------------------------------------------------------------------
+if TYPE_CHECKING:
+    from pdserve.launch.autoscale import Autoscaler
 
-POLL_S: Final = 0.05
-CALL_S: Final = 5.0  # of one call to a router
-ATTACH_S: Final = 60.0  # until each router has connected to a worker that listens
 FORGET_S: Final = 15.0  # until no router lists a worker that has ended
 SETTLE_S: Final = 1.0  # in which a new worker serves before the next one is drained
-
-
-Answer = TypeVar("Answer")
-
-
-@final
-class Routers:
-    """A connection to each router, for one change. Calls are repeated while a router is being started again."""
-
-    def __init__(self, spec: ClusterSpec, address: str) -> None:
-        config = router_config(spec, ())
-        self._clients = [
-            AsyncClient(
-                target,
-                token=config.token or None,
-                tls=tls,
-                insecure=config.insecure,
-                timeout_s=CALL_S,
-                retries=Retries(limit=0),
-            )
-            for target, tls in targets_of_routers(spec, address)
-        ]
-
-    async def __aenter__(self) -> Routers:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        for client in self._clients:
-            await client.close()
-
-    async def frames(self) -> list[LiveFrame]:
-        """Of each router, its own one: such calls have places of their own, beside those of open live pages."""
-
-        async def first(client: AsyncClient) -> LiveFrame:
-            watching = client.watch(only_this_router=True)
-            async with asyncio.timeout(CALL_S), contextlib.aclosing(watching) as frames:
-                async for frame in frames:
-                    return frame
-            raise Unavailable("a router sent no frame")
-
-        return [await self._of_any(first, [one]) for one in self._clients]
-
-    async def worker(self, worker_id: str) -> Worker | None:
-        """As a router sees it."""
-        topology = await self._of_any(lambda client: client.topology())
-        return next((one for one in topology.workers if one.worker_id == worker_id), None)
-
-    async def drain(self, worker_id: str) -> None:
-        """Raises NotFound if the worker is not connected."""
-        await self._of_any(lambda client: client.drain(worker_id))
-
-    async def undrain(self, worker_id: str) -> None:
-        await self._of_any(lambda client: client.undrain(worker_id))
-
-    async def wait_for_all(self, worker_id: str, holds: Callable[[Worker | None], bool], limit_s: float) -> bool:
-        """Whether `holds` became true of the worker in time, as each router sees it."""
-        deadline_s = time.monotonic() + limit_s
-        for client in self._clients:
-            while True:
-                try:
-                    topology = await client.topology()
-                    if holds(next((one for one in topology.workers if one.worker_id == worker_id), None)):
-                        break
-                except Unauthenticated:
-                    raise
-                except (PdserveError, TimeoutError):  # an overloaded router may take longer than a call's limit
-                    pass
-                if time.monotonic() >= deadline_s:
-                    return False
-                await asyncio.sleep(POLL_S)
-        return True
-
-    async def _of_any(
-        self, call: Callable[[AsyncClient], Coroutine[Any, Any, Answer]], clients: Sequence[AsyncClient] = ()
-    ) -> Answer:
-        """The answer of the first router that has one, or of `clients`. Raises the last error after ATTACH_S, and
-        NotFound at once."""
-        deadline_s = time.monotonic() + ATTACH_S
-        while True:
-            for client in clients or self._clients:
-                try:
-                    return await call(client)
-                except (NotFound, InvalidRequest, Unauthenticated):
-                    raise
-                except (PdserveError, TimeoutError) as error:
-                    if time.monotonic() >= deadline_s:
-                        raise Unavailable(f"no router answers the launcher: {error}") from None
-            await asyncio.sleep(POLL_S)
-
-
-# --- cluster --------------------------------------------------------------------------------------------------
-
 LAUNCHER_SOCKET: Final = "launcher.sock"
 
 
@@ -179,14 +82,36 @@ class ChangingCluster(LaunchedCluster):
         # What roll-outs have set over `spec.settings`, which are those of the flags and the file, as last read.
         self._overlays = dict.fromkeys(self.spec.worker_ids, self.overlay)  # of each worker
         self._former: Settings | None = None  # overlay before the last roll-out with settings
+        self.autoscaler: Autoscaler | None = None
+        self._scaling: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
         await self._changing.start()
         self._address = await super().start()
         self._changing.is_ready = True
+        if self.spec.is_automatic:
+            self.autoscaler = self._make_autoscaler()
+            self._scaling = asyncio.create_task(self.autoscaler.run(), name="autoscale")
         return self._address
 
+    def _make_autoscaler(self) -> Autoscaler:
+        from pdserve.launch.autoscale import Autoscaler, ask_routers, first_settings, record_of  # imports the router
+
+        start_s = max(map(self._supervisor.start_s, self.spec.worker_ids))
+        return Autoscaler(
+            self,
+            self._changing,
+            first_settings(self.spec, start_s),
+            lambda: ask_routers(self.spec, self._address),
+            record=record_of(self.spec, start_s),
+            on_size=self._metrics.wanted,
+        )
+
     async def stop(self, *, is_graceful: bool) -> None:
+        if self._scaling is not None and self.autoscaler is not None:
+            self._scaling.cancel()
+            await asyncio.gather(self._scaling, return_exceptions=True)
+            self.autoscaler.close()
         await self._changing.close()
         await super().stop(is_graceful=is_graceful)
 
@@ -221,6 +146,14 @@ class ChangingCluster(LaunchedCluster):
             await self._check_serving(worker_id, routers)
             await self._replace(worker_id, routers, say, self._overlays[worker_id], role)
         self._say_numbers(say)
+
+    async def change_roles(self, role: Role, count: int, say: Say) -> None:
+        """Gives this role to workers of the other one whose end costs least."""
+        async with Routers(self.spec, self._address) as routers:
+            seen = workers_of(await routers.frames())
+        other = next(one for one in Role if one is not role)
+        for worker_id in cheapest(self.spec.slots, {one.worker_id: one for one in seen}, other)[:count]:
+            await self.set_role(worker_id, role, say)
 
     async def roll(self, worker_ids: Sequence[str], surge: int, settings: str, *, is_undo: bool, say: Say) -> None:
         """Raises ChangeFailed if it has stopped before its end."""

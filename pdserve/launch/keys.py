@@ -41,6 +41,8 @@ TOP: Final[Mapping[str, type]] = {
     "model": str,
     "prefill": int,
     "decode": int,
+    "autoscale": str,
+    "roles": str,
     "host": str,
     "port": int,
     "routers": int,

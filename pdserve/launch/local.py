@@ -23,6 +23,7 @@ from pdserve.client.retries import Retries
 from pdserve.config import LOG_LEVEL_ENV, MAX_ROUTERS, RouterConfig, member_socket
 from pdserve.core.access.hosts import endpoint_of, join, local_host
 from pdserve.core.errors import ConfigError, Overloaded, PdserveError, Unavailable
+from pdserve.core.types import Role
 from pdserve.core.urls import hide_password
 from pdserve.launch.confine import make_certificates
 from pdserve.launch.keys import Kind, Value
@@ -244,6 +245,10 @@ class LauncherMetrics:
 
     def process_started(self, name: str) -> None:
         self._metrics.add(metric_names.PROCESS_STARTS, process=name)
+
+    def wanted(self, numbers: Mapping[Role, int]) -> None:
+        for role, number in numbers.items():
+            self._metrics.set(metric_names.DESIRED_WORKERS, number, role=role.value)
 
     def describe(self) -> str:
         """For the operator: where Prometheus finds the targets, and the port of each process. Empty if it is off."""

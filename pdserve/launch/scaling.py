@@ -71,16 +71,21 @@ def plan_scale(
             continue
         if wanted not in (allowed := NUM_WORKERS[role.value]):
             raise InvalidRequest(role.value, wanted, str(allowed))
-        own = [one.worker_id for one in slots if one.role is role and not one.is_vacant]
+        own = cheapest(slots, loads, role)
         for _ in range(wanted - len(own)):
             worker_id = free_id(role, taken)
             taken.add(worker_id)
             add.append((worker_id, role))
-        unknown = [one for one in own if one not in loads]  # to the router: it serves nothing
-        known = sorted((loads[one] for one in own if one in loads), key=loss)
-        cheapest = [*reversed(unknown), *(one.worker_id for one in known)]
-        remove += cheapest[: max(len(own) - wanted, 0)]
+        remove += own[: max(len(own) - wanted, 0)]
     return ScalePlan(add=tuple(add), remove=tuple(remove))
+
+
+def cheapest(slots: Sequence[WorkerSlot], loads: Mapping[str, LiveWorker], role: Role) -> list[str]:
+    """The workers of a role, in the order in which they end."""
+    own = [one.worker_id for one in slots if one.role is role and not one.is_vacant]
+    unknown = [one for one in own if one not in loads]  # to the router: it serves nothing
+    known = sorted((loads[one] for one in own if one in loads), key=loss)
+    return [*reversed(unknown), *(one.worker_id for one in known)]
 
 
 def free_id(role: Role, taken: Collection[str]) -> str:

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import pdserve
 from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_text
-from pdserve.config import LOG_LEVELS, REDIS_ENV, SECRET_ENV, TOKEN_ENV, from_env
+from pdserve.config import LOG_LEVELS, REDIS_ENV, SECRET_ENV, TOKEN_ENV, bounds_of, from_env
 from pdserve.config_flags import words
 from pdserve.core.access.key_file import parse
 from pdserve.core.adapters import split_adapter
@@ -40,6 +40,7 @@ from pdserve.launch.spec import (
     gateway_config,
     processes,
     recordings,
+    scaling_recording,
     served_names,
 )
 from pdserve.model_source import BUNDLED, TOY, TOY_MODELS, find_model, is_on_hub
@@ -154,6 +155,7 @@ def read(
             _check_texts(Path(model))
     if VLLM in _of_workers("engine", AUTO, found, tables):
         _check_degrees(degrees)
+    _fit_bounds(found)
     spec = ClusterSpec(
         model=model,
         cores=usable_cores(),
@@ -167,6 +169,8 @@ def read(
             for name in (
                 "prefill",
                 "decode",
+                "autoscale",
+                "roles",
                 "host",
                 "port",
                 "routers",
@@ -183,7 +187,7 @@ def read(
         },
     )
     if record := tables.get("router", {}).get("record"):
-        for file in recordings(spec, Path(record)):
+        for file in (*recordings(spec, Path(record)), scaling_recording(Path(record))):
             _check_writable("record", file)
     if not found.get("ray"):
         _check_defaults(spec)
@@ -206,6 +210,23 @@ def read(
         own_secrets=frozenset(own_secrets),
         unread=tuple(unread),
     )
+
+
+def _fit_bounds(found: dict[str, Any]) -> None:
+    """More decode workers than the default if the bounds ask for them. Raises ConfigError if the numbers of workers are
+    not within the bounds."""
+    automatic = next((name for name in ("autoscale", "roles") if found.get(name) not in (None, "", "fixed")), "")
+    if not automatic:
+        return
+    if found.get("ray") is not None:
+        raise ConfigError(automatic, found[automatic], "no --ray beside it: its workers change at the next start only")
+    if not (bounds := found.get("autoscale")):
+        return
+    low, high = bounds_of("autoscale", bounds)
+    prefill = found.get("prefill", 1)
+    decode = found.setdefault("decode", max(low - prefill, 1))
+    if not low <= prefill + decode <= high:
+        raise ConfigError("autoscale", bounds, f"bounds around the {prefill + decode} workers of the start")
 
 
 def _secrets(earlier: Asked | None) -> tuple[dict[str, str], list[str]]:

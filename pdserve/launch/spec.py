@@ -10,7 +10,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from pdserve.config import MAX_ROUTERS, RAY_STRATEGIES, GatewayConfig, RouterConfig, WorkerConfig, with_gateway
+from pdserve.config import (
+    MAX_ROUTERS,
+    RAY_STRATEGIES,
+    ROLES,
+    GatewayConfig,
+    RouterConfig,
+    WorkerConfig,
+    bounds_of,
+    with_gateway,
+)
 from pdserve.config_flags import to_env, to_flags
 from pdserve.core.access.hosts import PORTS, check_endpoint, endpoint_of, join
 from pdserve.core.durations import DAY_S
@@ -91,6 +100,8 @@ class ClusterSpec:
     decode: int = 1
     host: str = "127.0.0.1"  # address of the router; workers always use the loopback
     port: int = 50051
+    autoscale: str = ""  # MIN:MAX, bounds of the number of workers; empty: it changes by an operator alone
+    roles: str = "fixed"  # auto: their split changes too
     routers: int = 1  # router processes, which share the port
     http: int | None = None  # port of the HTTP gateway; None: there is none
     http_process: bool = False  # the gateway is a process of its own, and not in the router's
@@ -117,6 +128,10 @@ class ClusterSpec:
         for name, count in (("prefill", self.prefill), ("decode", self.decode)):
             if count not in NUM_WORKERS[name]:
                 raise ConfigError(name, count, str(NUM_WORKERS[name]))
+        if self.autoscale:
+            bounds_of("autoscale", self.autoscale)
+        if self.roles not in ROLES:
+            raise ConfigError("roles", self.roles, f"one of {', '.join(ROLES)}")
         if self.routers not in NUM_ROUTERS:
             raise ConfigError("routers", self.routers, str(NUM_ROUTERS))
         if self.routers > 1 and self.http_process:
@@ -140,6 +155,11 @@ class ClusterSpec:
     def num_processes(self) -> int:
         """The workers, the routers, and a gateway of each, which has a metrics port of its own in each form."""
         return len(_workers(self)) + 2 * self.routers
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether a controller changes the number of workers or their roles."""
+        return bool(self.autoscale) or self.roles == "auto"
 
     @property
     def num_first(self) -> int:
@@ -338,6 +358,11 @@ def recordings(spec: ClusterSpec, file: Path) -> list[Path]:
     if spec.routers == 1:
         return [file]
     return [file.with_name(f"{file.stem}-{member}{file.suffix}") for member in range(spec.routers)]
+
+
+def scaling_recording(file: Path) -> Path:
+    """Of the decisions about the number of workers, which the launcher makes for all routers."""
+    return file.with_name(f"{file.stem}-scaling{file.suffix}")
 
 
 def served_names(spec: ClusterSpec) -> tuple[str, ...]:

@@ -324,6 +324,10 @@ class Supervisor:
         """If the process of that name ends, it is started again like this."""
         self._processes[one.name] = one
 
+    def start_s(self, name: str) -> float:
+        """How long its last start took."""
+        return self._children[name].start_s
+
     def drain_s(self, name: str) -> float:
         return self._processes[name].drain_s
 

@@ -51,6 +51,7 @@ class MetricSpec:
     help: str
     labels: Mapping[str, LabelValues] = field(default_factory=dict)
     buckets: tuple[float, ...] = ()  # histograms only; in the unit of the name
+    also_by: Process | None = None
 
 
 METRICS: Final[dict[str, MetricSpec]] = {}
@@ -63,8 +64,11 @@ def _metric(
     help_text: str,
     labels: Mapping[str, LabelValues] | None = None,
     buckets: tuple[float, ...] = (),
+    also_by: Process | None = None,
 ) -> MetricSpec:
-    spec = MetricSpec(name=name, kind=kind, by=by, help=help_text, labels=labels or {}, buckets=buckets)
+    spec = MetricSpec(
+        name=name, kind=kind, by=by, help=help_text, labels=labels or {}, buckets=buckets, also_by=also_by
+    )
     METRICS[name] = spec
     return spec
 
@@ -211,6 +215,15 @@ PREFIX_LOOKUP_TIME: Final = _metric(
 )
 WORKERS: Final = _metric(
     "pdserve_workers", "gauge", "router", "workers connected to this router", {"role": tuple(one.value for one in Role)}
+)
+DESIRED_WORKERS: Final = _metric(
+    "pdserve_desired_workers",
+    "gauge",
+    "router",
+    "workers that there should be: decided by the setting router.scaling, or in the launcher by `up --autoscale` and "
+    "`--roles auto`",
+    {"role": tuple(one.value for one in Role)},
+    also_by="launcher",
 )
 UNREGISTERED_WORKERS: Final = _metric(
     "pdserve_unregistered_workers",

@@ -198,7 +198,7 @@ class Metrics:
         import prometheus_client as prometheus
 
         self._registry = prometheus.CollectorRegistry()
-        self._by_name = {spec.name: family_of(spec) for spec in METRICS.values() if spec.by == by}
+        self._by_name = {spec.name: family_of(spec) for spec in METRICS.values() if by in (spec.by, spec.also_by)}
         self._registry.register(Collector(list(self._by_name.values())))
         prometheus.ProcessCollector(registry=self._registry)  # CPU, memory, file descriptors, start time
 

@@ -243,6 +243,188 @@ class ChangeWorkersResponse(_message.Message):
     text: str
     def __init__(self, worker_id: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
+class GetDemandRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetDemandResponse(_message.Message):
+    __slots__ = ("incarnation", "sums", "queued", "running", "answers", "answer_tokens", "workers")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SUMS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    sums: ArrivalSums
+    queued: int
+    running: int
+    answers: int
+    answer_tokens: int
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerCapacity]
+    def __init__(self, incarnation: _Optional[str] = ..., sums: _Optional[_Union[ArrivalSums, _Mapping]] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., answers: _Optional[int] = ..., answer_tokens: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerCapacity, _Mapping]]] = ...) -> None: ...
+
+class ArrivalSums(_message.Message):
+    __slots__ = ("requests", "prompt_tokens", "uncached_tokens", "uncached_squared", "token_context", "ttft_targets_s", "tpot_targets_s", "tokens", "answers", "answer_tokens", "met", "missed")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    UNCACHED_SQUARED_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    TTFT_TARGETS_S_FIELD_NUMBER: _ClassVar[int]
+    TPOT_TARGETS_S_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MET_FIELD_NUMBER: _ClassVar[int]
+    MISSED_FIELD_NUMBER: _ClassVar[int]
+    requests: int
+    prompt_tokens: float
+    uncached_tokens: float
+    uncached_squared: float
+    token_context: float
+    ttft_targets_s: float
+    tpot_targets_s: float
+    tokens: float
+    answers: int
+    answer_tokens: float
+    met: int
+    missed: int
+    def __init__(self, requests: _Optional[int] = ..., prompt_tokens: _Optional[float] = ..., uncached_tokens: _Optional[float] = ..., uncached_squared: _Optional[float] = ..., token_context: _Optional[float] = ..., ttft_targets_s: _Optional[float] = ..., tpot_targets_s: _Optional[float] = ..., tokens: _Optional[float] = ..., answers: _Optional[int] = ..., answer_tokens: _Optional[float] = ..., met: _Optional[int] = ..., missed: _Optional[int] = ...) -> None: ...
+
+class WorkerCapacity(_message.Message):
+    __slots__ = ("worker_id", "role", "is_connected", "is_draining", "is_drained", "rows", "kv_tokens", "max_batch", "max_batch_tokens", "cost")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    IS_CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    IS_DRAINED_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCH_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COST_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    role: _worker_pb2.Role
+    is_connected: bool
+    is_draining: bool
+    is_drained: bool
+    rows: int
+    kv_tokens: int
+    max_batch: int
+    max_batch_tokens: int
+    cost: _worker_pb2.CostPrior
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., is_connected: _Optional[bool] = ..., is_draining: _Optional[bool] = ..., is_drained: _Optional[bool] = ..., rows: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., max_batch: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., cost: _Optional[_Union[_worker_pb2.CostPrior, _Mapping]] = ...) -> None: ...
+
+class GetScalingRequest(_message.Message):
+    __slots__ = ("limit",)
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    limit: int
+    def __init__(self, limit: _Optional[int] = ...) -> None: ...
+
+class GetScalingResponse(_message.Message):
+    __slots__ = ("min_workers", "max_workers", "may_change_roles", "every_s", "trouble", "decisions")
+    MIN_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    MAY_CHANGE_ROLES_FIELD_NUMBER: _ClassVar[int]
+    EVERY_S_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    min_workers: int
+    max_workers: int
+    may_change_roles: bool
+    every_s: float
+    trouble: str
+    decisions: _containers.RepeatedCompositeFieldContainer[ScalingDecision]
+    def __init__(self, min_workers: _Optional[int] = ..., max_workers: _Optional[int] = ..., may_change_roles: _Optional[bool] = ..., every_s: _Optional[float] = ..., trouble: _Optional[str] = ..., decisions: _Optional[_Iterable[_Union[ScalingDecision, _Mapping]]] = ...) -> None: ...
+
+class ScalingDecision(_message.Message):
+    __slots__ = ("age_s", "change", "reason", "prefill", "decode", "seen_rate_rps", "queued", "running", "met", "missed", "now", "later", "alternatives", "outcome", "failure", "capacity_share")
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    SEEN_RATE_RPS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    MET_FIELD_NUMBER: _ClassVar[int]
+    MISSED_FIELD_NUMBER: _ClassVar[int]
+    NOW_FIELD_NUMBER: _ClassVar[int]
+    LATER_FIELD_NUMBER: _ClassVar[int]
+    ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_SHARE_FIELD_NUMBER: _ClassVar[int]
+    age_s: float
+    change: str
+    reason: str
+    prefill: int
+    decode: int
+    seen_rate_rps: float
+    queued: int
+    running: int
+    met: int
+    missed: int
+    now: ScalingDemand
+    later: ScalingDemand
+    alternatives: _containers.RepeatedCompositeFieldContainer[ScalingAlternative]
+    outcome: ScalingOutcome
+    failure: str
+    capacity_share: float
+    def __init__(self, age_s: _Optional[float] = ..., change: _Optional[str] = ..., reason: _Optional[str] = ..., prefill: _Optional[int] = ..., decode: _Optional[int] = ..., seen_rate_rps: _Optional[float] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., met: _Optional[int] = ..., missed: _Optional[int] = ..., now: _Optional[_Union[ScalingDemand, _Mapping]] = ..., later: _Optional[_Union[ScalingDemand, _Mapping]] = ..., alternatives: _Optional[_Iterable[_Union[ScalingAlternative, _Mapping]]] = ..., outcome: _Optional[_Union[ScalingOutcome, _Mapping]] = ..., failure: _Optional[str] = ..., capacity_share: _Optional[float] = ...) -> None: ...
+
+class ScalingDemand(_message.Message):
+    __slots__ = ("rate_rps", "error", "prompt_tokens", "uncached_tokens", "output_tokens", "ttft_s", "tpot_s")
+    RATE_RPS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    TPOT_S_FIELD_NUMBER: _ClassVar[int]
+    rate_rps: float
+    error: float
+    prompt_tokens: float
+    uncached_tokens: float
+    output_tokens: float
+    ttft_s: float
+    tpot_s: float
+    def __init__(self, rate_rps: _Optional[float] = ..., error: _Optional[float] = ..., prompt_tokens: _Optional[float] = ..., uncached_tokens: _Optional[float] = ..., output_tokens: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ...) -> None: ...
+
+class ScalingAlternative(_message.Message):
+    __slots__ = ("change", "prefill", "decode", "attainment", "cost_s", "change_cost_s", "refused")
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    ATTAINMENT_FIELD_NUMBER: _ClassVar[int]
+    COST_S_FIELD_NUMBER: _ClassVar[int]
+    CHANGE_COST_S_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    change: str
+    prefill: int
+    decode: int
+    attainment: float
+    cost_s: float
+    change_cost_s: float
+    refused: str
+    def __init__(self, change: _Optional[str] = ..., prefill: _Optional[int] = ..., decode: _Optional[int] = ..., attainment: _Optional[float] = ..., cost_s: _Optional[float] = ..., change_cost_s: _Optional[float] = ..., refused: _Optional[str] = ...) -> None: ...
+
+class ScalingOutcome(_message.Message):
+    __slots__ = ("took_s", "expected_attainment", "seen_attainment", "expected_rate_rps", "seen_rate_rps")
+    TOOK_S_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_ATTAINMENT_FIELD_NUMBER: _ClassVar[int]
+    SEEN_ATTAINMENT_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_RATE_RPS_FIELD_NUMBER: _ClassVar[int]
+    SEEN_RATE_RPS_FIELD_NUMBER: _ClassVar[int]
+    took_s: float
+    expected_attainment: float
+    seen_attainment: float
+    expected_rate_rps: float
+    seen_rate_rps: float
+    def __init__(self, took_s: _Optional[float] = ..., expected_attainment: _Optional[float] = ..., seen_attainment: _Optional[float] = ..., expected_rate_rps: _Optional[float] = ..., seen_rate_rps: _Optional[float] = ...) -> None: ...
+
 class GetWorkerLogResponse(_message.Message):
     __slots__ = ("lines",)
     LINES_FIELD_NUMBER: _ClassVar[int]

@@ -79,6 +79,16 @@ class ClusterServiceStub:
                 request_serializer=pdserve_dot_v1_dot_cluster__pb2.ChangeWorkersRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_cluster__pb2.ChangeWorkersResponse.FromString,
                 _registered_method=True)
+        self.GetDemand = channel.unary_unary(
+                '/pdserve.v1.ClusterService/GetDemand',
+                request_serializer=pdserve_dot_v1_dot_cluster__pb2.GetDemandRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_cluster__pb2.GetDemandResponse.FromString,
+                _registered_method=True)
+        self.GetScaling = channel.unary_unary(
+                '/pdserve.v1.ClusterService/GetScaling',
+                request_serializer=pdserve_dot_v1_dot_cluster__pb2.GetScalingRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_cluster__pb2.GetScalingResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServiceServicer:
@@ -149,6 +159,21 @@ class ClusterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetDemand(self, request, context):
+        """What arrived at this router since its start, and the capacity of the workers: what the number of workers is decided
+        by. Routers that share a port each answer for themselves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetScaling(self, request, context):
+        """The last decisions about the number of workers. The router passes the call to its launcher, which decides.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -196,6 +221,16 @@ def add_ClusterServiceServicer_to_server(servicer, server):
                     servicer.ChangeWorkers,
                     request_deserializer=pdserve_dot_v1_dot_cluster__pb2.ChangeWorkersRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_cluster__pb2.ChangeWorkersResponse.SerializeToString,
+            ),
+            'GetDemand': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetDemand,
+                    request_deserializer=pdserve_dot_v1_dot_cluster__pb2.GetDemandRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_cluster__pb2.GetDemandResponse.SerializeToString,
+            ),
+            'GetScaling': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetScaling,
+                    request_deserializer=pdserve_dot_v1_dot_cluster__pb2.GetScalingRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_cluster__pb2.GetScalingResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -441,6 +476,60 @@ class ClusterService:
             '/pdserve.v1.ClusterService/ChangeWorkers',
             pdserve_dot_v1_dot_cluster__pb2.ChangeWorkersRequest.SerializeToString,
             pdserve_dot_v1_dot_cluster__pb2.ChangeWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetDemand(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.ClusterService/GetDemand',
+            pdserve_dot_v1_dot_cluster__pb2.GetDemandRequest.SerializeToString,
+            pdserve_dot_v1_dot_cluster__pb2.GetDemandResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetScaling(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.ClusterService/GetScaling',
+            pdserve_dot_v1_dot_cluster__pb2.GetScalingRequest.SerializeToString,
+            pdserve_dot_v1_dot_cluster__pb2.GetScalingResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,4 +1,5 @@
-"""Writes a live router's events and commands to a file that router.recording.replay reads.
+"""Writes a live router's events and commands, or the decisions about the number of workers, to a file that
+router.recording.replay reads.
 
 A recording contains counts, hashes, settings, worker messages and output tokens, but no prompts. It stops at its size
 limit, or if the disk is full. The router continues to serve, and the recording can be replayed up to that point.
@@ -16,6 +17,7 @@ from typing import Final, TextIO, final
 from pdserve.bounded_file import open_private
 from pdserve.core.errors import ConfigError
 from router.recording import replay
+from router.scaling.interface import Decision, Observed, ScalingSettings
 from router.state.interface import Command, Event, RouterSettings
 
 log = logging.getLogger(__name__)
@@ -24,9 +26,12 @@ FLUSH_EVERY: Final = 256  # steps
 OLD_SUFFIX: Final = ".old"
 
 
-@final
-class RecordFile:
-    def __init__(self, path: str, settings: RouterSettings, max_bytes: int) -> None:
+class LineFile:
+    """Lines of a recording, up to `max_bytes`."""
+
+    flush_every = FLUSH_EVERY
+
+    def __init__(self, path: str, first: str, max_bytes: int) -> None:
         """Raises ConfigError if the file cannot be written. An older recording of that name is kept with OLD_SUFFIX,
         because it may be the recording of a crash."""
         self._path = Path(path)
@@ -38,22 +43,20 @@ class RecordFile:
         except OSError as error:
             raise ConfigError("record", path, f"a file that can be written ({error.strerror})") from error
         self._bytes_left = max_bytes
-        self._is_over = False
+        self.is_over = False
         self._unflushed = 0
-        self._write(replay.encode_settings(settings))
+        self._write(first)
 
-    def step(self, now_s: float, event: Event, commands: list[Command]) -> None:
-        if self._is_over:
-            return
-        self._write(replay.encode_step(replay.make_step(now_s, event, commands)))
+    def add(self, line: str) -> None:
+        self._write(line)
         self._unflushed += 1
-        if self._unflushed >= FLUSH_EVERY:
+        if self._unflushed >= self.flush_every:
             self._unflushed = 0
             self._attempt(self._file.flush)
 
     def close(self) -> None:
         """Later steps are not recorded: a router that has ended may be told again to end. Idempotent."""
-        self._is_over = True
+        self.is_over = True
         with contextlib.suppress(OSError):  # the failed write was reported
             self._file.close()
 
@@ -74,3 +77,30 @@ class RecordFile:
     def _stop(self, why: str) -> None:
         log.warning("the recording ends here", extra={"file": str(self._path), "why": why})
         self.close()
+
+
+@final
+class RecordFile(LineFile):
+    """Of a router."""
+
+    def __init__(self, path: str, settings: RouterSettings, max_bytes: int) -> None:
+        super().__init__(path, replay.encode_settings(settings), max_bytes)
+
+    def step(self, now_s: float, event: Event, commands: list[Command]) -> None:
+        if not self.is_over:
+            self.add(replay.encode_step(replay.make_step(now_s, event, commands)))
+
+
+@final
+class ScalingRecord(LineFile):
+    """Of the controller of the number of workers."""
+
+    flush_every = 1  # a few lines a minute
+
+    def __init__(self, path: str, settings: ScalingSettings, max_bytes: int) -> None:
+        super().__init__(path, replay.encode_scaling_settings(settings), max_bytes)
+
+    def step(self, now_s: float, observed: Observed, decision: Decision) -> None:
+        if not self.is_over:
+            step = replay.ScalingStep(now_s=now_s, observed=observed, decision=decision)
+            self.add(replay.encode_scaling_step(step))

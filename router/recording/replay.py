@@ -15,9 +15,11 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias, TypeVar, cast
 
 from pdserve.core.errors import ConfigError
+from router.scaling.controller import Controller
+from router.scaling.interface import Decision, Observed, ScalingSettings
 from router.state.interface import Command, Event, RouterSettings
 from router.state.state import RouterState
 
@@ -238,14 +240,20 @@ def read(lines: Iterable[str]) -> Iterator[Step]:
 
     A truncated last line (the router died while writing it) ends the recording.
     """
-    rows = iter(lines)
+    return _decoded(iter(lines), decode_step, "an event and its commands")
+
+
+Decoded = TypeVar("Decoded")
+
+
+def _decoded(rows: Iterator[str], decode: Callable[[str], Decoded], expected: str) -> Iterator[Decoded]:
     for number, line in enumerate(rows, start=2):
         try:
-            step = decode_step(line)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            step = decode(line)
+        except (ValueError, KeyError, TypeError, RecursionError, ConfigError) as error:
             if not line.endswith("\n") and next(rows, None) is None:
                 return
-            raise RecordingError(number, line.strip(), f"an event and its commands ({error})") from None
+            raise RecordingError(number, line.strip(), f"{expected} ({error})") from None
         yield step
 
 
@@ -268,6 +276,57 @@ def replay(lines: Iterable[str]) -> Iterator[Difference]:
         commands = tuple(state.handle(step.event, step.now_s))
         if commands != step.commands:
             yield Difference(number=number, step=step, replayed=commands)
+
+
+# --- decisions about the number of workers --------------------------------------------------------------------
+# Another recording, of the launcher: {"scaling": ...} in its first line, then
+# {"now_s": t, "observed": {...}, "decision": {...}} for each decision.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingStep:
+    """One call of Controller.decide."""
+
+    now_s: float
+    observed: Observed
+    decision: Decision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherDecision:
+    """A step in which the replayed controller decided otherwise."""
+
+    number: int  # the first is 1
+    step: ScalingStep
+    replayed: Decision
+
+
+def is_scaling(first_line: str) -> bool:
+    return first_line.startswith('{"scaling":')
+
+
+def encode_scaling_settings(settings: ScalingSettings) -> str:
+    return _dump({"scaling": encode_value(settings)})
+
+
+def encode_scaling_step(step: ScalingStep) -> str:
+    return _dump(encode_value(step))
+
+
+def replay_scaling(lines: Iterable[str]) -> Iterator[OtherDecision]:
+    """Feeds recorded observations to a new Controller. Raises RecordingError on an invalid recording."""
+    rows = iter(lines)
+    first = next(rows, "")
+    try:
+        settings = decode_value(ScalingSettings, json.loads(first)["scaling"])
+    except (ValueError, KeyError, TypeError, RecursionError, ConfigError) as error:
+        raise RecordingError(1, first.strip(), f"the controller's settings ({error})") from None
+    controller = Controller(settings)
+    steps = _decoded(rows, lambda line: decode_value(ScalingStep, json.loads(line)), "an observation and its decision")
+    for number, step in enumerate(steps, start=1):
+        decision = controller.decide(step.observed, step.now_s)
+        if decision != step.decision:
+            yield OtherDecision(number=number, step=step, replayed=decision)
 
 
 def _dump(data: dict[str, Any]) -> str:

@@ -1,7 +1,8 @@
 """`pdserve replay FILE`: checks that this version decides like the recorded router.
 
-It feeds a recording (`pdserve up --record FILE`) to a new router, event by event, and compares the commands. The exit
-status is 1 if any differ. To run the recorded requests on another cluster or policy, use pdserve simulate --trace FILE.
+It feeds a recording (`pdserve up --record FILE`) to a new router, event by event, and compares the commands. A
+recording of the decisions about the number of workers goes to a new controller in the same way. The exit status is 1 if
+any differ. To run the recorded requests on another cluster or policy, use pdserve simulate --trace FILE.
 """
 
 from __future__ import annotations
@@ -10,13 +11,17 @@ import argparse
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
-from typing import Final, final
+from typing import TYPE_CHECKING, Final, final
 
 from pdserve.bounded_file import opened
 from pdserve.core.errors import ConfigError
 from pdserve.core.json_text import to_json
 from pdserve.progress import ProgressLine
+
+if TYPE_CHECKING:
+    from router.recording.replay import Difference, OtherDecision
 
 HELP = "replay a recording and check that the router decides the same"
 SHOWN: Final = 5  # differences that are printed
@@ -32,24 +37,36 @@ def run(args: argparse.Namespace) -> int:
 
     lines = RecordedLines(Path(args.file))
     differing = 0
-    shown: list[replay.Difference] = []
+    shown: list[Difference | OtherDecision] = []
     with lines.with_progress("replaying") as rows:
-        for difference in replay.replay(rows):
+        first = next(rows, "")
+        is_scaling = replay.is_scaling(first)
+        decided = replay.replay_scaling if is_scaling else replay.replay
+        for difference in decided(chain([first], rows)):
             differing += 1
             if len(shown) < SHOWN:
                 shown.append(difference)
-    events = max(lines.count - 1, 0)
+    steps = max(lines.count - 1, 0)
+    who, what = ("controller", "decisions") if is_scaling else ("router", "events")
     if args.json:
-        steps = [one.number for one in shown]
-        print(to_json({"events": events, "differing": differing, "first_differing": steps}))
+        print(to_json({what: steps, "differing": differing, "first_differing": [one.number for one in shown]}))
         return 1 if differing else 0
     for one in shown:
-        print(f"event {one.number} at {one.step.now_s:.6f} s: {one.step.event}")
-        print(f"  recorded {list(one.step.commands)}")
-        print(f"  replayed {list(one.replayed)}")
-    same = f"the router decided the same in all {events} events"
-    print(f"the router decided otherwise in {differing} of {events} events" if differing else same)
+        print("\n  ".join(_lines(one)))
+    same = f"the {who} decided the same in all {steps} {what}"
+    print(f"the {who} decided otherwise in {differing} of {steps} {what}" if differing else same)
     return 1 if differing else 0
+
+
+def _lines(one: Difference | OtherDecision) -> list[str]:
+    """What is shown of a difference."""
+    from router.recording.replay import Difference
+
+    at = f"{one.number} at {one.step.now_s:.6f} s"
+    if isinstance(one, Difference):
+        recorded, replayed = list(one.step.commands), list(one.replayed)
+        return [f"event {at}: {one.step.event}", f"recorded {recorded}", f"replayed {replayed}"]
+    return [f"decision {at}", f"recorded {one.step.decision}", f"replayed {one.replayed}"]
 
 
 # --- lines of a recording -------------------------------------------------------------------------------------

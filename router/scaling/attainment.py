@@ -67,9 +67,11 @@ class LoadModel:
         self._total_share = max(1.0 - cost.prefill_base_s / step_s, LEAST_SHARE)
         self._rows = rate * demand.output_tokens * step_s / capacity_share
         self._rows_held = min(float(observed.max_batch), MEMORY_SHARE * observed.kv_tokens / max(context, 1.0))
-        #: Work of a request, with its part of the steps' fixed cost: what an average worker spends on it.
-        self.work_s = prompt_s + row_s / self._decode_share
-        shared = prompt_s / (prompt_s + row_s)
+        #: Work of a request, with its part of the steps' fixed cost: what an average worker spends on it. Where memory
+        #: or batch are the limit, its share of them.
+        held_s = demand.output_tokens * step_s / self._rows_held
+        self.work_s = max(prompt_s + row_s / self._decode_share, held_s)
+        shared = prompt_s / max(prompt_s + row_s, 1e-12)
         squared = shared * shared * demand.prompt_spread
         squared += (1.0 - shared) ** 2 * ANSWER_SPREAD + 2.0 * shared * (1.0 - shared)
         window_s = demand.ttft_s + (1.0 - shared) * demand.output_tokens * step_s

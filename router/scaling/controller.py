@@ -15,7 +15,16 @@ from itertools import pairwise
 from typing import Final, final
 
 from router.scaling.demand import ArrivalHistory, foreseen
-from router.scaling.interface import Alternative, Change, Decision, Demand, Observed, Outcome, ScalingSettings, Size
+from router.scaling.interface import (
+    Alternative,
+    Change,
+    Decision,
+    Demand,
+    Observed,
+    Outcome,
+    ScalingSettings,
+    Size,
+)
 from router.scaling.plan import SizePlan, slice_edges_s
 
 SHOWN: Final = 6  # alternatives of a decision
@@ -32,6 +41,7 @@ INFORMATIVE_LOAD: Final = 0.8  # a cluster with less load says nothing about its
 @dataclass(slots=True)
 class _Pending:
     change: Change
+    size: Size  # after it
     decided_s: float
     expected_attainment: float
     expected_rate_rps: float
@@ -43,6 +53,7 @@ class Controller:
     """State: the history of arrivals, the change that is under way, and the learned share of the capacity."""
 
     def __init__(self, settings: ScalingSettings) -> None:
+        """Observations may have other settings, of the same horizon."""
         self._settings = settings
         self._edges_s = slice_edges_s(settings.horizon_s)
         self._history = ArrivalHistory()
@@ -53,6 +64,8 @@ class Controller:
         """Called with consecutive intervals. The caller carries the changes out, and reports their workers as
         `starting` and `draining` from the next call on."""
         self._history.add(observed.interval)
+        if observed.settings is not None:
+            self._settings = observed.settings
         if observed.busy_because:
             self._capacity.forget()
             return self._kept(observed, now_s, f"nothing changes during a {observed.busy_because}")
@@ -61,6 +74,8 @@ class Controller:
             pending = self._pending
             return self._kept(observed, now_s, f"under way: {pending.change if pending else 'a change by hand'}")
         outcome = None
+        if self._pending is not None and observed.ready != self._pending.size:
+            self._pending = None  # it failed, or the cluster was changed in another way
         if self._pending is not None:
             pending = self._pending
             if pending.completed_s is None:
@@ -108,7 +123,7 @@ class Controller:
         else:
             saved_s = keep.cost_s - best.cost_s
             reason = f"saves {saved_s:.0f} worker-seconds, with misses and changes, in {bounds.horizon_s:.0f} s"
-            self._pending = _Pending(change, now_s, best.attainment, demands[0].rate_rps)
+            self._pending = _Pending(change, best.size, now_s, best.attainment, demands[0].rate_rps)
         return Decision(
             at_s=now_s,
             changes=(change,) if change is not None else (),

@@ -73,6 +73,10 @@ class ArrivalLog:
         """The number of answers that have begun and not ended, and their tokens so far."""
         return len(self._running), sum(self._running.values())
 
+    def so_far(self, now_s: float) -> Interval:
+        """The interval since the last `take`, which goes on."""
+        return self._sums.interval(self._began_s, now_s)
+
     def take(self, now_s: float) -> Interval:
         """The interval since the last call."""
         sums, self._sums = self._sums, _Sums()
@@ -253,7 +257,7 @@ def _dispersion(bins: Sequence[Bin]) -> float:
 def _fit(bins: Sequence[Bin], window_s: float, dispersion: float) -> Line:
     """Least squares through the bins of the window; the error is that of sums of arrivals with this dispersion."""
     now_s = bins[-1][1]
-    held = [one for one in bins if 0.5 * (one[0] + one[1]) > now_s - window_s]
+    held = [one for one in bins if 0.5 * (one[0] + one[1]) > now_s - window_s] or bins[-1:]  # it may be long
     width_s = sum(end - begin for begin, end, _, _ in held)
     mean = sum(total for _, _, total, _ in held) / width_s
     # Per second. At least that of one arrival: nothing seen for a while does not mean that nothing comes.

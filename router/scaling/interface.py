@@ -33,6 +33,41 @@ class Size(NamedTuple):
 NONE: Final = Size(0, 0)
 
 
+# --- settings -------------------------------------------------------------------------------------------------
+
+
+MOST_WORKERS: Final = 4096
+LONGEST_CHANGE_S: Final = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingSettings:
+    """Bounds, and what a change costs. The times should be measured: they are the only hysteresis."""
+
+    min_workers: int = 1
+    max_workers: int = 16
+    may_change_roles: bool = True  # False: prefill workers are neither added nor removed
+    start_s: float = 60.0  # from the order to the first request: process, weights, warm-up
+    change_role_s: float = 2.0  # after the drain
+    drain_s: float = 10.0  # until the running answers have ended or moved
+    horizon_s: float = 600.0
+    # A request that misses its targets costs as much as computing it this many times.
+    miss_price: float = 20.0
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError, naming the field."""
+        if not 1 <= self.min_workers <= self.max_workers:
+            raise ConfigError("min_workers", self.min_workers, f"1 to max_workers ({self.max_workers})")
+        if self.max_workers > MOST_WORKERS:
+            raise ConfigError("max_workers", self.max_workers, f"at most {MOST_WORKERS}")
+        for name in ("start_s", "change_role_s", "drain_s"):
+            if not 0.0 <= getattr(self, name) <= LONGEST_CHANGE_S:
+                raise ConfigError(name, getattr(self, name), f"0 to {LONGEST_CHANGE_S:g} seconds")
+        for name in ("horizon_s", "miss_price"):
+            if not 0.0 < getattr(self, name) < math.inf:
+                raise ConfigError(name, getattr(self, name), "a finite number above 0")
+
+
 # --- what a controller sees -----------------------------------------------------------------------------------
 
 
@@ -84,7 +119,8 @@ class Observed:
     kv_tokens: int = 400_000  # of a worker
     max_batch: int = 256
     max_batch_tokens: int = 2048
-    busy_because: str = ""  # "roll-out" or "recovery" while one runs; empty: none does
+    busy_because: str = ""  # what runs that must not be disturbed, such as "roll-out"; empty: nothing
+    settings: ScalingSettings | None = None  # from now on, with measured times; None: as before
     future: tuple[Interval, ...] = ()
 
 
@@ -175,38 +211,3 @@ class Decision:
 
 class ScalingController(Protocol):
     def decide(self, observed: Observed, now_s: float) -> Decision: ...
-
-
-# --- settings -------------------------------------------------------------------------------------------------
-
-
-MOST_WORKERS: Final = 4096
-LONGEST_CHANGE_S: Final = 3600.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScalingSettings:
-    """Bounds, and what a change costs. The times should be measured: they are the only hysteresis."""
-
-    min_workers: int = 1
-    max_workers: int = 16
-    may_change_roles: bool = True  # False: prefill workers are neither added nor removed
-    start_s: float = 60.0  # from the order to the first request: process, weights, warm-up
-    change_role_s: float = 2.0  # after the drain
-    drain_s: float = 10.0  # until the running answers have ended or moved
-    horizon_s: float = 600.0
-    # A request that misses its targets costs as much as computing it this many times.
-    miss_price: float = 20.0
-
-    def __post_init__(self) -> None:
-        """Raises ConfigError, naming the field."""
-        if not 1 <= self.min_workers <= self.max_workers:
-            raise ConfigError("min_workers", self.min_workers, f"1 to max_workers ({self.max_workers})")
-        if self.max_workers > MOST_WORKERS:
-            raise ConfigError("max_workers", self.max_workers, f"at most {MOST_WORKERS}")
-        for name in ("start_s", "change_role_s", "drain_s"):
-            if not 0.0 <= getattr(self, name) <= LONGEST_CHANGE_S:
-                raise ConfigError(name, getattr(self, name), f"0 to {LONGEST_CHANGE_S:g} seconds")
-        for name in ("horizon_s", "miss_price"):
-            if not 0.0 < getattr(self, name) < math.inf:
-                raise ConfigError(name, getattr(self, name), "a finite number above 0")

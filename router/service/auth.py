@@ -55,6 +55,8 @@ POLICY: Final[Mapping[str, Access]] = {
     "/pdserve.v1.ClusterService/LoadAdapter": Access.OPERATOR,
     "/pdserve.v1.ClusterService/UnloadAdapter": Access.OPERATOR,
     "/pdserve.v1.ClusterService/ChangeWorkers": Access.OPERATOR,
+    "/pdserve.v1.ClusterService/GetDemand": Access.OPERATOR,
+    "/pdserve.v1.ClusterService/GetScaling": Access.OPERATOR,
 }
 MAX_VERSIONS: Final = 64  # of clients, that are told apart
 _SCHEME: Final = "bearer "

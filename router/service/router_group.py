@@ -99,6 +99,11 @@ class RouterGroup:
         answers, failures = await self._ask(lambda stub: stub.Explain(request, **self.call))
         return next(iter(answers), None), all(one is grpc.StatusCode.NOT_FOUND for one in failures)
 
+    async def demands(self) -> list[cluster_pb2.GetDemandResponse]:
+        """Of the other routers that answer."""
+        answers, _ = await self._ask(lambda stub: stub.GetDemand(cluster_pb2.GetDemandRequest(), **self.call))
+        return answers
+
     @property
     def call(self) -> dict[str, Any]:
         return {"timeout": ANSWER_S, "metadata": self._metadata}

@@ -41,10 +41,19 @@ from pdserve.wire.local_channel import LocalServer, LocalTransport
 from pdserve.wire.peer_server import age_options, caller_port, make_health_servicer, port_options
 from pdserve.wire.requests import RequestCheck
 from router.recording.recording import RecordFile
+from router.scaling.observing import RouterDemand
 from router.service.admission import Admission, Limits
 from router.service.auth import AuthInterceptor, Tenants
 from router.service.child_pool import GrammarCheck
-from router.service.cluster import ClusterServicer, LauncherLink, Watching
+from router.service.cluster import (
+    Advisor,
+    ClusterServicer,
+    LauncherLink,
+    OwnDemand,
+    Watching,
+    ask_addresses,
+    read_demand,
+)
 from router.service.inference import InferenceServicer
 from router.service.measure import Gauges, Measure
 from router.service.router_group import RouterGroup, SharedCountsFile, check_private, socket_of
@@ -52,7 +61,7 @@ from router.service.runtime import Runtime
 from router.service.tenants import Quotas
 from router.service.tokenizing import launching_child
 from router.service.workers import Workers
-from router.state.interface import DrainEnded, RouterClosing, RouterSettings
+from router.state.interface import Command, DrainEnded, Event, RouterClosing, RouterSettings
 from router.state.state import RouterState
 
 if TYPE_CHECKING:
@@ -119,11 +128,12 @@ class RouterServer:
         self._record = RecordFile(config.record, self._settings, config.record_mib * 2**20) if config.record else None
         self._index = None if config.redis else PrefixIndex()
         self._incarnation = secrets.token_hex(8)
+        self._demand = OwnDemand(state, self._incarnation)
         self._runtime = Runtime(
             state,
             self._measure,
             send=self._send,
-            on_step=None if self._record is None else self._record.step,
+            on_step=self._handled,
             on_crash=self._crashed,
         )
         self._workers = Workers(
@@ -206,6 +216,8 @@ class RouterServer:
             lambda: self._port,
         )
         self._spawn(gauges.run(), "gauges")
+        if config.scaling:
+            self._spawn(Advisor(config, self._ask_demand, self._tell_wanted).run(), "scaling")
         if config.group:  # the kernel gives it connections that the others would serve
             await self._wait_for_workers()
             await self._listen(self._bind())
@@ -363,6 +375,7 @@ class RouterServer:
             self._group,
             LauncherLink(self._config.launcher_socket, self._config.token),
             self._config.router_id,
+            self._demand,
         )
         for server in filter(None, (self._server, self._local, self._group_server)):
             inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
@@ -395,6 +408,21 @@ class RouterServer:
 
     def _send(self, worker_id: str, message: worker_pb2.AttachRequest) -> bool:
         return self._workers.send(worker_id, message)
+
+    def _handled(self, now_s: float, event: Event, commands: list[Command]) -> None:
+        self._demand.handled(event, commands)
+        if self._record is not None:
+            self._record.step(now_s, event, commands)
+
+    async def _ask_demand(self) -> dict[str, RouterDemand]:
+        """Of the routers whose arrivals count together."""
+        if self._config.scaling_routers:
+            return await ask_addresses(self._config)
+        others = map(read_demand, await self._group.demands())
+        return {one.incarnation: one for one in (self._demand.now(), *others)}
+
+    def _tell_wanted(self, role: Role, number: int) -> None:
+        self._metrics.set(metric_names.DESIRED_WORKERS, number, role=role.value)
 
     def _hello(self) -> worker_pb2.RouterHello:
         return worker_pb2.RouterHello(

@@ -295,6 +295,9 @@ class WorkerFacts:
     cost: CostPrior
     prefill_error: float
     decode_error: float
+    kv_tokens: int  # that its blocks hold
+    max_batch: int
+    max_batch_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,6 +328,9 @@ def take_snapshot(cluster: ClusterState) -> ClusterSnapshot:
             cost=view.cost.coefficients,
             prefill_error=view.cost.prefill_error,
             decode_error=view.cost.decode_error,
+            kv_tokens=view.hello.num_blocks * view.hello.block_size,
+            max_batch=view.hello.max_batch,
+            max_batch_tokens=view.hello.max_batch_tokens,
         )
         for _, view in sorted(cluster.fleet.workers.items())
     )

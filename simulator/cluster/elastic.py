@@ -12,11 +12,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol, final
 
-from pdserve.core.cost.latency import CostPrior
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role, Slo
 from router.scaling.demand import ArrivalLog, true_interval
 from router.scaling.interface import Change, ChangeKind, Decision, Interval, Observed, ScalingController, Size
+from router.scaling.observing import mean_cost, together
 from router.state import interface
 from simulator.cluster.agenda import Agenda
 from simulator.cluster.decoder import DecodeMachine
@@ -124,7 +124,7 @@ class Scaler:
         answers = [log.running_tokens() for log in self.logs]
         num_answers = sum(count for count, _ in answers)
         return Observed(
-            interval=parts[0] if len(parts) == 1 else _together(parts),
+            interval=parts[0] if len(parts) == 1 else together(parts, parts[0].begin_s, parts[0].end_s),
             ready=Size(len(prefills), len(decodes)),
             starting=Size(starting[Role.PREFILL], starting[Role.DECODE]),
             draining=Size(drains.count(Role.PREFILL), drains.count(Role.DECODE)),
@@ -207,20 +207,6 @@ class Scaler:
 def _work_held(station: AnyStation) -> tuple[int, int]:
     machine = station.machine
     return (len(machine.scheduler.live()), machine.blocks.num_referenced) if machine is not None else (0, 0)
-
-
-def _together(parts: Sequence[Interval]) -> Interval:
-    """The same time at several routers."""
-    names = [name for name in Interval.__slots__ if name not in ("begin_s", "end_s")]
-    sums = {name: sum(getattr(one, name) for one in parts) for name in names}
-    return Interval(begin_s=parts[0].begin_s, end_s=parts[0].end_s, **sums)
-
-
-def mean_cost(costs: Sequence[CostPrior]) -> CostPrior | None:
-    if not costs:
-        return None
-    names = CostPrior.__slots__
-    return CostPrior(**{name: sum(getattr(one, name) for one in costs) / len(costs) for name in names})
 
 
 @final

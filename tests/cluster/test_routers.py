@@ -30,8 +30,8 @@ MOST = 4  # answers of the tenant in progress
 WITHIN_S = 30.0
 
 
-def until(holds: Callable[[], Any]) -> Any:
-    deadline_s = time.monotonic() + WITHIN_S
+def until(holds: Callable[[], Any], within_s: float = WITHIN_S) -> Any:
+    deadline_s = time.monotonic() + within_s
     while not (found := holds()):
         assert time.monotonic() < deadline_s, "the condition did not come true in time"
         time.sleep(0.01)

@@ -66,7 +66,7 @@ def token(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @contextmanager
-def load(cluster: Cluster, streams: int = 4, token: str | None = TOKEN) -> Iterator[list[str]]:
+def load(cluster: Cluster, streams: int = 4, token: str | None = TOKEN, **options: Any) -> Iterator[list[str]]:
     """Requests until the end of the block. All of them must be answered exactly, on the first attempt of the client."""
     answers: list[str] = []
     wrong: list[str] = []
@@ -77,7 +77,7 @@ def load(cluster: Cluster, streams: int = 4, token: str | None = TOKEN) -> Itera
         with Client(cluster.target, token=token, retries=Retries(limit=0)) as client:
             while not has_ended.is_set():
                 try:
-                    text = client.generate(f"{number} {PROMPT}", max_tokens=TOKENS, temperature=0).text
+                    text = client.generate(f"{number} {PROMPT}", max_tokens=TOKENS, temperature=0, **options).text
                 except Exception as error:  # of any kind: the test reports it
                     wrong.append(repr(error))
                     return
@@ -300,6 +300,10 @@ def test_a_change_needs_the_operators_token(cluster: Cluster) -> None:
     for token in (None, "another-token-than-the-operators"):
         with Client(cluster.target, token=token) as client, pytest.raises(Unauthenticated):
             client.scale(decode=1)
+        with Client(cluster.target, token=token) as client, pytest.raises(Unauthenticated):
+            client.scaling()
+    with pytest.raises(Unavailable, match="`up --autoscale` or `--roles auto`"):
+        cluster.client.scaling()
     with pytest.raises(InvalidRequest, match="decode: got 0"):
         cluster.client.scale(decode=0)
 
@@ -307,6 +311,43 @@ def test_a_change_needs_the_operators_token(cluster: Cluster) -> None:
 def test_settings_that_choose_programs_are_rejected(cluster: Cluster) -> None:
     with pytest.raises(ConfigError, match=r"worker\.engine_python"):
         cluster.client.roll(settings="[worker]\nengine_python = '/bin/sh'\n")
+
+
+# --- a cluster that scales itself -----------------------------------------------------------------------------
+
+ITSELF = (
+    *("--model", "toy", "--prefill", "0", "--autoscale", "1:3", "--routers", "2"),
+    *("--set", "worker.toy_step_s=0.05", "--set", "worker.max_batch=4", "--set", "worker.heartbeat_s=0.1"),
+)
+SCALES_S = 240.0  # it sees arrivals for half a minute before it decides
+#: At this pace an answer of TOKENS takes seconds, so a few clients need more rows than one worker has.
+PACE = {"slo": {"tpot_s": 1.0}}
+
+
+@pytest.mark.slow
+def test_a_cluster_scales_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PDSERVE_TOKEN", TOKEN)
+    record = tmp_path / "run.jsonl"
+    with Cluster(*ITSELF, "--record", str(record), env={"PDSERVE_TOKEN": TOKEN}) as cluster:
+        cluster.client.close()
+        cluster.client = Client(cluster.target, token=TOKEN)
+        with load(cluster, streams=6, **PACE):
+            until(lambda: len(cluster.workers()) == 3, SCALES_S)
+        until(lambda: len(cluster.workers()) == 1, SCALES_S)
+        until(lambda: any(one.change.startswith("stop") and one.outcome for one in cluster.client.scaling().decisions))
+        decisions = cluster.client.scaling().decisions
+        changes = [one.change for one in decisions if one.change]
+        assert changes[0].startswith("start")
+        assert changes[-1].startswith("stop")
+        assert not any(one.failure for one in decisions)
+        assert main(["explain", "--scaling", "--target", cluster.target]) == 0
+        assert f"ago: {changes[-1]}, at" in capsys.readouterr().out
+        lines = [line for line in cluster.running.lines if " autoscale " in line]
+        assert all(any(f"{change}, from" in line for line in lines) for change in changes)
+    assert main(["replay", str(tmp_path / "run-scaling.jsonl")]) == 0
+    assert "the controller decided the same in all" in capsys.readouterr().out
 
 
 @pytest.mark.slow  # the tests above start as many processes, and CI has 20 minutes

@@ -84,7 +84,7 @@ def example(key: str) -> Any:
     """A value that the setting may hold: its default, where it has one."""
     table, _, name = key.rpartition(".")
     known = {"model": "toy", "prefill": 1, "decode": 1, "ray_strategy": "spread"}
-    known |= {"log_level": "debug", "log_max_bytes": 4096}
+    known |= {"log_level": "debug", "log_max_bytes": 4096, "autoscale": "1:4", "roles": "auto"}
     if not table and name in known:
         return known[name]
     for kind in (RouterConfig,) if table == "router" else (WorkerConfig, RouterConfig):

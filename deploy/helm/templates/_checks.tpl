@@ -23,6 +23,14 @@
 {{- if gt (int .Values.autoscaling.minPods) (int .Values.autoscaling.maxPods) -}}
 {{- fail "autoscaling.minPods: is greater than autoscaling.maxPods" -}}
 {{- end -}}
+{{- with .Values.keda -}}
+{{- if gt (int .minWorkers) (int .maxWorkers) -}}
+{{- fail "keda.minWorkers: is greater than keda.maxWorkers" -}}
+{{- end -}}
+{{- if and .enabled (not .decode.name) -}}
+{{- fail "keda.decode.name: is empty, expected the workload of your decode workers" -}}
+{{- end -}}
+{{- end -}}
 {{- if and (not .Values.autoscaling.enabled) (ge (int $workers.minAvailable) (int $workers.pods)) (gt (int $workers.pods) 1) -}}
 {{- fail "workers.minAvailable: must be less than workers.pods, or no node of theirs can be drained" -}}
 {{- end -}}

@@ -124,6 +124,29 @@ def test_an_empty_list_of_routers_is_an_error_that_names_the_field(capsys: pytes
     assert "target" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        ([], "request: got nothing"),
+        (["r1", "--last", "3"], "request: got a request with --last"),
+        (["r1", "--scaling"], "scaling: got r1"),
+        (["--scaling", "--plot", "a.svg"], "scaling: got --plot"),
+        (["--scaling", "--last", "0"], "last: got 0"),
+        (["--scaling", "--last", "201"], "last: got 201"),
+    ],
+)
+def test_a_request_or_the_number_of_workers_is_explained(
+    words: list[str], field: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", *words, "--target", "127.0.0.1:9"]) == 1
+    assert f"error: {field}" in capsys.readouterr().err
+
+
+def test_a_fixed_cluster_explains_no_number_of_workers(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--scaling", "--target", target, "--timeout", "2"]) == 1
+    assert "`up --autoscale` or `--roles auto`" in capsys.readouterr().err
+
+
 def test_predicted_and_actual_times_count_from_arrival() -> None:
     assert EXPLANATION.predicted_ttft_s == pytest.approx(0.4)
     lines = render(EXPLANATION).splitlines()

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from pdserve.launch.spec import router_config as router_config_of
+from pdserve.telemetry import metric_names
 from scripts.kustomize import CHART, COMPONENTS, by_name, merged, operations, parsed, rendered, values_of
 from tests.unit.deploy.manifests import KUBERAY, Manifest, apply, container, load, pod_templates
 from tests.unit.deploy.test_manifests import KEY_FILE, KUBERNETES, asked, called, named, router_config
@@ -137,6 +138,21 @@ def test_autoscaling_gives_the_head_and_nothing_else_access_to_the_api_server() 
     assert names == {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"}, "Ray asks its autoscaler for the token too"
 
 
+def test_keda_starts_the_workers_that_the_routers_want_beside_the_launchers() -> None:
+    scaled = {"minWorkers": 3, "maxWorkers": 6, "decode": {"name": "more-decode"}}
+    manifests = render({"keda": {"enabled": True, **scaled}, "workers": {"decode": 2}})
+    [(name, found)] = named(manifests, "ScaledObject").items()
+    assert name == "pdserve-decode", "prefill names no workload"
+    assert found["spec"]["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": "more-decode"}
+    [trigger] = found["spec"]["triggers"]
+    assert trigger["metadata"]["query"] == 'clamp_min(max(pdserve_desired_workers{role="decode"}) - 2, 0)'
+    assert metric_names.DESIRED_WORKERS.name in trigger["metadata"]["query"]
+    config = router_config(manifests)
+    assert (config.scaling, config.scaling_routers) == ("3:6", "pdserve:50051")
+    assert not named(render({}), "ScaledObject")
+    assert router_config(render({})).scaling == ""
+
+
 def test_a_change_of_settings_restarts_the_launcher() -> None:
     def mark(values: dict[str, Any]) -> str:
         [template] = [one for name, one in pod_templates(render(values)) if name == "pdserve-launcher"]
@@ -156,6 +172,7 @@ def test_a_change_of_settings_restarts_the_launcher() -> None:
         ({"router": {"extraArgs": ["port=1"]}}, "extraArgs"),
         ({"observability": {"otlp": "http://tempo:4317"}}, "otlp"),
         ({"drainS": -1}, "drainS"),
+        ({"keda": {"prometheus": 'http://p" or'}}, "prometheus"),
     ],
 )
 def test_the_schema_rejects(values: dict[str, Any], message: str) -> None:
@@ -172,6 +189,8 @@ def test_the_schema_rejects(values: dict[str, Any], message: str) -> None:
         (merged(values_of(["gpu"]), {"workers": {"decode": 5}}), "6 workers of 1 GPUs do not fit on 2 pods of 1 GPUs"),
         ({"router": {"minReplicas": 9}}, "greater than router.maxReplicas"),
         ({"autoscaling": {"minPods": 9}}, "greater than autoscaling.maxPods"),
+        ({"keda": {"minWorkers": 9}}, "greater than keda.maxWorkers"),
+        ({"keda": {"enabled": True}}, "expected the workload of your decode workers"),
         ({"workers": {"minAvailable": 2}}, "must be less than workers.pods"),
     ],
 )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pdserve.core.errors import ConfigError
+from pdserve.core.types import Role
 from pdserve.launch.local import LauncherMetrics, targets
 from pdserve.launch.ports import free_ports
 from pdserve.launch.spec import ClusterSpec, ClusterTls
@@ -55,6 +56,8 @@ def test_the_launcher_serves_targets_and_starts() -> None:
         metrics.process_started("d0")
         assert json.loads(read(port, "/targets")) == targets(spec(metrics=port))
         assert 'pdserve_process_starts_total{process="d0"} 2.0' in read(port, "/metrics")
+        metrics.wanted({Role.PREFILL: 1, Role.DECODE: 3})
+        assert 'pdserve_desired_workers{role="decode"} 3.0' in read(port, "/metrics")
         assert f"router {port + 1}" in metrics.describe()
         with pytest.raises(ConfigError, match="port in use"):
             LauncherMetrics(spec(metrics=port)).start()
@@ -66,5 +69,6 @@ def test_without_a_port_nothing_listens() -> None:
     metrics = LauncherMetrics(spec())
     metrics.start()
     metrics.process_started("d0")
+    metrics.wanted({Role.PREFILL: 1, Role.DECODE: 2})
     assert metrics.describe() == ""
     metrics.close()

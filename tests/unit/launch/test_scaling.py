@@ -23,7 +23,7 @@ from pdserve.core.errors import (
 )
 from pdserve.core.live import LiveFrame, LiveRequest, LiveTotals, LiveWorker
 from pdserve.core.types import Role
-from pdserve.launch.changes import Routers
+from pdserve.launch.router_calls import Routers
 from pdserve.launch.scaling import (
     FALSE_STOP,
     MIN_BURST,

@@ -82,6 +82,22 @@ def test_impossible_defaults_of_a_model_are_reported_at_once(tmp_path: Path) -> 
     assert read({"model": str(folder), "generation_config": "none"}, folder=tmp_path).spec.model == str(folder)
 
 
+def test_bounds_of_the_number_of_workers(tmp_path: Path) -> None:
+    spec = read(None, 'model = "toy"\nautoscale = "4:8"\nroles = "auto"\n', folder=tmp_path).spec
+    assert (spec.prefill, spec.decode, spec.is_automatic) == (1, 3, True), "enough at the start"
+    assert not read({"model": "toy", "roles": "fixed"}, folder=tmp_path).spec.is_automatic
+    for flags, field in (
+        ({"autoscale": "4:8", "decode": 1}, "autoscale: got 4:8, expected bounds around the 2 workers of the start"),
+        ({"autoscale": "1:1"}, "autoscale: got 1:1"),
+        ({"autoscale": "8"}, "autoscale: got '8', expected MIN:MAX"),
+        ({"roles": "some"}, "roles: got some"),
+        ({"autoscale": "2:4", "ray": ""}, "autoscale: got 2:4, expected no --ray"),
+        ({"roles": "auto", "ray": ""}, "roles: got auto, expected no --ray"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(field)):
+            read({"model": "toy", **flags}, folder=tmp_path)
+
+
 def test_the_token_may_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PDSERVE_TOKEN", "secret")
     assert read({"model": "toy"}, folder=tmp_path).spec.settings["router"]["token"] == "secret"
