@@ -206,7 +206,7 @@ class StepResults:
         sequence.began_output(now_s)
         sampled.queue_s = sequence.started_s - sequence.attempt.arrived_s
         sampled.prefill_s = now_s - sequence.started_s
-        sampled.cached_tokens = min(sequence.cached, len(sequence.attempt.prompt_ids))
+        sampled.cached_tokens = sequence.cached
 
 
 # --- scheduler ------------------------------------------------------------------------------------------------

@@ -360,7 +360,7 @@ class RouterConfig(CallerTlsSettings):
         "time without a load report after which a worker gets no more requests", 5.0, within=(0.01, 3600.0)
     )
     max_attempts: int = setting(
-        "maximum number of placements of one request; it fails after the last one", 4, within=(1, 1000)
+        "number of attempts that a request may lose without progress; it then fails", 4, within=(1, 1000)
     )
     token: str = setting("bearer token that callers must present; none when empty", "", env=TOKEN_ENV)
     key_file: str = setting(

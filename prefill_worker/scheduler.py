@@ -330,7 +330,7 @@ class PrefillScheduler:
             token=token,
             queue_s=prompt.started_s - attempt.arrived_s,
             prefill_s=now_s - prompt.started_s,
-            cached_tokens=min(prompt.cached, len(attempt.prompt_ids)),
+            cached_tokens=prompt.cached,
             finish=self._end_rule.finish(attempt.sampling, token.token_id, num_output, attempt.num_tokens + 1),
         )
 

@@ -30,7 +30,7 @@ from pdserve.client.results import (
     Token,
     Topology,
 )
-from pdserve.client.retries import Attempts
+from pdserve.client.retries import Attempts, CannotResume
 from pdserve.core.errors import NotFound, PdserveError, Unavailable
 from pdserve.core.live import LiveFrame, LogLine
 from pdserve.core.types import Role
@@ -282,7 +282,7 @@ class AsyncClient(BaseClient):
         raise failure
 
     async def _ask(self, call: UnaryCall[Result], channel: Any = None) -> Result:
-        attempts = self._attempts()  # first, because gRPC crashes on a stub of a closed channel
+        attempts = self.attempts()  # first, because gRPC crashes on a stub of a closed channel
         method = getattr(call.stub(channel or self._connection()), call.method)
         while True:
             try:
@@ -327,9 +327,10 @@ class AsyncStream(BaseStream, AsyncIterator[Piece]):
                 continue
             try:
                 piece = self._answer.take(message)
-            except PdserveError:
-                self.close()
-                raise
+            except CannotResume as error:
+                self._call.cancel()
+                await self._closing(self._try_again(error))
+                continue
             if piece is not None:
                 return piece
         raise StopAsyncIteration

@@ -24,7 +24,7 @@ from pdserve.client.request import (
 )
 from pdserve.client.results import Completion, Explanation, Model, Piece, Token, TokenLogprob, Topology
 from pdserve.client.retries import Attempts, HeldCall, Retries
-from pdserve.core.errors import InternalError, InvalidRequest, Overloaded, PdserveError, Unavailable
+from pdserve.core.errors import InternalError, InvalidRequest, PdserveError
 from pdserve.core.live import LogLine
 from pdserve.telemetry import names, trace_context
 from pdserve.telemetry.trace_context import ClientCall, request_attributes
@@ -71,16 +71,12 @@ class AnswerBuilder:
         return self._call.traceparent
 
     def take(self, message: inference_pb2.GenerateResponse) -> Piece | None:
-        """Returns the piece that the message contains, if any. Raises Unavailable if a resumed call begins again."""
+        """Returns the piece that the message contains, if any. Raises CannotResume if a resumed call begins again."""
         event = message.WhichOneof("event")
         if event == "delta":
             return self._took(message.delta)
         if event == "started":
-            try:
-                self.held.started(message.started)
-            except PdserveError as error:
-                self.fail(error)
-                raise
+            self.held.started(message.started)
             self.request_id = message.started.request_id
             self.prompt_tokens = message.started.prompt_tokens
             self.seed = message.started.seed if message.started.HasField("seed") else None
@@ -235,7 +231,8 @@ class BaseClient:
         if self._is_shut.is_set():
             raise ValueError("this Client is closed")
 
-    def _attempts(self) -> Attempts:
+    def attempts(self) -> Attempts:
+        """Those of a call that begins now."""
         self._check_open()
         return Attempts(self._timeout_s, self._retries)
 
@@ -353,7 +350,8 @@ class BaseStream:
             delay_s = None
         if delay_s is not None:
             return delay_s
-        if isinstance(failure, InvalidRequest | Overloaded | Unavailable) and held.interruption is not None:
+        is_rejected = isinstance(failure, InvalidRequest) and not held.is_accepted
+        if held.interruption is not None and (is_rejected or attempts.has_given_up):
             # The request was accepted before, so the interruption is what went wrong: the call may be sent again.
             interruption, interruption.__cause__ = held.interruption, failure
             failure = interruption

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from pdserve.core.durations import DAY_S, backoff_s
-from pdserve.core.errors import ConfigError, NoWorkers, Overloaded, PdserveError, Unavailable
+from pdserve.core.errors import NONE_YET, ConfigError, NoWorkers, Overloaded, PdserveError, Unavailable
 from pdserve.v1 import inference_pb2
-from pdserve.wire.status import is_connection_lost
+from pdserve.wire.status import is_connection_lost, is_interruption
 
 # --- when --------------------------------------------------------------------------------------------------
 
@@ -69,21 +69,34 @@ class Retries:
         return delay_s if delay_s < remaining_s else None
 
     def resume_delay_s(self, error: PdserveError, tries: int, spent_s: float, noise: float) -> float | None:
-        """Seconds to wait before the next attempt to continue after the same token; None: raise `error`.
+        """Seconds to wait before the next attempt to continue after the same token; None: the time is over.
 
         `tries` is the number of failures after this token, including this one; the first was `spent_s` ago.
         """
-        if not isinstance(error, Overloaded | Unavailable):
-            return None
-        if tries == 1 and not isinstance(error, NoWorkers | Overloaded):
+        if tries == 1:
             delay_s = FIRST_RESUME_S * noise
-        elif tries == 1:  # not an interruption
-            return None
         else:  # until a router listens, knows its workers, and has room
             asked_s = error.retry_after_s if isinstance(error, Overloaded) else 0.0
             ceiling_s = backoff_s(FIRST_RESUME_S, LONGEST_RESUME_S, tries - 1)
             delay_s = max(ceiling_s * (0.5 + 0.5 * noise), asked_s * (1.0 + 0.25 * noise))
         return delay_s if spent_s + delay_s < self.resume_s else None
+
+
+class CannotResume(Unavailable):
+    """The router of a resumed call begins again, because its build is older. Another one may continue the call."""
+
+    def __init__(self) -> None:
+        super().__init__("the router that was reached cannot resume the answer; send the whole call again")
+
+
+def _can_continue(error: PdserveError, *, is_first: bool) -> bool:
+    """Whether an attempt may follow that continues the call. `is_first`: the call had a router until now. A router that
+    was reached afterwards may have no room, or know no worker yet. All else that it says is the end of the call: it has
+    waited for workers itself."""
+    if is_interruption(error):
+        return True
+    is_unaware = isinstance(error, NoWorkers) and error.states == NONE_YET
+    return not is_first and (is_unaware or isinstance(error, Overloaded | CannotResume))
 
 
 class Attempts:
@@ -97,7 +110,7 @@ class Attempts:
         self._num_lost = 0  # of them, those that ended an established connection
         self._lost_from = 0  # tokens at the first of these
         self.has_given_up = False
-        """An interrupted call is not sent again."""
+        """The time for an interrupted call is over, so it is not sent again."""
 
     @property
     def remaining_s(self) -> float:
@@ -121,6 +134,8 @@ class Attempts:
             count, began_s = 0, now_s
         if num_tokens - self._lost_from >= PROGRESS_TOKENS:
             self._num_lost, self._lost_from = 0, num_tokens
+        if not _can_continue(failure, is_first=count == 0):
+            return None
         self._resumes = (count + 1, num_tokens, began_s)
         self._num_lost += is_connection_lost(failure)
         delay_s = self._retries.resume_delay_s(failure, count + 1, now_s - began_s, random.random())
@@ -131,8 +146,6 @@ class Attempts:
 
 
 # --- what --------------------------------------------------------------------------------------------------
-
-_BEGINS_AGAIN: Final = "the router that was reached cannot resume the answer; send the whole call again"
 
 
 @final
@@ -162,6 +175,7 @@ class HeldCall:
         self.request = request
         self.answers = [HeldAnswer() for _ in range(_num_answers(request))]
         self.interruption: PdserveError | None = None  # why `request` resumes the call; None: it does not
+        self.is_accepted = False  # by the router of the present attempt
         self._num_resumed = 0  # tokens in `request`
         self._started = inference_pb2.Started()
 
@@ -170,10 +184,10 @@ class HeldCall:
         return sum(len(one.token_ids) for one in self.answers)
 
     def started(self, message: inference_pb2.Started) -> None:
-        """Raises Unavailable if the answers begin again, although the call was resumed."""
+        """Raises CannotResume if the answers begin again, although the call was resumed."""
         if self.interruption is not None and not message.is_resumed:
-            raise Unavailable(_BEGINS_AGAIN) from self.interruption
-        self._started = message
+            raise CannotResume
+        self._started, self.is_accepted = message, True
 
     def took(self, delta: inference_pb2.Delta) -> None:
         if delta.index < len(self.answers):
@@ -200,7 +214,7 @@ class HeldCall:
                 cumulative_logprob=one.logprob_sum if has_logprobs else None,
                 has_finished=one.has_finished,
             )
-        self.request = request
+        self.request, self.is_accepted = request, False
         if self._num_resumed != self.num_tokens:  # otherwise a further attempt after the same interruption
             self._num_resumed, self.interruption = self.num_tokens, interruption
         return True

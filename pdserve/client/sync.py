@@ -28,7 +28,7 @@ from pdserve.client.results import (
     Token,
     Topology,
 )
-from pdserve.client.retries import Attempts
+from pdserve.client.retries import Attempts, CannotResume
 from pdserve.core.errors import NotFound, PdserveError, Unavailable
 from pdserve.core.live import LiveFrame, LogLine
 from pdserve.core.types import Role
@@ -275,7 +275,7 @@ class Client(BaseClient):
         raise failure
 
     def _ask(self, call: UnaryCall[Result], channel: Any = None) -> Result:
-        attempts = self._attempts()  # first, because gRPC crashes on a stub of a closed channel
+        attempts = self.attempts()  # first, because gRPC crashes on a stub of a closed channel
         method = getattr(call.stub(channel or self._channel), call.method)
         while True:
             try:
@@ -311,9 +311,10 @@ class Stream(BaseStream, Iterator[Piece]):
                 continue
             try:
                 piece = self._answer.take(message)
-            except PdserveError:
-                self.close()
-                raise
+            except CannotResume as error:
+                self._call.cancel()
+                self._try_again(error)
+                continue
             if piece is not None:
                 return piece
         raise StopIteration

@@ -201,6 +201,8 @@ class Unavailable(PdserveError):
     """No process can do the work now. `retry_after_s` is None if the time of recovery is unknown."""
 
     reason = "UNAVAILABLE"
+    is_from_server = True
+    """A server has said so. False: the connection has ended, or could not be made."""
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)

@@ -216,7 +216,7 @@ class FirstToken(_AboutAttempt):
     token: TokenOut
     queue_s: float = 0.0
     prefill_s: float = 0.0
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, and of the output so far
     finish: FinishReason | None = None  # set if the first token is also the last one
 
 
@@ -254,7 +254,7 @@ class TokenRow(_AboutAttempt):
     preemptions: int = 0  # since the last row that reported any
     queue_s: float = 0.0  # with a local attempt's first row, like the next two fields
     prefill_s: float = 0.0
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # as in FirstToken
 
 
 # As TokenRow.

@@ -18,7 +18,7 @@ from typing import Any, Final, final
 from pdserve.client.aio import AsyncClient, AsyncStream
 from pdserve.client.request import MAX_TOKENS_PER_CALL, Prompt
 from pdserve.client.results import Completion, Model, Piece, Token, TokenLogprob
-from pdserve.core.errors import Cancelled, InvalidRequest, PdserveError
+from pdserve.core.errors import Cancelled, InvalidRequest, PdserveError, Unavailable
 from pdserve.gateway.api import logprobs, sse
 from pdserve.gateway.api.errors import ErrorReply
 from pdserve.gateway.api.field_support import Endpoint
@@ -343,7 +343,7 @@ class _Answer:
                 begun.add(prompt)
                 await self._begin_prompt(prompt, answers.prompt_logprobs(prompt))
             if piece.logprobs:
-                await self.tokens.learn(self.client, logprobs.token_ids(piece.logprobs))
+                await self._learn_ids(logprobs.token_ids(piece.logprobs))
             frames = self.writer.pieces((piece,), answers.prompt_tokens[prompt])
             if self.is_scored and self.echoes:  # The prompt's tokens come in one frame.
                 frames = [await asyncio.to_thread(b"".join, frames)]
@@ -371,14 +371,26 @@ class _Answer:
         await self._learn(scored)
         if self.echoes:
             echoed = self.echoes[number]
-            await self.tokens.learn(self.client, set(echoed.token_ids))
+            await self._learn_ids(set(echoed.token_ids))
             self.writer.repeat(number, dataclasses.replace(echoed, scored=tuple(scored)))
 
     async def _learn(self, scored: Sequence[TokenLogprob | None]) -> None:
         """Learns the tokens of one answer or prompt. Others of the event loop run in between."""
         for start in range(0, len(scored), LEARNED_TOKENS):
-            await self.tokens.learn(self.client, logprobs.token_ids(scored[start : start + LEARNED_TOKENS]))
+            await self._learn_ids(logprobs.token_ids(scored[start : start + LEARNED_TOKENS]))
             await asyncio.sleep(0)
+
+    async def _learn_ids(self, token_ids: set[int]) -> None:
+        """If the router has ended, the next one is asked, because the answer continues there too."""
+        attempts = self.client.attempts()
+        while True:
+            try:
+                return await self.tokens.learn(self.client, token_ids)
+            except Unavailable as error:
+                delay_s = attempts.resume_delay_s(error, 0)
+                if delay_s is None:
+                    raise
+            await asyncio.sleep(delay_s)
 
 
 def _headers(request_id: str, ignored: Iterable[str]) -> tuple[tuple[bytes, bytes], ...]:

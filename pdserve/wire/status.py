@@ -135,7 +135,7 @@ _BARE: Final[Mapping[grpc.StatusCode, Callable[[str], PdserveError]]] = {
     grpc.StatusCode.NOT_FOUND: lambda text: NotFound("resource", text),
     grpc.StatusCode.DEADLINE_EXCEEDED: lambda _: DeadlineExceeded("in flight"),
     grpc.StatusCode.RESOURCE_EXHAUSTED: lambda text: Overloaded(text, 1.0),
-    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.UNAVAILABLE: lambda text: not_connected(text),
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
     grpc.StatusCode.UNIMPLEMENTED: lambda _: UnknownMethod(""),  # gRPC's own text does not name the method
@@ -252,10 +252,24 @@ def from_rpc_error(error: grpc.RpcError) -> PdserveError:
     return from_code(code, text)
 
 
+def not_connected(text: str) -> Unavailable:
+    """The error of a call whose connection has ended, or could not be made: gRPC's text, which may be reworded."""
+    error = Unavailable(text)
+    error.is_from_server = False
+    return error
+
+
+def is_interruption(error: PdserveError) -> bool:
+    """Whether the router of the call, or the connection to it, has ended or is absent, so that another router may
+    continue the call. What a router that lives says about its cluster is none."""
+    return isinstance(error, ShuttingDown) or (isinstance(error, Unavailable) and not error.is_from_server)
+
+
 def is_connection_lost(error: PdserveError) -> bool:
     """Whether an established connection has ended during the call, so that the call may have been received."""
     text = error.message
-    return type(error) is Unavailable and not text.startswith((_NO_ANSWER, NO_CONNECTION)) and bool(_LOST.search(text))
+    was_made = not text.startswith((_NO_ANSWER, NO_CONNECTION)) and bool(_LOST.search(text))
+    return was_made and isinstance(error, Unavailable) and not error.is_from_server
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PdserveError) -> NoReturn:

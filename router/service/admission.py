@@ -16,7 +16,7 @@ from typing import Final, TypeVar, final
 from pdserve.core.access.key_file import DEFAULT_TENANT, Tenant
 from pdserve.core.access.proof import ClusterSecret
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.kv.hashing import block_hashes, chain_key
+from pdserve.core.kv.hashing import chain_key, extend_hashes
 from pdserve.core.types import (
     NO_DEFAULTS,
     RequestAttributes,
@@ -79,12 +79,18 @@ class Prepared(RequestAttributes):
     tenant: str
     cache_salt: bytes  # salt of the prompt's block hashes
     block_hashes: tuple[bytes, ...]
-    lookup_hashes: tuple[bytes, ...]  # of a resumed call also of its tokens, whose KV workers may still have
+    #: For the prefix index, of each answer: of a resumed one also those of its tokens, whose KV workers may still have.
+    lookup_hashes: tuple[tuple[bytes, ...], ...]
     is_chat: bool
     reasoning: ReasoningState | None  # of a chat with a model that marks its reasoning
     reasoning_marks: tuple[str, str] | None  # if the answer may have reasoning, to which stop strings do not apply
     resume_key: bytes = b""  # empty: the call cannot be resumed
     resumed: tuple[ResumedAnswer, ...] = ()  # of a resumed call: one for each of `samplings`
+
+    @property
+    def first(self) -> int:
+        """The index of the first answer that has not finished."""
+        return next((index for index, held in enumerate(self.resumed) if not held.has_finished), 0)
 
     @property
     def num_computed(self) -> int:
@@ -175,19 +181,23 @@ class Admission:
             resumed = await self._resumed(request.resume, facts, client)
             sampling = dataclasses.replace(sampling, prompt_logprobs=None)  # the client has them
         hashes = await self._hashes(prompt.token_ids, model, salt)
-        held = [one.token_ids for one in resumed if not one.has_finished]
+        many = tuple(answer.samplings(sampling, n, best_of))
+        of_answers = [
+            () if one.has_finished else await self._hashes(prompt.token_ids + one.token_ids, model, salt, hashes)
+            for one in resumed
+        ]
         return Prepared(
             request_id=request_id,
             prompt_ids=prompt.token_ids,
             sampling=sampling,
             num_answers=n,
-            samplings=tuple(answer.samplings(sampling, n, best_of)),
+            samplings=many,
             slo=slo,
             deadline_s=timeout_s if time_remaining_s is None else min(timeout_s, max(time_remaining_s, 0.0)),
             tenant=tenant.name,
             cache_salt=salt,
             block_hashes=hashes,
-            lookup_hashes=await self._hashes(prompt.token_ids + held[0], model, salt) if held else hashes,
+            lookup_hashes=tuple(of_answers) or (hashes,) * len(many),
             is_chat=request.HasField("chat"),
             reasoning=prompt.reasoning if request.HasField("chat") and self.reasoning_format else None,
             reasoning_marks=self._marks(request, sampling, prompt.reasoning),
@@ -312,11 +322,17 @@ class Admission:
         check_token_ids(sampling, model.vocab_size)
         return sampling
 
-    async def _hashes(self, prompt: tuple[int, ...], model: ModelFacts, salt: bytes) -> tuple[bytes, ...]:
-        key = chain_key(salt, model.hash_seed)
-        if len(prompt) <= QUICK_TOKENS:
-            return tuple(block_hashes(prompt, model.block_size, key))
-        return tuple(await self._threads.run(0, 0, lambda: block_hashes(prompt, model.block_size, key)))
+    async def _hashes(
+        self, token_ids: tuple[int, ...], model: ModelFacts, salt: bytes, known: Sequence[bytes] = ()
+    ) -> tuple[bytes, ...]:
+        """`known`: those of the first blocks."""
+
+        def hashes() -> list[bytes]:
+            return extend_hashes(list(known), token_ids, model.block_size, chain_key(salt, model.hash_seed))
+
+        if len(token_ids) - len(known) * model.block_size <= QUICK_TOKENS:
+            return tuple(hashes())
+        return tuple(await self._threads.run(0, 0, hashes))
 
 
 def least_tokens(request: inference_pb2.GenerateRequest) -> int:

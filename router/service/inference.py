@@ -235,7 +235,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         claim.admit(prepared.num_computed, prepared.tokens_left, prepared_s)
         # A prompt with prompt_logprobs is computed completely, so prefix caches are not used.
         is_scored = prepared.sampling.prompt_logprobs is not None
-        cached = await self._cached_blocks(() if is_scored else prepared.lookup_hashes, span)
+        cached = await self._cached_blocks(() if is_scored else prepared.lookup_hashes[prepared.first], span)
         lookup_s = time.monotonic() - prepared_s
         try:
             with self._streaming(prepared.slo):
@@ -284,18 +284,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         await self._admission.replay(prepared, answers, client)
         group = Group(answers, changed, num_kept=prepared.num_answers)
         begun: dict[str, Answer] = {}
+        shared: Mapping[str, int] = {}
         try:
             for index, answer in enumerate(answers):
                 if answer.is_over:  # before the call was interrupted
                     continue
-                is_first = not begun
+                is_first = index == prepared.first
+                if prepared.resumed and not is_first:  # its tokens are others
+                    cached = await self._cached_blocks(prepared.lookup_hashes[index], span)
+                known = {name: max(cached.get(name, 0), shared.get(name, 0)) for name in {**cached, **shared}}
                 request_id = self._begin(
-                    prepared, index, cached, answer, span, claim, lookup_s, adapter, is_sibling=not is_first
+                    prepared, index, known, answer, span, claim, lookup_s, adapter, is_sibling=not is_first
                 )
                 begun[request_id] = answer
                 if is_first and prepared.block_hashes:
                     await is_shared(answer)
-                    cached = self._shared_blocks(request_id, len(prepared.block_hashes)) or cached
+                    shared = self._shared_blocks(request_id, len(prepared.block_hashes))
                 if group.error is not None:
                     raise group.error
             changed.set()
@@ -403,6 +407,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             model=answer.model,
             tenant=prepared.tenant,
             is_sibling=is_sibling,
+            num_resumed=len(arrival.output_ids),
         )
         self._measure.arrived(facts, arrival)
         self._runtime.begin(arrival, answer, sequence, facts, claim.take(), now_s)

@@ -47,6 +47,7 @@ class RequestFacts:
     model: str
     tenant: str = ""
     is_sibling: bool = False  # a further answer to a prompt that is already counted
+    num_resumed: int = 0  # tokens that the client of a resumed call already had
 
 
 MAX_MODELS: Final = 256  # names with labels of their own
@@ -202,14 +203,16 @@ class Measure:
         series, model = self._series, (facts.operation, self._models.of(facts.model))
         path, trace_id = timings.path.value if timings.path is not None else "", span.exemplar
         tenant = self._labels.of(facts.tenant)
-        series.ttft(path).observe(timings.ttft_s, trace_id)
-        series.tenant_ttft(tenant).observe(timings.ttft_s, trace_id)
-        series.gen_ai_ttft(*model).observe(timings.ttft_s, trace_id)
         series.gen_ai_duration("", *model).observe(timings.total_s, trace_id)
-        if end.usage.completion_tokens > 1:
+        num_new = end.usage.completion_tokens - facts.num_resumed
+        if num_new > 0:
+            series.ttft(path).observe(timings.ttft_s, trace_id)
+            series.tenant_ttft(tenant).observe(timings.ttft_s, trace_id)
+            series.gen_ai_ttft(*model).observe(timings.ttft_s, trace_id)
+            series.kept(_kept(timings, facts.slo)).add()
+        if num_new > 1:
             series.tpot(path).observe(timings.tpot_s, trace_id)
             series.gen_ai_tpot(*model).observe(timings.tpot_s, trace_id)
-        series.kept(_kept(timings, facts.slo)).add()
         if facts.is_sibling:
             return
         series.prompt.add(end.usage.prompt_tokens)

@@ -39,7 +39,7 @@ from router.state.interface import (
     WorkerForgotten,
     WorkerLost,
 )
-from router.state.lifecycle import ENDED, IN_BATCH, NEEDS_SENDER, UNANSWERED, Move, SenderEnd
+from router.state.lifecycle import COMPUTES, ENDED, IN_BATCH, NEEDS_SENDER, Move, SenderEnd
 from router.state.request import Placement, Request
 
 FIRST_REFUSAL_S: Final = 0.01  # backoff before a declined request is placed again; doubles each time
@@ -328,7 +328,14 @@ def _emit(cluster: ClusterState, request: Request, tokens: Sequence[TokenOut]) -
     request.last_token_s = cluster.now_s
     first_index = len(request.output)
     request.output.extend([token.token_id for token in tokens])
+    if request.lost_attempts and _has_progressed(request):
+        request.lost_attempts = request.deaths = 0
     return EmitTokens(request_id=request.request_id, first_index=first_index, tokens=tuple(tokens))
+
+
+def _has_progressed(request: Request) -> bool:
+    """In its current attempt, so whatever ended the attempts before was not the request."""
+    return len(request.output) - request.attempt_output >= INNOCENT_TOKENS
 
 
 def _is_full(request: Request) -> bool:
@@ -339,6 +346,7 @@ def _is_full(request: Request) -> bool:
 # Their attempts are lost.
 
 INNOCENT_TOKENS: Final = 8  # an attempt with as many output tokens has made progress
+CRASH_WINDOW_S: Final = 60.0  # for which a router remembers crashes
 
 
 def on_worker_connected(cluster: ClusterState, event: WorkerConnected) -> list[Command]:
@@ -394,6 +402,8 @@ def _worker_gone(cluster: ClusterState, worker_id: str) -> list[Command]:
     cluster.is_placing_due = True
     cluster.shrunk_s = cluster.now_s
     was_draining = view.is_draining
+    if not was_draining:
+        _note_crash(cluster)
     cluster.fleet.changed()
     cluster.unbind_all(view)
     for reservation in view.lost():
@@ -407,19 +417,36 @@ def _worker_gone(cluster: ClusterState, worker_id: str) -> list[Command]:
         elif not reservation.is_sent:
             commands += apply_ending(cluster, Lose(request, Cause.PLAN, culprit=worker_id))
         else:
-            _count_death(request, is_planned=was_draining)
-            commands += apply_ending(cluster, Lose(request, Cause.DEATH, culprit=worker_id, message=worker_id))
+            is_suspect = not was_draining and _may_have_caused(request, worker_id)
+            request.lost_attempts += is_suspect
+            loss = Lose(request, Cause.DEATH, worker_id, worker_id, is_cause=is_suspect and _is_cause(cluster, request))
+            commands += apply_ending(cluster, loss)
     return commands
 
 
-def _count_death(request: Request, *, is_planned: bool) -> None:
-    """Counts worker deaths that the request may have caused. An attempt that made progress is not suspect, nor is one
-    for which the worker was only asked to reserve memory. So requests are not blamed if a host with several workers
-    dies."""
-    if len(request.output) - request.attempt_output >= INNOCENT_TOKENS:
-        request.deaths = 0
-    elif not is_planned and request.stage not in UNANSWERED:
-        request.deaths += 1
+def _may_have_caused(request: Request, worker_id: str) -> bool:
+    """Whether the request may have ended the worker: the worker was computing it, and the attempt had no progress."""
+    assert request.placement is not None, "a worker can only lose a placed request"
+    role = Role.DECODE if worker_id == request.placement.decode_worker else Role.PREFILL
+    return request.stage in COMPUTES[role] and not _has_progressed(request)
+
+
+def _is_cause(cluster: ClusterState, request: Request) -> bool:
+    """Counts a crash that the request may have caused. True if it is assumed to cause them: it has made no progress on
+    any worker, and most of the latest crashes may be its own. If many workers crash, as those of a failing host, others
+    than the request are to blame. A router that has just started does not know."""
+    if len(request.output) >= INNOCENT_TOKENS:
+        return False
+    request.deaths += 1
+    knows = cluster.now_s - cluster.started_s >= CRASH_WINDOW_S
+    num_others = len(cluster.crashes) - request.deaths
+    return knows and request.deaths >= cluster.settings.max_worker_deaths and request.deaths > num_others
+
+
+def _note_crash(cluster: ClusterState) -> None:
+    cluster.crashes.append(cluster.now_s)
+    while cluster.crashes[0] < cluster.now_s - CRASH_WINDOW_S:
+        cluster.crashes.popleft()
 
 
 def _depends_on(request: Request, worker_id: str, attempt: int) -> bool:

@@ -7,7 +7,7 @@ attempts.py, endings.py.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from itertools import chain, islice
@@ -30,6 +30,8 @@ from router.state.load import Reservation
 from router.state.queue import Queue
 from router.state.request import Request
 from router.state.view import WorkerView
+
+MAX_CRASHES: Final = 64  # that are remembered
 
 
 @dataclass(slots=True)
@@ -65,8 +67,9 @@ class ClusterState:
         self.explanations = Explanations(settings.explain_capacity)
         self.live_log = LiveLog()
         self.timers = Timers()
-        self.now_s = 0.0
+        self.now_s = self.started_s = 0.0
         self.has_started = False
+        self.crashes: deque[float] = deque(maxlen=MAX_CRASHES)  # when workers that did not drain were lost
         self.is_closing = False
         self.is_placing_due = False
         self.shrunk_s = -math.inf  # when a worker last left: requests that wait for it must be placed elsewhere

@@ -98,6 +98,7 @@ class Lose(NamedTuple):
     cause: Cause
     culprit: str = ""  # worker id
     message: str = ""
+    is_cause: bool = False  # the request is assumed to end its workers
 
 
 class Migrate(NamedTuple):
@@ -191,10 +192,10 @@ def _lose(cluster: ClusterState, loss: Lose) -> list[Command]:
     if placement.prefill_worker and cause is not Cause.PLAN:
         request.avoid_pairs.add((fleet.key(placement.prefill_worker), fleet.key(placement.decode_worker)))
     cluster.counters[f"lost_{cause.name.lower()}"] += 1
-    if cause is not Cause.PLAN:
+    if cause not in (Cause.PLAN, Cause.DEATH):  # attempts.py has counted deaths
         request.lost_attempts += 1
-    if request.deaths >= cluster.settings.max_worker_deaths:
-        message = f"{request.deaths} workers died while they had this request"
+    if loss.is_cause:
+        message = f"{request.deaths} workers crashed while they computed this request"
         return _give_up(cluster, Fail(request, FailKind.INTERNAL, message))
     if request.lost_attempts >= cluster.settings.max_attempts:
         why = f"{cause.value}: {loss.message}" if loss.message else cause.value

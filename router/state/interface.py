@@ -282,8 +282,10 @@ class RouterSettings:
     rules_off: tuple[str, ...] = ()  # names of router.policy.interface, for the goodput policy
     local_max_uncached_tokens: int = 16  # a decode worker preferably computes prompts up to this length itself
     max_queue: int = 1024
-    max_attempts: int = 4  # attempts that may be lost before the request fails; declined ones do not count
-    max_worker_deaths: int = 2  # a request fails if it was on this many workers when they died
+    # Attempts that may be lost without progress before the request fails. Those that are declined do not count, nor
+    # those that are lost with a worker that was not computing the request.
+    max_attempts: int = 4
+    max_worker_deaths: int = 2  # a request fails if so many workers have crashed while they computed it
     worker_silence_s: float = 5.0  # then a worker gets no new requests; after twice the time its attempts are moved
     # How long requests wait for a decode worker to reconnect. Longer than the watchdog takes to end a hung worker
     # (WorkerConfig.stall_s) plus the load time of its successor. Clients that cannot wait set a deadline.

@@ -11,6 +11,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import Final
 
+from pdserve.core.types import Role
+
 
 class Stage(Enum):
     __hash__ = object.__hash__  # tables are read on every event, and Enum computes its hash in Python
@@ -118,8 +120,11 @@ NEEDS_SENDER: Final[dict[SenderEnd, frozenset[Stage]]] = {
 }
 #: The request has an entry in the queue, in a worker's queue, or a backoff.
 WAITING: Final = frozenset({Stage.QUEUED})
-#: Workers were asked for memory and have computed nothing yet.
-UNANSWERED: Final = frozenset({Stage.RESERVING, Stage.RESERVING_LOCAL})
+#: The stages at which a worker computes for the request. At the others, its crash has another cause.
+COMPUTES: Final[dict[Role, frozenset[Stage]]] = {
+    Role.PREFILL: frozenset({Stage.PREFILLING, Stage.LANDED}),
+    Role.DECODE: frozenset({Stage.DECODING, Stage.LOCAL}),
+}
 #: A token of the answer comes from the decode worker alone, so it can leave that worker.
 CAN_MIGRATE: Final = frozenset(stage for stage, move in MOVES if move is Move.MIGRATED)
 #: Both workers have done their part: the sequence is in the decode worker's batch.

@@ -223,11 +223,11 @@ class Request:
 
     # Failures so far.
     num_tried: int = 0  # attempts that were not declined
-    lost_attempts: int = 0
+    lost_attempts: int = 0  # since the last progress, and only those that the request may have caused
     refusals: int = 0  # since the last accepted attempt
     migrations: int = 0  # how often it left a draining worker
     stays_until_s: float = -math.inf  # it does not leave a draining worker before this time
-    deaths: int = 0  # number of workers that died while the request was on them
+    deaths: int = 0  # crashes that the request may have caused
     avoid_workers: set[WorkerKey] = field(default_factory=set)
     avoid_pairs: set[tuple[WorkerKey, WorkerKey]] = field(default_factory=set)
     too_large_for: set[WorkerKey] = field(default_factory=set)

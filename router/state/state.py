@@ -238,7 +238,7 @@ class RouterState:
         commands: list[Command] = []
         if not cluster.has_started:
             cluster.has_started = True
-            cluster.now_s = cluster.last_placement_s = now_s
+            cluster.now_s = cluster.started_s = cluster.last_placement_s = now_s
         gap_s = now_s - cluster.now_s
         if gap_s > self.settings.worker_silence_s:
             # While workers are connected, alarms are at most half of this apart, so this process was suspended.

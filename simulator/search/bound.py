@@ -227,7 +227,7 @@ class Bound:
 
 
 def upper_bound(trace: Trace, config: SimConfig, on_share: OnShare = lambda share: None) -> Bound:
-    """The policy and the router's settings in `config` do not matter, except `max_attempts`.
+    """The policy and the router's settings in `config` do not matter.
 
     With noise, each step is assumed to be faster than its mean by bound_capacity.NOISE_SIGMAS standard deviations.
     `on_share` receives the share of the computation that is done: 0 after the trace was read.

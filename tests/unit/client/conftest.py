@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
 import pytest
 
-from pdserve.core.errors import PdserveError
+from pdserve.core.errors import PdserveError, Unavailable
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from pdserve.wire import status
 
@@ -34,8 +35,10 @@ def finished(**fields: Any) -> inference_pb2.GenerateResponse:
 
 
 def fail(context: grpc.ServicerContext, error: PdserveError) -> None:
-    """Ends a call of a blocking server like wire.status.abort on a grpc.aio server."""
+    """Ends a call of a blocking server like wire.status.abort on a grpc.aio server, or like gRPC without a server."""
     seen = status.to_status(error)
+    if isinstance(error, Unavailable) and not error.is_from_server:
+        context.abort(grpc.StatusCode.UNAVAILABLE, error.message)
     context.set_trailing_metadata(((status.DETAILS_KEY, seen.SerializeToString()),))
     context.abort(status.BY_NUMBER[seen.code], seen.message)
 
@@ -49,7 +52,8 @@ class Script(inference_pb2_grpc.InferenceServiceServicer, cluster_pb2_grpc.Clust
         self.metadata: list[dict[str, str | bytes]] = []
         self.timeouts_s: list[float | None] = []
         self.cancelled = threading.Event()
-        self.unary_errors: list[PdserveError] = []
+        self.unary_errors: list[PdserveError] = []  # of GetModel
+        self.token_errors: list[PdserveError] = []
 
     def Generate(
         self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
@@ -73,6 +77,13 @@ class Script(inference_pb2_grpc.InferenceServiceServicer, cluster_pb2_grpc.Clust
             max_new_tokens=64,
             version="9.8.7+abc",
         )
+
+    def GetTokenBytes(
+        self, request: inference_pb2.GetTokenBytesRequest, context: grpc.ServicerContext
+    ) -> inference_pb2.GetTokenBytesResponse:
+        if self.token_errors:
+            fail(context, self.token_errors.pop(0))
+        return inference_pb2.GetTokenBytesResponse(token_bytes=[bytes((one,)) for one in request.token_ids])
 
     def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: grpc.ServicerContext
@@ -134,6 +145,12 @@ def script() -> Script:
 
 @pytest.fixture
 def target(script: Script) -> Iterator[str]:
+    with listening(script) as address:
+        yield address
+
+
+@contextmanager
+def listening(script: Script) -> Iterator[str]:
     server = grpc.server(futures.ThreadPoolExecutor(8))
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(script, server)
     cluster_pb2_grpc.add_ClusterServiceServicer_to_server(script, server)

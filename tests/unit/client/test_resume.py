@@ -11,13 +11,14 @@ import pytest
 
 from pdserve import AsyncClient, Client, Completion, InvalidRequest, NoWorkers, Overloaded, Unavailable
 from pdserve.client.retries import FIRST_RESUME_S, LONGEST_RESUME_S, MAX_LOST, HeldCall, Retries
-from pdserve.core.errors import InternalError, PdserveError, ShuttingDown
+from pdserve.core.errors import NONE_YET, InternalError, PdserveError, ShuttingDown
 from pdserve.v1 import inference_pb2
-from pdserve.wire.status import is_connection_lost
+from pdserve.wire.status import is_connection_lost, not_connected
 
-from .conftest import Script, delta, finished, started
+from .conftest import WAIT_S, Script, delta, finished, started
 
-LOST = Unavailable("Socket closed")
+LOST = not_connected("Socket closed")
+WAITED = NoWorkers("decode", 0.01, "1 away")
 QUICK = Retries(limit=0)
 
 
@@ -104,12 +105,25 @@ def test_a_call_that_only_lacks_its_status_is_complete(script: Script, target: s
     assert len(script.requests) == 1
 
 
-def test_a_router_that_begins_again_is_an_error(script: Script, target: str, is_async: bool) -> None:
+def test_a_router_that_begins_again_is_passed_over(script: Script, target: str, is_async: bool) -> None:
+    """A router of an older build does not know that it should continue."""
     script.fails(LOST, first(), delta("a", 1))
-    script.says(first(), delta("a", 1), finished())
-    with pytest.raises(Unavailable, match="cannot resume the answer") as caught:
-        generate(target, is_async)
-    assert str(caught.value.__cause__) == "Socket closed"
+    script.says(first(), delta("x", 7), finished())
+    script.hangs(first(), delta("x", 7))
+    script.says(first(is_resumed=True), delta("b", 2), finished())
+    assert generate(target, is_async)[0] == "ab"
+    assert script.cancelled.wait(WAIT_S), "the answer that begins again is ended"
+    assert [list(one.token_ids) for request in script.requests[1:] for one in request.resume.answers] == [[1]] * 3
+
+
+def test_without_a_router_that_can_resume_the_call_is_interrupted(script: Script, target: str, is_async: bool) -> None:
+    script.fails(LOST, first(), delta("a", 1))
+    for _ in range(20):
+        script.says(first(), delta("a", 1), finished())
+    with pytest.raises(Unavailable, match="Socket closed") as caught:
+        generate(target, is_async, Retries(resume_s=0.5))
+    assert "cannot resume the answer" in str(caught.value.__cause__)
+    assert script.requests[2:], "it was tried again"
 
 
 def test_a_rejected_resume_is_the_interruption(script: Script, target: str, is_async: bool) -> None:
@@ -120,7 +134,11 @@ def test_a_rejected_resume_is_the_interruption(script: Script, target: str, is_a
     assert "resume.key" in str(caught.value.__cause__)
 
 
-@pytest.mark.parametrize("error", [InternalError("broken"), NoWorkers("decode", 0.01), Overloaded("full", 0.01)])
+#: What a router that lives may say. It has waited for workers itself, and the text does not matter.
+ANSWERS = [InternalError("broken"), WAITED, Unavailable("4 attempts were lost"), Unavailable("Socket closed", 0.01)]
+
+
+@pytest.mark.parametrize("error", [*ANSWERS, NoWorkers("decode", 0.01, NONE_YET), Overloaded("full", 0.01)])
 def test_other_failures_are_no_interruption(script: Script, target: str, is_async: bool, error: PdserveError) -> None:
     script.fails(error, first(), delta("a", 1))
     with pytest.raises(type(error)):
@@ -128,9 +146,35 @@ def test_other_failures_are_no_interruption(script: Script, target: str, is_asyn
     assert len(script.requests) == 1
 
 
+@pytest.mark.parametrize("error", ANSWERS)
+def test_what_a_router_says_about_a_resumed_call_is_its_end(
+    script: Script, target: str, is_async: bool, error: PdserveError
+) -> None:
+    script.fails(LOST, first(), delta("a", 1))
+    script.fails(error)
+    with pytest.raises(type(error)) as caught:
+        generate(target, is_async)
+    assert caught.value.message == error.message
+    assert len(script.requests) == 2
+
+
+def test_what_a_router_says_after_further_tokens_is_the_end_too(script: Script, target: str, is_async: bool) -> None:
+    script.fails(LOST, first(), delta("a", 1))
+    script.fails(WAITED, first(is_resumed=True), delta("b", 2))
+    with pytest.raises(NoWorkers, match="1 away"):
+        generate(target, is_async)
+
+
+def test_a_call_that_is_sent_again_is_retried_as_any_other(script: Script, target: str, is_async: bool) -> None:
+    script.fails(LOST)
+    script.fails(WAITED)
+    script.says(first(), delta("a", 1), finished())
+    assert generate(target, is_async, Retries(limit=2, first_backoff_s=0.01))[0] == "a"
+
+
 def test_an_interrupted_call_waits_for_workers_and_room(script: Script, target: str, is_async: bool) -> None:
     script.fails(LOST, first(), delta("a", 1))
-    script.fails(NoWorkers("decode", 0.01))
+    script.fails(NoWorkers("decode", 0.01, NONE_YET))
     script.fails(Overloaded("full", 0.01))
     script.says(first(is_resumed=True), delta("b", 2), finished())
     assert generate(target, is_async)[0] == "ab"
@@ -168,9 +212,10 @@ def test_a_call_that_may_end_its_routers_is_not_sent_for_ever(script: Script, ta
 
 def test_a_lost_connection_is_told_from_one_that_was_never_made() -> None:
     assert is_connection_lost(LOST)
-    assert is_connection_lost(Unavailable("recvmsg:Connection reset by peer"))
+    assert is_connection_lost(not_connected("recvmsg:Connection reset by peer"))
     for text in ("gone", "no server answers at h:1 (Connection reset by peer)", "no connection to h:1: Socket closed"):
-        assert not is_connection_lost(Unavailable(text))
+        assert not is_connection_lost(not_connected(text))
+    assert not is_connection_lost(Unavailable("Socket closed"))
     assert not is_connection_lost(ShuttingDown())
 
 

@@ -17,12 +17,14 @@ from pdserve import Client
 from pdserve.client.aio import AsyncClient
 from pdserve.client.retries import Retries
 from pdserve.config import GatewayConfig
-from pdserve.core.errors import ShuttingDown
+from pdserve.core.errors import PdserveError, ShuttingDown
 from pdserve.gateway.app import Gateway
 from pdserve.gateway.door import Shutdown
 from pdserve.gateway.server import GatewayHost
 from pdserve.telemetry.metrics import Metrics
 from pdserve.testing import Cluster
+from pdserve.wire.status import not_connected
+from tests.unit.client.conftest import Script, delta, finished, listening, started
 from tests.unit.gateway.conftest import WAIT_S, Served, gateway, is_idle, until
 
 WORDS = "the server is shutting down; retry"
@@ -157,6 +159,22 @@ def test_a_router_that_ends_below_the_gateway_says_so(is_streamed: bool) -> None
             asking.join()
     last = [line for line in found[0].splitlines() if line][-1].removeprefix("data: ")
     assert json.loads(last)["error"]["message"] == WORDS
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+@pytest.mark.parametrize("error", [not_connected("no server answers at h:1 (refused)"), ShuttingDown()])
+def test_the_names_of_tokens_are_asked_of_the_next_router(is_streamed: bool, error: PdserveError) -> None:
+    """An answer with logprobs needs them, and its router may have ended after the token."""
+    script = Script()
+    message = delta("a", 97)
+    message.delta.logprobs.add(token_id=97, logprob=-0.5)
+    script.says(started(), message, finished())
+    with listening(script) as router, gateway(router) as host:
+        script.token_errors += [error, not_connected("Socket closed")]
+        body = {"prompt": [1], "logprobs": 0, "stream": is_streamed}
+        found = httpx.post(f"http://{host.address}/v1/completions", json=body, timeout=WAIT_S)
+    assert (found.status_code, script.token_errors) == (200, [])
+    assert '"tokens":["a"]' in found.text.replace(" ", "")
 
 
 def test_grpc_streams_and_viewers_of_a_router_that_ends_get_the_words() -> None:

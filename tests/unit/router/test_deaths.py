@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.core.errors import (
-    InternalError,
-)
+from pdserve.core.errors import InternalError, KvLost
 from pdserve.core.protocol import Reserve
+from router.state.attempts import CRASH_WINDOW_S, INNOCENT_TOKENS
 from router.state.interface import Command, DrainRequested, TimePassed
 from router.state.lifecycle import Stage
 from tests.unit.router.expected import admit, cancel, emit, failure, only, prefill, reserve
@@ -77,15 +76,125 @@ def test_a_reconnected_worker_starts_empty(given: Given) -> None:
     assert commands == [cancel("p0"), reserve(2, "d0", (100,))]
 
 
-def test_a_request_on_two_dead_workers_fails(given: Given) -> None:
+def crashing(given: Given, attempts: int, *, at_s: float = 2 * CRASH_WINDOW_S) -> list[Command]:
+    """The last commands after so many prefill workers have crashed, each while it computed the request."""
+    for index in range(1, attempts + 1):
+        given.connect_prefill(f"p{index}")
+    given.at(at_s)
+    given.arrives()
+    for attempt in range(1, attempts + 1):
+        given.granted(attempt)
+        commands = given.lost(f"p{attempt - 1}")
+        given.released("d0", attempt)
+    return commands
+
+
+def test_a_request_that_two_crashed_workers_computed_fails(given: Given) -> None:
+    failed = failure(crashing(given, 2))
+    assert isinstance(failed.to_error(), InternalError)
+    assert failed.message == "2 workers crashed while they computed this request"
+
+
+def test_a_request_that_computes_after_its_token_fails_too(given: Given) -> None:
+    """The prompt is no problem for it, but a step of its decoding ends the worker."""
     given.connect_decode("d1")
-    given.connect_decode("d2")
-    given.prefilling()
+    given.at(2 * CRASH_WINDOW_S)
+    given.decoding()
+    given.tokens(1, [101, 102])
     given.lost("d0")
     given.granted(2, "d1")
-    failed = failure(given.lost("d1"))
-    assert isinstance(failed.to_error(), InternalError)
-    assert "2 workers died" in failed.message
+    given.first(103, 2)
+    given.committed(attempt=2, worker_id="d1")
+    assert isinstance(failure(given.lost("d1")).to_error(), InternalError)
+
+
+def test_a_worker_that_waits_for_the_other_is_not_ended_by_the_request(given: Given) -> None:
+    count = given.state.settings.max_attempts + 2
+    for index in range(1, count + 1):
+        given.connect_decode(f"d{index}")
+    given.at(2 * CRASH_WINDOW_S)
+    given.prefilling()
+    for attempt in range(1, count + 1):
+        assert given.lost(f"d{attempt - 1}")[-1] == reserve(attempt + 1, f"d{attempt}", waited_s=0.0)
+        given.released("p0", attempt)
+        given.granted(attempt + 1, f"d{attempt}")
+
+
+def test_a_request_is_not_blamed_while_other_workers_crash_too(given: Given) -> None:
+    given.at(2 * CRASH_WINDOW_S)
+    for _ in range(2):
+        given.connect_decode("d9")
+        given.lost("d9")
+    last = crashing(given, 2, at_s=given.now_s)[-1]
+    assert isinstance(last, Reserve)
+    assert last.key.attempt == 3
+
+
+def test_crashes_of_long_ago_do_not_excuse_a_request(given: Given) -> None:
+    for _ in range(2):
+        given.connect_decode("d9")
+        given.lost("d9")
+    assert isinstance(failure(crashing(given, 2)).to_error(), InternalError)
+
+
+def test_a_router_that_has_just_started_blames_no_request_before_its_last_attempt(given: Given) -> None:
+    assert isinstance(crashing(given, 3, at_s=1.0)[-1], Reserve)
+    given.granted(4)
+    assert isinstance(failure(given.lost("p3")).to_error(), KvLost)
+
+
+def test_an_answer_with_progress_on_any_worker_has_all_attempts(given: Given) -> None:
+    given.at(2 * CRASH_WINDOW_S)
+    given.arrives(max_tokens=100)
+    given.granted()
+    given.first(100)
+    given.committed()
+    given.tokens(1, list(range(101, 100 + INNOCENT_TOKENS)))
+    given.lost("d0")
+    for attempt in range(2, 6):
+        worker_id = f"d{attempt}"
+        given.connect_decode(worker_id)
+        given.granted(attempt, worker_id)
+        given.first(100 + attempt, attempt)
+        given.committed(attempt=attempt, worker_id=worker_id)
+        commands = given.lost(worker_id)
+    assert isinstance(failure(commands).to_error(), KvLost), "four attempts without progress"
+
+
+def test_a_resumed_answer_with_progress_has_all_attempts(given: Given) -> None:
+    given.at(2 * CRASH_WINDOW_S)
+    held = tuple(range(INNOCENT_TOKENS))
+    given.arrives(output_ids=held, max_tokens=100)
+    for attempt in (1, 2):
+        given.granted(attempt, f"d{attempt - 1}")
+        given.first(100 + attempt, attempt)
+        given.committed(attempt=attempt, worker_id=f"d{attempt - 1}")
+        given.released("p0", attempt)
+        given.connect_decode(f"d{attempt}")
+        last = given.lost(f"d{attempt - 1}")[-1]
+        assert isinstance(last, Reserve)
+        assert last.worker_id == f"d{attempt}"
+
+
+def test_progress_gives_an_answer_all_of_its_attempts_again(given: Given) -> None:
+    """Many workers are lost in the time of a long answer."""
+    given.at(2 * CRASH_WINDOW_S)
+    given.arrives(max_tokens=1000)
+    index = 0
+    for attempt in range(1, 13):
+        worker_id = f"d{attempt - 1}"
+        given.granted(attempt, worker_id)
+        given.first(index, attempt)
+        given.committed(attempt=attempt, worker_id=worker_id)
+        given.released("p0", attempt)
+        index += 1
+        if attempt % 3 == 1:
+            given.tokens(index, list(range(INNOCENT_TOKENS)), attempt, worker_id)
+            index += INNOCENT_TOKENS
+        given.connect_decode(f"d{attempt}")
+        last = given.lost(worker_id)[-1]
+        assert isinstance(last, Reserve)
+        assert last.key.attempt == attempt + 1
 
 
 def test_a_request_with_progress_between_deaths_continues(given: Given) -> None:

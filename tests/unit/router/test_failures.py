@@ -152,13 +152,13 @@ def test_when_all_attempts_are_lost_the_error_says_why(given: Given, kind: Failu
 
 def test_repeated_worker_losses_end_as_kv_lost() -> None:
     given = Given(RouterSettings(policy="round-robin", is_strict=True, max_attempts=2, max_worker_deaths=9))
-    given.connect_prefill("p0")
     for index in range(3):
-        given.connect_decode(f"d{index}")
+        given.connect_prefill(f"p{index}")
+    given.connect_decode("d0")
     given.prefilling()
-    given.lost("d0")
-    given.granted(2, "d1")
-    assert isinstance(failure(given.lost("d1")).to_error(), KvLost)
+    given.lost("p0")
+    given.granted(2)
+    assert isinstance(failure(given.lost("p1")).to_error(), KvLost)
 
 
 def test_memory_that_is_released_too_early_counts_as_a_failure(given: Given) -> None:

@@ -29,7 +29,15 @@ def sink() -> Iterator[OtlpSink]:
         yield sink
 
 
-def run(measure: Measure, traceparent: str, *, ttft_s: float = 0.25, tenant: str = "acme", tokens: int = 4) -> None:
+def run(
+    measure: Measure,
+    traceparent: str,
+    *,
+    ttft_s: float = 0.25,
+    tenant: str = "acme",
+    tokens: int = 4,
+    num_resumed: int = 0,
+) -> None:
     """A call of one request, whose SLO target of the TTFT is 1 s."""
     slices = (
         Slice(phase=Phase.QUEUE, attempt=1, begin_s=0.0, seconds=0.5),
@@ -45,12 +53,13 @@ def run(measure: Measure, traceparent: str, *, ttft_s: float = 0.25, tenant: str
             operation=names.TEXT_COMPLETION,
             model="m",
             tenant=tenant,
+            num_resumed=num_resumed,
         )
         measure.looked_up(span, 0.001, 2)
         arrival = RequestArrived(request_id="r", num_prompt_tokens=10, sampling=Sampling(max_tokens=8), slo=facts.slo)
         measure.arrived(facts, arrival)
         measure.placed("remote", 1)
-        for _ in range(tokens):
+        for _ in range(tokens - num_resumed):
             measure.emitted(facts, 1)
         measure.finished(
             facts,
@@ -142,6 +151,26 @@ def test_a_running_call_does_not_hold_the_hashes_of_its_prompt(sink: OtlpSink) -
         assert span.attributes[names.REQUEST_ID] == "r"
         assert span.attributes[names.REQUEST_MAX_TOKENS] == 8
     measure.tracing.close()
+
+
+def test_a_resumed_answer_has_times_of_its_new_tokens_only() -> None:
+    metrics = Metrics("router")
+    measure = Measure(metrics, Tracing.off())
+    for num_resumed in (4, 3, 2):
+        run(measure, "", num_resumed=num_resumed)
+    found = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(metrics.text())
+        for sample in family.samples
+        if sample.value
+    }
+    assert found["pdserve_requests_total"] == 3
+    assert found["gen_ai_server_request_duration_seconds_count"] == 3
+    for name in ("pdserve_ttft_seconds", "gen_ai_server_time_to_first_token_seconds"):
+        assert found[f"{name}_count"] == 2
+    assert found["pdserve_slo_total"] == 2
+    for name in ("pdserve_tpot_seconds", "gen_ai_server_time_per_output_token_seconds"):
+        assert found[f"{name}_count"] == 1
 
 
 def test_metrics_of_requests_have_exact_values() -> None:

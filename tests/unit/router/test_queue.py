@@ -150,23 +150,6 @@ def test_a_retry_uses_kv_of_the_failed_attempt() -> None:
     assert given.state._cluster.requests["a"].cached_blocks == {"d0": 200 // 16}
 
 
-def test_earlier_progress_does_not_excuse_a_later_death() -> None:
-    given = start("round-robin")
-    given.connect_decode("d1")
-    given.connect_decode("d2")
-    given.arrives("a", max_tokens=100)
-    given.granted(request_id="a")
-    given.first(100)
-    given.committed()
-    given.tokens(1, list(range(101, 120)))
-    given.lost("d0")
-    given.granted(2, "d1")
-    assert placed(given.lost("d1")) == ["a"]  # The first worker that dies without progress on this request.
-    given.granted(3, "d2")
-    (failed,) = [one for one in given.lost("d2") if isinstance(one, FailRequest)]
-    assert "2 workers died" in failed.message
-
-
 def test_a_request_too_large_for_connected_workers_blocks_no_other() -> None:
     given = start("round-robin", num_blocks=8)
     given.connect_decode("big", num_blocks=64)

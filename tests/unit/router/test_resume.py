@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from pdserve.core.types import FinishReason, Sampling, Slo
+from pdserve.core.attempt import AttemptKey
+from pdserve.core.protocol import FirstToken
+from pdserve.core.types import FinishReason, Sampling, Slo, TokenOut
 from router.recording.replay import decode_value, encode_value
 from router.state.fleet import NOTHING, entry_of
 from router.state.interface import FinishRequest, Outcome, RequestArrived, RouterSettings
@@ -88,6 +90,16 @@ def test_it_is_not_rejected_for_its_targets() -> None:
         given.arrives("before", max_tokens=500)
         given.arrives(slo=impossible, output_ids=output_ids, sampling=Sampling(max_tokens=8))
         assert given.state.knows("a") or not output_ids
+
+
+def test_its_usage_counts_cached_tokens_of_the_prompt_only(given: Given) -> None:
+    given.arrives(output_ids=HELD, max_tokens=5)
+    given.granted()
+    key = AttemptKey("p0", "a", 1)
+    given.submit(FirstToken(key=key, token=TokenOut(token_id=1), cached_tokens=102))
+    given.committed()
+    end = ended(list(given.tokens(4, [101], finish=FinishReason.LENGTH)))
+    assert (end.usage.prompt_tokens, end.usage.cached_prompt_tokens) == (100, 100)
 
 
 def test_a_recording_has_its_tokens() -> None:

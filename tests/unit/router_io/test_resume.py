@@ -15,11 +15,13 @@ from pdserve.client.request import generate_request
 from pdserve.client.retries import HeldCall
 from pdserve.core.access.proof import ClusterSecret
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.protocol import TokensArrived
 from pdserve.core.types import FinishReason, Sampling, TokenOut
 from pdserve.text.detokenize import ByteDetokenizer
 from pdserve.v1 import inference_pb2
 from pdserve.wire import status
 from router.service.answer import CLOCK_SKEW_S, Answer, CallFacts, ResumedAnswer, check_key, make_key
+from router.state.interface import Event, RequestArrived
 from tests.support.cluster_secret import TEXT
 from tests.unit.router_io.conftest import Connect, Front, until
 from tests.unit.router_io.processes import Program
@@ -125,6 +127,42 @@ async def test_a_resumed_call_can_be_resumed_again(connect: Connect, decode: Pro
         call.cancel()
         assert held.resume(LOST)
     assert completed(request, messages).token_ids == expected.token_ids
+
+
+async def test_only_the_last_block_of_a_resumed_answer_is_computed_again(connect: Connect, decode: Program) -> None:
+    """The worker has the KV of the others in its prefix cache. The prompt has no full block. One answer has several,
+    and its sibling none, so each is looked up by itself."""
+    front = await connect(decode)
+    request = generate_request("abc", {"n": 2, "max_tokens": 200, "seed": 3, "ignore_eos": True})
+    begun: Responses = []
+    for message in await received(front, request):
+        num_tokens = held_after(request, begun).num_tokens
+        is_first = not message.HasField("delta") or message.delta.index == 0
+        if message.HasField("started") or (message.HasField("delta") and num_tokens < 100 and is_first):
+            begun.append(message)
+    held = held_after(request, begun)
+    assert held.resume(LOST)
+    events: list[Event] = []
+    front.server.runtime._on_step = lambda now_s, event, commands: events.append(event)
+
+    async def is_cached() -> bool:
+        events.clear()
+        await received(front, held.request)
+        return bool(arrivals()[0].cached_blocks)
+
+    def arrivals() -> list[RequestArrived]:
+        return [one for one in events if isinstance(one, RequestArrived)]
+
+    await until(is_cached)
+    size = front.server.runtime.state._cluster.fleet.workers["d0"].hello.block_size
+    first, second = arrivals()
+    num_tokens = first.num_prompt_tokens + len(first.output_ids)
+    assert first.cached_blocks == {"d0": num_tokens // size}
+    assert num_tokens >= 3 * size
+    assert second.cached_blocks == {}, "those of its sibling"
+    rows = [row for one in events if isinstance(one, TokensArrived) for row in one.rows if row.prefill_s]
+    found = {row.key.request_id: row.cached_tokens for row in rows}
+    assert found[first.request_id] == num_tokens // size * size
 
 
 Change = Callable[[inference_pb2.GenerateRequest], object]
