@@ -21,7 +21,8 @@ class DecodeStage(Enum):
     RECEIVING = "receiving"  # blocks are held; the KV or the first token has not arrived
     WAITING = "waiting"  # will prefill its tokens; has no blocks
     RUNNING = "running"  # steps compute its tokens
-    ENDING = "ending"  # abandoned, but a transfer may still write to its blocks
+    SENDING = "sending"  # its only token is sampled; a transfer may read its blocks
+    ENDING = "ending"  # abandoned, but a transfer may still write to its blocks or read them
     RELEASED = "released"  # holds nothing
 
 
@@ -29,19 +30,24 @@ class DecodeMove(Enum):
     JOINED = "KV and first token arrived"
     STARTED = "started, with blocks"
     PREEMPTED = "preempted"  # its tokens are recomputed later, without changing
-    ABANDONED = "abandoned while its KV arrives"
+    SAMPLED = "its only token sampled"
+    ABANDONED = "abandoned while its KV arrives or is sent"
     RELEASED = "released"
 
 
-STARTS: Final = {DecodeStage.RECEIVING: "remote", DecodeStage.WAITING: "local"}
+STARTS: Final = {DecodeStage.RECEIVING: "remote", DecodeStage.WAITING: "local, or its KV is sent"}
 MOVES: Final[dict[tuple[DecodeStage, DecodeMove], DecodeStage]] = {
     (DecodeStage.RECEIVING, DecodeMove.JOINED): DecodeStage.RUNNING,
     (DecodeStage.WAITING, DecodeMove.STARTED): DecodeStage.RUNNING,
     (DecodeStage.RUNNING, DecodeMove.PREEMPTED): DecodeStage.WAITING,
+    (DecodeStage.RUNNING, DecodeMove.SAMPLED): DecodeStage.SENDING,
     (DecodeStage.RECEIVING, DecodeMove.ABANDONED): DecodeStage.ENDING,
+    (DecodeStage.RUNNING, DecodeMove.ABANDONED): DecodeStage.ENDING,
+    (DecodeStage.SENDING, DecodeMove.ABANDONED): DecodeStage.ENDING,
     (DecodeStage.RECEIVING, DecodeMove.RELEASED): DecodeStage.RELEASED,
     (DecodeStage.WAITING, DecodeMove.RELEASED): DecodeStage.RELEASED,
     (DecodeStage.RUNNING, DecodeMove.RELEASED): DecodeStage.RELEASED,
+    (DecodeStage.SENDING, DecodeMove.RELEASED): DecodeStage.RELEASED,
     (DecodeStage.ENDING, DecodeMove.RELEASED): DecodeStage.RELEASED,
 }
 
@@ -79,6 +85,9 @@ class DecodeSequence:
     plain_until: int = 0
     epochs: tuple[int, ...] = ()  # epochs of `blocks` when they were allocated, if kv_check is on
     proposer: NgramProposer | None = None  # if the worker speculates
+    #: Its KV is sent to another decode worker, which has this many leading blocks completely, in this worker's block
+    #: size. Its next token is its last one here, and nothing else may use its blocks until the transfer has ended.
+    sends_after: int | None = None
 
     @property
     def remaining(self) -> int:
@@ -88,6 +97,11 @@ class DecodeSequence:
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether its KV is sent, in any stage."""
+        return self.sends_after is not None
 
     @property
     def is_scored(self) -> bool:

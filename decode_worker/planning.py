@@ -172,9 +172,7 @@ class Drafter:
     def _cut(self, sequence: DecodeSequence, draft: list[int]) -> list[int]:
         """Cuts drafts after a token that ends the text."""
         sampling = sequence.attempt.sampling
-        room = min(
-            sampling.max_tokens - sequence.num_output - 1, self._end_rule.max_context_tokens - len(sequence.tokens) - 1
-        )
+        room = sequence.ends_at - len(sequence.tokens) - 1
         for index, token in enumerate(draft[: max(0, room)]):
             if self._end_rule.is_end(sampling, token):
                 return draft[:index]
@@ -214,8 +212,12 @@ class Planner:
             allowance = step_allowance(decoding, now_s, decode_s) if sequences.num_with_tpot else Allowance(None)
             held = held_share(context_tokens, rows, sequences.kv.blocks.num_blocks, sequences.block_size)
             wanted = sum(each.remaining for each in prompts)
-            self._waits_for_slack = self._num_waits < MAX_CONSECUTIVE_WAITS and self._chunks.is_worth_waiting(
-                allowance, rows=rows, context_tokens=context_tokens, wanted=wanted, held_share=held
+            self._waits_for_slack = (
+                self._num_waits < MAX_CONSECUTIVE_WAITS
+                and not any(each.is_sending for each in unfinished)  # a few tokens, for which a client waits
+                and self._chunks.is_worth_waiting(
+                    allowance, rows=rows, context_tokens=context_tokens, wanted=wanted, held_share=held
+                )
             )
             if not self._waits_for_slack:
                 longest = self._chunks.longest(
@@ -317,9 +319,10 @@ class Planner:
             if computed == len(sequence.blocks) * size:
                 while not sequences.grow(sequence):
                     is_short = True
-                    if len(sequences.running) == 1:
+                    preemptible = [each for each in sequences.running if not each.is_sending]
+                    if len(preemptible) == 1:
                         break  # transfers hold the other blocks and end soon, so this sequence waits and keeps its KV
-                    youngest = sequences.running[-1]
+                    youngest = preemptible[-1]
                     sequences.preempt(youngest, now_s)
                     if youngest is sequence:
                         break

@@ -1,4 +1,5 @@
-"""The decode program: grants blocks, prefills prompts of local placements, and sends answers token by token."""
+"""The decode program: grants blocks, prefills prompts of local placements, sends answers token by token, and the KV of
+answers that leave the worker to other decode workers."""
 
 from __future__ import annotations
 
@@ -14,11 +15,12 @@ from decode_worker.sequence_table import KvCheck
 from decode_worker.speculation import DraftRule
 from decode_worker.step import DecodeStep
 from decode_worker.steps_in_flight import make_steps_in_flight
+from kvtransfer.attempt_sender import AttemptSender, OutgoingTransfer
 from kvtransfer.devices import issuer
-from kvtransfer.link.endpoint import config_of, make_receiver
+from kvtransfer.link.endpoint import config_of, make_receiver, make_sender
 from kvtransfer.protocol.grants import check_movable, encode_grant, fingerprint_of
-from kvtransfer.protocol.transport import Received, ReceiveOutcome, Receiver, events
-from kvtransfer.ranks.rank_endpoints import joined_receiver
+from kvtransfer.protocol.transport import Received, ReceiveOutcome, Receiver, Sender, events, total
+from kvtransfer.ranks.rank_endpoints import joined_receiver, joined_sender
 from pdserve.config import WorkerConfig
 from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
@@ -87,7 +89,7 @@ class IncomingTransfer(AttemptTransfer):
 
 
 @final
-class DecodeProgram(RoleProgram[DecodeStep, DecodeEffect, IncomingTransfer]):
+class DecodeProgram(RoleProgram[DecodeStep, DecodeEffect, IncomingTransfer | OutgoingTransfer]):
     scheduler: DecodeScheduler
 
     def __init__(
@@ -97,10 +99,13 @@ class DecodeProgram(RoleProgram[DecodeStep, DecodeEffect, IncomingTransfer]):
         receiver: Receiver,
         add_servicers: Callable[[Any], None],
         stamps: BlockStamps | None = None,
+        sender: Sender | None = None,
     ) -> None:
+        """Without a sender, answers leave the worker without their KV."""
         super().__init__(context, engine, receiver, fingerprint_of(engine.spec), stamps)
         config = self.context.config
         self._receiver = receiver
+        self._sender = sender
         self._add_servicers = add_servicers
         self._num_grants = 0
         self._chunks = ChunkRule(CostModel(self.cost), most=config.max_batch_tokens)
@@ -118,6 +123,7 @@ class DecodeProgram(RoleProgram[DecodeStep, DecodeEffect, IncomingTransfer]):
             drafting=self._drafting,
             check=KvCheck(self.blocks.stamps) if config.kv_check == "step" else None,
         )
+        self._sending = None if sender is None else AttemptSender(self, sender, self.scheduler.sent)
         choice = config.async_scheduling if self._drafting is None else "off"
         self._in_flight = make_steps_in_flight(engine, choice, self.scheduler, self.isolation)
 
@@ -127,6 +133,8 @@ class DecodeProgram(RoleProgram[DecodeStep, DecodeEffect, IncomingTransfer]):
                 self._reserve(session, message.reserve)
             case "admit":
                 self._admit(session, message.admit)
+            case "prefill" if self._sending is not None:
+                self._send(self._sending, session, message.prefill)
             case _:
                 self.counts["message for the other role"] += 1
 
@@ -134,7 +142,23 @@ class DecodeProgram(RoleProgram[DecodeStep, DecodeEffect, IncomingTransfer]):
         self._add_servicers(server)
 
     def transfer_events(self) -> Mapping[str, int]:
-        return {**events(self._receiver.stats), **issuer.events()}
+        ends = [self._receiver.stats] if self._sender is None else [self._receiver.stats, self._sender.stats]
+        return {**events(total(ends)), **issuer.events()}
+
+    def kv_links(self) -> list[tuple[str, str, str]]:
+        links = () if self._sender is None else self._sender.links
+        return sorted((link.worker_id, link.transport, link.reason) for link in links)
+
+    @property
+    def sends_kv(self) -> bool:
+        return self._sender is not None
+
+    def close(self) -> None:
+        try:
+            if self._sender is not None:
+                self._sender.close()
+        finally:
+            super().close()
 
     @property
     def is_healthy(self) -> bool:
@@ -198,6 +222,20 @@ class DecodeProgram(RoleProgram[DecodeStep, DecodeEffect, IncomingTransfer]):
             return
         self.act(effects)
 
+    def _send(self, sending: AttemptSender, session: int, prefill: worker_pb2.Prefill) -> None:
+        order = sending.begin(session, prefill)
+        if order is None:
+            return
+        self.act(
+            self.scheduler.offer_send(
+                order.attempt,
+                receiver_cached_blocks=order.grant.num_cached_blocks,
+                num_granted=len(order.grant.blocks),
+                granted_size=order.granted_size,
+                now_s=self.context.now(),
+            )
+        )
+
     def _received(self, key: AttemptKey, received: Received, now_s: float) -> None:
         if self.transfer_of(key, received.key) is None:
             return
@@ -227,6 +265,9 @@ class DecodeProgram(RoleProgram[DecodeStep, DecodeEffect, IncomingTransfer]):
                     self._send_tokens(effect)
                 case fx.BlocksReserved():
                     self._blocks_reserved(effect)
+                case fx.SendStarted() | fx.BlocksDone() | fx.SendAborted() | pr.FirstToken():
+                    assert self._sending is not None, "no attempt is sent without a sender"
+                    self._sending.act(effect)
                 case pr.Granted():  # of a local attempt, while its Reserve is handled
                     self.outbox.report(replace(effect, grant_s=self.context.now() - self.received_s))
                 case fx.ReceiveAborted():
@@ -245,6 +286,7 @@ class DecodeProgram(RoleProgram[DecodeStep, DecodeEffect, IncomingTransfer]):
     def _blocks_reserved(self, effect: fx.BlocksReserved) -> None:
         key, context = effect.key, self.context
         incoming = self.transfers[key]
+        assert isinstance(incoming, IncomingTransfer), "an attempt whose KV is sent reserves nothing"
         grant = Grant(
             key=incoming.key,
             endpoint=context.endpoint,
@@ -275,7 +317,7 @@ class DecodeProgram(RoleProgram[DecodeStep, DecodeEffect, IncomingTransfer]):
     def _opened(self, key: AttemptKey, grant: Grant) -> None:
         """Sends the grant to the router, unless the attempt was abandoned in the meantime."""
         incoming = self.transfers.get(key)
-        if incoming is not None and incoming.key == grant.key:
+        if isinstance(incoming, IncomingTransfer) and incoming.key == grant.key:
             grant_s = self.context.now() - incoming.reserved_s
             self.outbox.report(pr.Granted(key=key, grant=encode_grant(grant), grant_s=grant_s))
 
@@ -317,7 +359,12 @@ def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] 
     endpoint = config_of(config, engine.spec, engine.pool, context.incarnation, stamps, context.tls)
     receiver = make_receiver(endpoint, config.host)
     add_servicers = partial(add_TransferServiceServicer_to_server, receiver.servicer)
-    return DecodeProgram(context, engine, joined_receiver(receiver, engine, endpoint), add_servicers, stamps)
+    joined = joined_receiver(receiver, engine, endpoint)
+    # A sender is idle until the first answer leaves. Sending from pools on GPUs, or of several ranks, has not been run
+    # from a decode worker.
+    can_send = config.is_prefix_cache_on and engine.pool.is_on_host and engine.spec.tp_degree == 1
+    sender = joined_sender(make_sender(endpoint), engine, endpoint) if can_send else None
+    return DecodeProgram(context, engine, joined, add_servicers, stamps, sender)
 
 
 def make_host(config: WorkerConfig, build_prefill: Build | None = None) -> WorkerHost:

@@ -1,215 +1,40 @@
-"""Admits attempts to a decode worker, applies the results of steps, and ends attempts. Pure: time is passed as `now_s`.
+"""Admits attempts to a decode worker, and ends them. Pure: time is passed as `now_s`.
 
-planning.py chooses the work of a step, and sequence_table.py manages blocks.
+planning.py chooses the work of a step, step_results.py applies its results, and sequence_table.py manages blocks.
 
 decode_sequence.py has the stages of an attempt. A remote attempt is RECEIVING until its KV is verified and its first
-token is known. When memory is exhausted, the youngest sequence is preempted. An attempt that is abandoned while a
-transfer may still write to its blocks is ENDING until the receiver reports the end of the transfer.
+token is known. When memory is exhausted, the youngest sequence is preempted. An answer that leaves the worker becomes
+an attempt whose KV is sent: it takes the answer's blocks from the prefix cache, computes one token, and keeps the
+blocks until the transfer has ended. An attempt that is abandoned while a transfer may still use its blocks is ENDING
+until the end of the transfer is reported.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import final
 
 from decode_worker.decode_sequence import DecodeMove, DecodeSequence, DecodeStage
 from decode_worker.planning import ChunkRule, Drafter, Planner
-from decode_worker.sequence_table import KvCheck, SequenceTable, WrongBlock
+from decode_worker.sequence_table import KvCheck, SequenceTable
 from decode_worker.speculation import DraftRule
 from decode_worker.step import DecodeStep
-from pdserve.core.attempt import Attempt, AttemptKey, EndRule, FailureKind, RefusalReason, blocks_for
+from decode_worker.step_results import StepResults
+from pdserve.core.attempt import Attempt, AttemptKey, EndRule, FailureKind, RefusalReason, blocks_for, grant_error
 from pdserve.core.effects import (
     BlocksReserved,
     DecodeEffect,
     KvCommitted,
-    KvMistaken,
-    PlainTokens,
-    PromptScored,
     ReceiveAborted,
-    TokensSampled,
+    SendStarted,
     TransferCancelled,
     TransferLost,
 )
 from pdserve.core.kv.cache import KvCache
-from pdserve.core.protocol import AttemptFailed, Granted, Load, Refused, Released, TokenRow
+from pdserve.core.protocol import AttemptFailed, Granted, Load, Refused, Released
 from pdserve.core.types import TokenOut
-from pdserve.engine.interface import PlainOuts, RowOut, plain_out
-
-# --- results of a step ----------------------------------------------------------------------------------------
-# Sampled tokens, ends of texts, blocks with wrong content.
-
-
-@final
-class _Results:
-    """The effects of a step, in the order in which they are sent.
-
-    Prompt scores come first, then the tokens of all attempts, then all other effects. So an attempt's Released is never
-    sent before its last tokens.
-    """
-
-    __slots__ = ("after", "plain", "rows", "scores")
-
-    def __init__(self) -> None:
-        self.scores: list[PromptScored] = []
-        self.rows: list[TokenRow] = []
-        self.plain: PlainTokens | None = None
-        self.after: list[DecodeEffect] = []
-
-    def effects(self) -> list[DecodeEffect]:
-        if not self.rows and self.plain is None:
-            return [*self.scores, *self.after]
-        return [*self.scores, TokensSampled(rows=self.rows, plain=self.plain), *self.after]
-
-
-@final
-class StepResults:
-    def __init__(self, sequences: SequenceTable, end_rule: EndRule, check: KvCheck | None) -> None:
-        self._sequences = sequences
-        self._block_size = sequences.block_size
-        self._end_rule = end_rule
-        self._check = check
-        self._ended_s = 0.0  # end of the last step, as passed to `apply`
-        self._begun_s = 0.0  # end of the step before it, which is the start of the last step
-
-    def apply(self, step: DecodeStep, outs: Sequence[RowOut], now_s: float) -> list[DecodeEffect]:
-        self._ended_at(now_s)
-        results = _Results()
-        shares: Iterable[tuple[DecodeSequence, int]] = step.shares()
-        if isinstance(outs, PlainOuts) and not step.prefilling and self._check is None:
-            results.plain, outs, shares = self._append_plain(step.decoding, outs.token_ids)
-        self._apply_rows(shares, outs, now_s, results)
-        return results.effects()
-
-    def _apply_rows(
-        self,
-        shares: Iterable[tuple[DecodeSequence, int]],
-        outs: Sequence[RowOut],
-        now_s: float,
-        results: _Results,
-    ) -> None:
-        for (sequence, count), out in zip(shares, outs, strict=True):
-            key = sequence.key
-            if self._sequences.by_key.get(key) is not sequence or sequence.stage is not DecodeStage.RUNNING:
-                continue
-            if self._check is not None and (wrong := self._check.find(sequence, self._block_size)) is not None:
-                results.after.append(self._discard_wrong(sequence, wrong, now_s))
-                continue
-            start = sequence.computed
-            self._sequences.advance(sequence, count)
-            if out.scored:
-                results.scores.append(PromptScored(key=key, first_position=start + 1, tokens=out.scored))
-            if len(out.sampled) == 1:  # true for nearly every row
-                self._append(sequence, out.sampled[0], now_s, results)
-                continue
-            for index, token in enumerate(out.sampled):
-                if index > 0:  # the previous token was an accepted draft, so its KV is computed
-                    self._sequences.advance(sequence, 1)
-                self._append(sequence, token, now_s, results)
-                if key not in self._sequences.by_key:
-                    break
-
-    def apply_run(
-        self, step: DecodeStep, count: int, token: TokenOut, outs: Sequence[RowOut], now_s: float
-    ) -> list[DecodeEffect]:
-        results = _Results()
-        self._ended_at(now_s)
-        size = self._block_size
-        sampled = [token.token_id] * count
-        for sequence in step.decoding:
-            tokens, computed = sequence.tokens, sequence.computed
-            is_plain = sequence.decoding_since_s is not None and sequence.preempted_at_s is None
-            if is_plain and len(tokens) + count < sequence.ends_at and computed % size + count < size:
-                tokens += sampled  # the usual case in a run
-                sequence.computed = computed + count
-                continue
-            tokens += sampled[1:]
-            self._sequences.advance(sequence, count)
-            self._append(sequence, token, now_s, results)
-        self._apply_rows(step.prefilling, outs, now_s, results)
-        return results.effects()
-
-    def _discard_wrong(self, sequence: DecodeSequence, wrong: WrongBlock, now_s: float) -> DecodeEffect:
-        """Discards the step's result for the sequence, which is prefilled again into other blocks."""
-        self._sequences.kv.invalidate(sequence.blocks[wrong.index])
-        self._sequences.preempt(sequence, now_s)
-        return KvMistaken(key=sequence.key, error=wrong.error)
-
-    def _append_plain(
-        self, decoding: Sequence[DecodeSequence], token_ids: Sequence[int]
-    ) -> tuple[PlainTokens | None, list[RowOut], list[tuple[DecodeSequence, int]]]:
-        """Adds the tokens of rows that continue without further effects, which are most rows. Returns the outputs and
-        sequences of the other rows, for `apply`."""
-        continuing: list[DecodeSequence] = []
-        plain_ids: list[int] = []
-        outs: list[RowOut] = []
-        shares: list[tuple[DecodeSequence, int]] = []
-        for sequence, token_id in zip(decoding, token_ids, strict=True):
-            tokens = sequence.tokens
-            num_tokens = len(tokens)
-            if num_tokens >= sequence.plain_until or token_id in sequence.end_ids:
-                outs.append(plain_out(token_id))
-                shares.append((sequence, 1))
-                continue
-            tokens.append(token_id)
-            sequence.computed = num_tokens
-            continuing.append(sequence)
-            plain_ids.append(token_id)
-        if not continuing:
-            return None, outs, shares
-        plain = PlainTokens(
-            keys=[each.key for each in continuing],
-            output_indexes=[each.computed - each.prompt_len for each in continuing],
-            token_ids=plain_ids,
-        )
-        return plain, outs, shares
-
-    def _append(self, sequence: DecodeSequence, token: TokenOut, now_s: float, results: _Results) -> None:
-        attempt, tokens = sequence.attempt, sequence.tokens
-        tokens.append(token.token_id)
-        num_tokens = len(tokens)
-        num_output = num_tokens - sequence.prompt_len
-        finish = self._end_rule.finish(attempt.sampling, token.token_id, num_output, num_tokens)
-        sampled = TokenRow(key=sequence.key, output_index=num_output - 1, tokens=(token,), finish=finish)
-        results.rows.append(sampled)
-        if sequence.decoding_since_s is None:
-            self._begin(sequence, sampled, now_s)
-        elif sequence.preempted_at_s is not None:
-            sampled.decode_s = sequence.preempted_at_s - sequence.decoding_since_s
-            sampled.preempted_s = now_s - sequence.preempted_at_s
-            sequence.decoding_since_s, sequence.preempted_at_s = now_s, None
-        if sequence.unreported_preemptions:
-            sampled.preemptions = sequence.unreported_preemptions
-            sequence.unreported_preemptions = 0
-        if finish is None:
-            size = self._block_size
-            sequence.plain_until = min(num_tokens + -num_tokens % size, sequence.ends_at - 1)
-            return
-        assert sequence.decoding_since_s is not None
-        sampled.decode_s = sampled.decode_s + now_s - sequence.decoding_since_s
-        self._sequences.remove(sequence)
-        results.after.append(Released(key=sequence.key))
-
-    def _ended_at(self, now_s: float) -> None:
-        """A step has ended. Steps that end at the same time count as one."""
-        if now_s > self._ended_s:
-            self._begun_s, self._ended_s = self._ended_s, now_s
-
-    def _begin(self, sequence: DecodeSequence, sampled: TokenRow, now_s: float) -> None:
-        """Adds the waiting time and the time of the prompt to the attempt's first row."""
-        if not sequence.is_local:  # a remote attempt joined the step that has just ended
-            sequence.decoding_since_s = max(sequence.ready_s, self._begun_s)
-            sampled.decode_queue_s = sequence.decoding_since_s - sequence.ready_s
-            return
-        assert sequence.started_s is not None
-        sequence.decoding_since_s = now_s
-        sequence.began_output(now_s)
-        sampled.queue_s = sequence.started_s - sequence.attempt.arrived_s
-        sampled.prefill_s = now_s - sequence.started_s
-        sampled.cached_tokens = sequence.cached
-
-
-# --- scheduler ------------------------------------------------------------------------------------------------
+from pdserve.engine.interface import RowOut
 
 
 @final
@@ -295,19 +120,7 @@ class DecodeScheduler:
         reason = self._refusal(attempt, is_local, now_s)
         if reason is not None:
             return [Refused(key=attempt.key, reason=reason)]
-        tokens = list(attempt.token_ids)
-        sequence = DecodeSequence(
-            attempt=attempt,
-            key=attempt.key,
-            prompt_len=len(attempt.prompt_ids),
-            ends_at=min(len(attempt.prompt_ids) + attempt.sampling.max_tokens, self._end_rule.max_context_tokens),
-            order=self.sequences.num_arrived,
-            is_local=is_local,
-            stage=DecodeStage.WAITING if is_local else DecodeStage.RECEIVING,
-            tokens=tokens,
-            end_ids=self._end_rule.end_ids(attempt.sampling),
-            hashes=attempt.extend_hashes([], tokens, self._block_size),
-        )
+        sequence = self._sequence(attempt, is_local=is_local)
         if is_local:
             effect: DecodeEffect = Granted(key=attempt.key)
         elif self._planner.is_starved or not self.sequences.take_blocks(sequence):
@@ -316,9 +129,57 @@ class DecodeScheduler:
             held = sequence.cached // self._block_size
             effect = BlocksReserved(key=attempt.key, blocks=tuple(sequence.blocks[held:]), num_cached_blocks=held)
         self.sequences.add(sequence)
-        if attempt.deadline_at_s is not None:
-            self._expires_at_s = min(self._expires_at_s, attempt.deadline_at_s)
+        self._note_deadline(attempt)
         return [effect]
+
+    def offer_send(
+        self,
+        attempt: Attempt,
+        *,
+        receiver_cached_blocks: int,
+        num_granted: int,
+        granted_size: int,
+        now_s: float,
+    ) -> list[DecodeEffect]:
+        """Begins to send the KV of a text that the prefix cache has, except for what its last token or its last block
+        lacks, which the next step computes. Returns Refused with the reason if the cache lacks more.
+
+        The receiver's cached and granted blocks have `granted_size` tokens each. Also while the worker drains.
+        """
+        key, size = attempt.key, self._block_size
+        reason = self._refusal(attempt, is_local=True, now_s=now_s, may_drain=True)
+        if reason is not None:
+            return [Refused(key=key, reason=reason)]
+        error = grant_error(
+            attempt.num_tokens, cached_blocks=receiver_cached_blocks, num_granted=num_granted, granted_size=granted_size
+        )
+        if error:
+            return [AttemptFailed(key=key, kind=FailureKind.TRANSFER, message=error), Released(key=key)]
+        sequence = self._sequence(attempt, is_local=True)
+        sequence.ends_at = attempt.num_tokens + 1
+        # A block that the receiver has only in part is sent whole.
+        sequence.sends_after = receiver_cached_blocks * granted_size // size
+        sequence.began_output(now_s)
+        done = self.sequences.start_send(sequence, now_s)
+        if done is None:
+            return [Refused(key=key, reason=RefusalReason.NO_KV)]
+        self._note_deadline(attempt)
+        return [SendStarted(key=key, plan="cached"), *([done] if done.blocks else [])]
+
+    def sent(
+        self, key: AttemptKey, *, is_whole: bool, error: str = "", is_cancelled: bool = False
+    ) -> list[DecodeEffect]:
+        """The sender no longer reads blocks of the attempt: it has sent all of them, or has aborted.
+
+        `is_cancelled`: the receiver abandoned the transfer because it is no longer needed.
+        """
+        sequence = self._by_key.get(key)
+        if sequence is None or not sequence.is_sending:
+            return []
+        if sequence.stage is DecodeStage.ENDING or (is_whole and sequence.stage is DecodeStage.SENDING):
+            return self._release(sequence)
+        lost = TransferLost(key=key, error=error or "the sender ended early", is_cancelled=is_cancelled)
+        return [lost, *self._release(sequence)]
 
     def admit(self, key: AttemptKey, first_token: int, now_s: float) -> list[DecodeEffect] | None:
         """The prefill worker's first token arrived at `now_s`. Returns None if no attempt waits for it."""
@@ -334,7 +195,7 @@ class DecodeScheduler:
     ) -> list[DecodeEffect]:
         """The KV of all granted blocks was verified at `now_s`, and nothing writes to them any more."""
         sequence = self._by_key.get(key)
-        if sequence is None or sequence.has_received:
+        if sequence is None or sequence.has_received or sequence.is_local:
             return []
         if sequence.stage is DecodeStage.ENDING:
             return [TransferCancelled(key=key), *self._release(sequence)]
@@ -377,6 +238,8 @@ class DecodeScheduler:
         if sequence.stage is DecodeStage.RECEIVING and not sequence.has_received:
             sequence.move(DecodeMove.ABANDONED)
             return [ReceiveAborted(key=key)]
+        if sequence.is_sending:
+            return [*self.sequences.abandon_send(sequence)]
         return self._release(sequence)
 
     def expire(self, now_s: float) -> list[DecodeEffect]:
@@ -442,11 +305,32 @@ class DecodeScheduler:
 
     # -- attempts ------------------------------------------------------------------------------------------------
 
-    def _refusal(self, attempt: Attempt, is_local: bool, now_s: float) -> RefusalReason | None:
+    def _sequence(self, attempt: Attempt, *, is_local: bool) -> DecodeSequence:
+        tokens = list(attempt.token_ids)
+        return DecodeSequence(
+            attempt=attempt,
+            key=attempt.key,
+            prompt_len=len(attempt.prompt_ids),
+            ends_at=min(len(attempt.prompt_ids) + attempt.sampling.max_tokens, self._end_rule.max_context_tokens),
+            order=self.sequences.num_arrived,
+            is_local=is_local,
+            stage=DecodeStage.WAITING if is_local else DecodeStage.RECEIVING,
+            tokens=tokens,
+            end_ids=self._end_rule.end_ids(attempt.sampling),
+            hashes=attempt.extend_hashes([], tokens, self._block_size),
+        )
+
+    def _note_deadline(self, attempt: Attempt) -> None:
+        if attempt.deadline_at_s is not None:
+            self._expires_at_s = min(self._expires_at_s, attempt.deadline_at_s)
+
+    def _refusal(
+        self, attempt: Attempt, is_local: bool, now_s: float, *, may_drain: bool = False
+    ) -> RefusalReason | None:
         is_sampled_here = is_local or attempt.num_tokens < self._end_rule.max_context_tokens
         if blocks_for(attempt.num_tokens, self._block_size) > self.blocks.num_blocks or not is_sampled_here:
             return RefusalReason.TOO_LARGE
-        if self.is_draining:
+        if self.is_draining and not may_drain:
             return RefusalReason.DRAINING
         if attempt.is_late(now_s):
             return RefusalReason.DEADLINE

@@ -11,7 +11,8 @@ from typing import final
 
 from decode_worker.decode_sequence import DecodeMove, DecodeSequence, DecodeStage
 from decode_worker.step import DeferredFree
-from pdserve.core.attempt import AttemptKey
+from pdserve.core.attempt import AttemptKey, shareable_blocks
+from pdserve.core.effects import BlocksDone, SendAborted
 from pdserve.core.kv.cache import KvCache
 from pdserve.core.kv.stamps import BlockStamps, content_hash64
 
@@ -127,23 +128,69 @@ class SequenceTable:
 
     def remove(self, sequence: DecodeSequence) -> None:
         self.deferred_free.release(sequence)
-        sequence.plain_until = 0
-        sequence.move(DecodeMove.RELEASED)
         del self.by_key[sequence.key]
+        self._leave(sequence, DecodeMove.RELEASED)
+
+    def _leave(self, sequence: DecodeSequence, move: DecodeMove) -> None:
+        """The sequence is in no further step."""
+        sequence.plain_until = 0
+        sequence.move(move)
         if sequence in self.running:
             self.running.remove(sequence)
             self._count(sequence, -1)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
-        self.num_changes += 1  # another sequence may take its blocks
+        self.num_changes += 1  # another sequence may take its row or its blocks
+
+    # -- sequences whose KV is sent: their blocks are allocated for all tokens, and they are never preempted -------
+
+    def start_send(self, sequence: DecodeSequence, now_s: float) -> BlocksDone | None:
+        """Starts a new sequence with its blocks. Returns the blocks that can be sent at once; None, without a change,
+        if the cache lacks one. Takes no more memory than the answer had here, so no block is spared for others."""
+        if not self.take_blocks(sequence, spare=0):
+            return None
+        full = shareable_blocks(len(sequence.tokens), self.block_size)
+        if sequence.cached < full * self.block_size:
+            self.kv.release(sequence.blocks)
+            sequence.blocks, sequence.cached, sequence.epochs = [], 0, ()
+            return None
+        self.add(sequence)
+        self.start(sequence, now_s)
+        return self._blocks_done(sequence, self._first_sent(sequence), full, is_last=False)
+
+    def send_rest(self, sequence: DecodeSequence) -> BlocksDone:
+        """All tokens of the sequence are computed. Returns its last blocks, which may not be full."""
+        size = self.block_size
+        if sequence.computed % size:
+            names = sequence.attempt.content_hashes(sequence.hashes, sequence.tokens, size)
+            self.kv.mark(sequence.blocks[-1:], names[-1:])
+        first = max(self._first_sent(sequence), sequence.cached // size)
+        self._leave(sequence, DecodeMove.SAMPLED)
+        return self._blocks_done(sequence, first, len(sequence.blocks), is_last=True)
+
+    def abandon_send(self, sequence: DecodeSequence) -> list[SendAborted]:
+        """The blocks stay in use until the sender reports the end of the transfer."""
+        self._leave(sequence, DecodeMove.ABANDONED)
+        return [SendAborted(key=sequence.key)]
+
+    @staticmethod
+    def _first_sent(sequence: DecodeSequence) -> int:
+        assert sequence.sends_after is not None, "its KV is not sent"
+        return sequence.sends_after
+
+    def _blocks_done(self, sequence: DecodeSequence, first: int, end: int, *, is_last: bool) -> BlocksDone:
+        skipped = self._first_sent(sequence)
+        blocks = tuple((index - skipped, sequence.blocks[index]) for index in range(first, end))
+        return BlocksDone(key=sequence.key, blocks=blocks, is_last=is_last)
 
     # -- memory -------------------------------------------------------------------------------------------------
 
-    def take_blocks(self, sequence: DecodeSequence) -> bool:
-        """Allocates blocks for all of the sequence's tokens, using the prefix cache first."""
+    def take_blocks(self, sequence: DecodeSequence, spare: int | None = None) -> bool:
+        """Allocates blocks for all of the sequence's tokens, using the prefix cache first, if `spare` more are left."""
         hashes = () if sequence.is_scored else sequence.hashes
-        # Leaves a free block for each running sequence. Otherwise the new one would only cause preemptions.
-        allocation = self.kv.allocate(len(sequence.tokens), hashes, spare=len(self.running))
+        if spare is None:  # one for each running sequence; otherwise the new one would only cause preemptions
+            spare = len(self.running)
+        allocation = self.kv.allocate(len(sequence.tokens), hashes, spare=spare)
         if allocation is None:
             return False
         sequence.blocks, sequence.cached = allocation.blocks, allocation.cached_tokens
@@ -202,6 +249,8 @@ class SequenceTable:
             assert (sequence in self.waiting) == (stage is DecodeStage.WAITING), sequence
             assert not sequence.blocks or stage is not DecodeStage.WAITING, sequence
             assert len(sequence.blocks) * size >= sequence.computed, sequence
+            assert stage is not DecodeStage.SENDING or sequence.is_sending, sequence
+            assert not sequence.is_sending or stage is not DecodeStage.WAITING, sequence
             assert sequence.computed <= len(sequence.tokens), sequence
         assert self.num_with_tpot == sum(each.attempt.tpot_s is not None for each in self.running)
         for group in (self.running, self.waiting):

@@ -3,50 +3,35 @@ granted blocks."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
 from typing import Final, final
 
+from kvtransfer.attempt_sender import AttemptSender, OutgoingTransfer
 from kvtransfer.devices import issuer
 from kvtransfer.link.endpoint import config_of, make_sender
-from kvtransfer.protocol.grants import check_movable, decode_grant, fingerprint_of
-from kvtransfer.protocol.transport import Sender, SendOutcome, Sent, Text, events
+from kvtransfer.protocol.grants import check_movable, fingerprint_of
+from kvtransfer.protocol.transport import Sender, events
 from kvtransfer.ranks.rank_endpoints import joined_sender
 from pdserve.config import WorkerConfig
 from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
-from pdserve.core.attempt import Attempt, AttemptKey, FailureKind
 from pdserve.core.cost.latency import CostModel
-from pdserve.core.cost.overlap import hidden_share
 from pdserve.core.cost.step_rule import PromptOrder
 from pdserve.core.effects import PrefillEffect
-from pdserve.core.errors import ConfigError, InvalidRequest, PdserveError
-from pdserve.core.kv.hashing import chain_key
-from pdserve.core.kv.kv_shape import Grant, is_same_bytes
+from pdserve.core.errors import ConfigError
 from pdserve.core.kv.stamps import BlockStamps
 from pdserve.core.types import Role
 from pdserve.engine.interface import Engine, RowOut
 from pdserve.engine.load_engine import load_engine
-from pdserve.telemetry import metric_names
 from pdserve.v1 import worker_pb2
 from pdserve.worker.host import Build, WorkerHost
-from pdserve.worker.program import AttemptTransfer, ProgramContext, RoleProgram
+from pdserve.worker.program import ProgramContext, RoleProgram
 from pdserve.worker.steps import Begun, RowFailed
 from prefill_worker.prefill_sequence import PrefillStep
 from prefill_worker.pushing import DEVICE_MESSAGE_S, MAX_GROUPS, MESSAGE_S, PushRule
 from prefill_worker.scheduler import PrefillScheduler
 
-log = logging.getLogger(__name__)
-
 NO_DIVISOR: Final = f"the layers cannot be divided into 2 to {MAX_GROUPS} equal groups"
-
-
-@dataclass(slots=True)
-class OutgoingTransfer(AttemptTransfer):
-    grant: Grant
-    text: Text | None  # the data that a receiver of another shape requires
 
 
 @final
@@ -75,6 +60,8 @@ class PrefillProgram(RoleProgram[PrefillStep, PrefillEffect, OutgoingTransfer]):
                 message_s=MESSAGE_S if engine.pool.is_on_host else DEVICE_MESSAGE_S,
             ),
         )
+        scheduler = self.scheduler
+        self._sending = AttemptSender(self, sender, scheduler.sent, scheduler.pushing.sent, kv_wire=config.kv_wire)
 
     @property
     def why_whole(self) -> str:
@@ -90,34 +77,17 @@ class PrefillProgram(RoleProgram[PrefillStep, PrefillEffect, OutgoingTransfer]):
         if message.WhichOneof("message") != "prefill":
             self.counts["message for the other role"] += 1
             return
-        attempt = self.begin(session, message.prefill.sequence)
-        if attempt is None:
+        order = self._sending.begin(session, message.prefill)
+        if order is None:
             return
-        key = attempt.key
-        try:
-            grant = decode_grant(message.prefill.grant)
-        except InvalidRequest as error:
-            self.act([pr.AttemptFailed(key=key, kind=FailureKind.INVALID, message=error.message), pr.Released(key=key)])
-            return
-        if any(grant.key == other.key for other in self.transfers.values()):
-            why = "grant: another attempt already writes to it"
-            self.act([pr.AttemptFailed(key=key, kind=FailureKind.TRANSFER, message=why), pr.Released(key=key)])
-            return
-        own, theirs = self.fingerprint.shape, grant.fingerprint.shape
-        text = None
-        is_alike = is_same_bytes(own, theirs) and grant.hash_seed in (b"", self.limits.hash_seed)
-        if not is_alike or self.context.config.kv_wire != "exact":
-            their_key = chain_key(message.prefill.sequence.cache_salt, grant.hash_seed or self.limits.hash_seed)
-            text = text_of(attempt, own.block_size, grant, their_key)
-        self.transfers[key] = OutgoingTransfer(grant.key, attempt.deadline_at_s, grant, text)
         self.act(
             self.scheduler.offer(
-                attempt,
-                receiver=grant.worker_id,
-                receiver_cached_blocks=grant.num_cached_blocks,
-                num_granted=len(grant.blocks),
-                granted_size=theirs.block_size,
-                may_divide=text is None,
+                order.attempt,
+                receiver=order.grant.worker_id,
+                receiver_cached_blocks=order.grant.num_cached_blocks,
+                num_granted=len(order.grant.blocks),
+                granted_size=order.granted_size,
+                may_divide=order.may_divide,
                 now_s=self.context.now(),
             )
         )
@@ -153,72 +123,10 @@ class PrefillProgram(RoleProgram[PrefillStep, PrefillEffect, OutgoingTransfer]):
     def act(self, effects: Iterable[PrefillEffect]) -> None:
         for effect in effects:
             match effect:
-                case fx.SendStarted():
-                    self._start_sending(effect)
-                case fx.BlocksDone():
-                    groups = range(effect.first_group, effect.end_group)
-                    self._sender.push(self.transfers[effect.key].key, effect.blocks, effect.is_last, groups)
-                case fx.SendAborted():
-                    self._sender.abort(self.transfers[effect.key].key)
-                case pr.FirstToken():
-                    self.outbox.report(effect)
-                    self.context.metrics.add(metric_names.REUSED_TOKENS, effect.cached_tokens)
+                case fx.SendStarted() | fx.BlocksDone() | fx.SendAborted() | pr.FirstToken():
+                    self._sending.act(effect)
                 case _:
                     self.act_on_common(effect)
-
-    def _start_sending(self, effect: fx.SendStarted) -> None:
-        key = effect.key
-        outgoing = self.transfers[key]
-        self.context.metrics.add(metric_names.PUSHES, plan=effect.plan)
-        post = self.context.post
-        try:
-            self._sender.start(
-                outgoing.grant,
-                lambda sent: post(partial(self._sent, key, sent)),
-                outgoing.remaining_s(self.context.now()),
-                outgoing.text,
-                groups=effect.groups,
-            )
-        except PdserveError as error:
-            self.act(self.scheduler.sent(key, is_whole=False, error=error.message))
-
-    def _sent(self, key: AttemptKey, sent: Sent) -> None:
-        outgoing = self.transfer_of(key, sent.key)
-        if outgoing is None:
-            return
-        is_whole = sent.outcome is SendOutcome.SENT
-        if is_whole:
-            self._measure_sent(key, outgoing.grant, sent)
-        self.act(self.scheduler.sent(key, is_whole=is_whole, error=sent.error, is_cancelled=sent.is_cancelled))
-
-    def _measure_sent(self, key: AttemptKey, grant: Grant, sent: Sent) -> None:
-        if not sent.num_bytes:
-            return
-        # A transfer in one piece measures the link, including all overheads before and after the bytes.
-        took_s = sent.busy_s if sent.early_bytes else sent.exposed_s
-        self.scheduler.pushing.sent(grant.worker_id, sent.num_bytes, took_s)
-        metrics = self.context.metrics
-        metrics.observe(metric_names.TRANSFER_EXPOSED_TIME, sent.exposed_s)
-        metrics.observe(metric_names.TRANSFER_HIDDEN_SHARE, hidden_share(sent.busy_s, sent.exposed_s))
-        metrics.add(
-            metric_names.TRANSFER_WIRE_BYTES, sent.num_bytes, dtype=sent.wire_dtype or self.fingerprint.shape.dtype
-        )
-        metrics.add(metric_names.TRANSFER_SENT_BYTES, sent.early_bytes, when="early")
-        metrics.add(metric_names.TRANSFER_SENT_BYTES, sent.num_bytes - sent.early_bytes, when="late")
-        self.outbox.report(pr.TransferEnded(key=key, is_committed=True, exposed_s=sent.exposed_s))
-
-
-def text_of(attempt: Attempt, block_size: int, grant: Grant, their_key: bytes) -> Text:
-    """The content hashes of the blocks to send, on this worker and on the granting one."""
-    tokens, theirs = attempt.token_ids, replace(attempt, chain_key=their_key)
-    their_size = grant.fingerprint.shape.block_size
-    own = attempt.content_hashes(attempt.extend_hashes([], tokens, block_size), tokens, block_size)
-    names = theirs.content_hashes(theirs.extend_hashes([], tokens, their_size), tokens, their_size)
-    return Text(
-        num_tokens=len(tokens),
-        own=own[grant.num_cached_blocks * their_size // block_size :],
-        theirs=names[grant.num_cached_blocks :],
-    )
 
 
 def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] = load_engine) -> PrefillProgram:

@@ -21,6 +21,7 @@ from pdserve.core.attempt import (
     FailureKind,
     RefusalReason,
     blocks_for,
+    grant_error,
 )
 from pdserve.core.cost.step_rule import Pending, PromptOrder, divide, due_at_s
 from pdserve.core.effects import (
@@ -115,12 +116,14 @@ class PrefillScheduler:
             return [Refused(key=key, reason=RefusalReason.DEADLINE)]
         if len(self._waiting) >= self._inbox_depth:
             return [Refused(key=key, reason=RefusalReason.INBOX_FULL)]
-        granted = blocks_for(attempt.num_tokens, granted_size)
-        if receiver_cached_blocks + num_granted != granted:
-            message = (
-                f"grant: {receiver_cached_blocks} cached and {num_granted} granted blocks, expected {granted} in total"
-            )
-            return [AttemptFailed(key=key, kind=FailureKind.TRANSFER, message=message), Released(key=key)]
+        error = grant_error(
+            attempt.num_tokens,
+            cached_blocks=receiver_cached_blocks,
+            num_granted=num_granted,
+            granted_size=granted_size,
+        )
+        if error:
+            return [AttemptFailed(key=key, kind=FailureKind.TRANSFER, message=error), Released(key=key)]
         tokens = attempt.token_ids
         # A block that the receiver has only in part is sent whole.
         skipped = receiver_cached_blocks * granted_size // size

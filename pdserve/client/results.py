@@ -123,7 +123,7 @@ class Worker:
     evictable_blocks: int
     context_tokens: int
     steps: int
-    kv_links: tuple[KvLink, ...] = ()  # of a prefill worker
+    kv_links: tuple[KvLink, ...] = ()  # as a sender of KV
     version: str = ""  # with its build; empty if unknown
 
 

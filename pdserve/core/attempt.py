@@ -44,6 +44,7 @@ class RefusalReason(Enum):
     TOO_LARGE = "too_large"  # the sequence can never fit this worker
     DEADLINE = "deadline"
     NO_ADAPTER = "no_adapter"  # the worker has not loaded the sequence's adapter
+    NO_KV = "no_kv"  # a decode worker was asked to send KV that it no longer has
 
 
 class FailureKind(Enum):
@@ -111,6 +112,14 @@ class Attempt(RequestAttributes):
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
+
+
+def grant_error(num_tokens: int, *, cached_blocks: int, num_granted: int, granted_size: int) -> str:
+    """Why a grant does not fit a text of `num_tokens`, of which the receiver has `cached_blocks`; empty if it fits."""
+    total = blocks_for(num_tokens, granted_size)
+    if cached_blocks + num_granted == total:
+        return ""
+    return f"grant: {cached_blocks} cached and {num_granted} granted blocks, expected {total} in total"
 
 
 def shareable_blocks(num_tokens: int, block_size: int) -> int:

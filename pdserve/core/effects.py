@@ -38,7 +38,7 @@ class PromptScored:
     tokens: tuple[TokenOut, ...]
 
 
-# -- prefill -----------------------------------------------------------------------------------------------------
+# -- a worker that sends KV --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class SendStarted:
     layers."""
 
     key: AttemptKey
-    plan: str  # end, chunk or layers, for metrics
+    plan: str  # end, chunk, layers or (on a decode worker) cached; for metrics
     groups: int = 1
 
 
@@ -86,7 +86,7 @@ class TransferCancelled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlocksReserved:
-    """Blocks are reserved for KV from a prefill worker. They are in prompt order, after `num_cached_blocks` cached
+    """Blocks are reserved for KV from another worker. They are in prompt order, after `num_cached_blocks` cached
     ones."""
 
     key: AttemptKey
@@ -138,9 +138,12 @@ class TokensSampled:
 
 #: Of both roles.
 CommonEffect = Refused | AttemptFailed | TransferLost | Released | PromptScored
-PrefillEffect = CommonEffect | SendStarted | BlocksDone | SendAborted | FirstToken
+#: Of an attempt whose KV is sent. A decode worker has such attempts too: answers that leave it.
+SendEffect = SendStarted | BlocksDone | SendAborted | FirstToken
+PrefillEffect = CommonEffect | SendEffect
 DecodeEffect = (
     CommonEffect
+    | SendEffect
     | TransferCancelled
     | BlocksReserved
     | Granted

@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 NAME: Final = "autoscale"  # in the lines of `up`
 FIRST_DRAIN_S: Final = 5.0  # assumed until a worker has drained
-FIRST_PAUSE_S: Final = 30.0  # after a change that failed; the next one is twice as long
+FIRST_PAUSE_S: Final = 30.0  # after a change that failed; twice as long after another one
 LONGEST_PAUSE_S: Final = 600.0
 KEPT: Final = 200  # decisions with a change or a failure
 SHOWN: Final = 20
@@ -162,7 +162,7 @@ class Autoscaler:
         self._controller = Controller(settings)
         self._history = DemandHistory()
         self._under_way: Change | None = None
-        self._pause_s, self._paused_until_s = FIRST_PAUSE_S, 0.0
+        self._paused_s, self._paused_until_s = 0.0, 0.0  # after the last change, if it failed
         self._trouble = ""
         self._kept: deque[Entry] = deque(maxlen=KEPT)
         self._last: Entry | None = None
@@ -228,25 +228,18 @@ class Autoscaler:
             return f"change by an operator ({running})"
         if found := why_unsettled(answers, frozenset(self._workers.spec.worker_ids)):
             return found
-        return f"pause of {self._pause_s / 2:g} s after a failed change" if now_s < self._paused_until_s else ""
+        return f"pause of {self._paused_s:g} s after a failed change" if now_s < self._paused_until_s else ""
 
     def _note(self, decision: Decision, observed: Observed) -> None:
+        outcome = decision.outcome
+        for one in self._kept:
+            if outcome is not None and one.decision.at_s == outcome.decided_s:
+                one.outcome = ScalingOutcome(**{name: getattr(outcome, name) for name in ScalingOutcome.__slots__})
+                self._workers.say(NAME, f"{outcome.change}: {one.outcome.text}")
         self._last = entry = Entry(decision, observed)
         if decision.changes:
             self._kept.append(entry)
             self._workers.say(NAME, change_text(decision, observed))
-        if (outcome := decision.outcome) is None:
-            return
-        for one in self._kept:
-            if one.decision.at_s == outcome.decided_s:
-                one.outcome = ScalingOutcome(
-                    took_s=outcome.took_s,
-                    expected_attainment=outcome.expected_attainment,
-                    seen_attainment=outcome.seen_attainment,
-                    expected_rate_rps=outcome.expected_rate_rps,
-                    seen_rate_rps=outcome.seen_rate_rps,
-                )
-                self._workers.say(NAME, f"{outcome.change}: {one.outcome.text}")
 
     # -- changes -------------------------------------------------------------------------------------------------
 
@@ -265,12 +258,12 @@ class Autoscaler:
             await self._make(change)
         except Exception as error:
             entry.failure = error.message if isinstance(error, PdserveError) else f"{type(error).__name__}: {error}"
-            self._paused_until_s = self._clock() + self._pause_s
-            self._workers.say(NAME, f"{change} failed; the next decision in {self._pause_s:g} s at the earliest")
-            self._pause_s = min(2.0 * self._pause_s, LONGEST_PAUSE_S)
+            self._paused_s = min(max(2.0 * self._paused_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+            self._paused_until_s = self._clock() + self._paused_s
+            self._workers.say(NAME, f"{change} failed; the next change in {self._paused_s:g} s at the earliest")
             raise
         else:
-            self._pause_s = FIRST_PAUSE_S
+            self._paused_s = 0.0
             self._settings = measured(self._settings, change, self._clock() - began_s)
         finally:
             self._under_way = None

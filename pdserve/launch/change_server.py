@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, final
 import grpc.aio
 
 from pdserve.core.errors import (
+    ChangeFailed,
     ConfigError,
     InternalError,
     InvalidRequest,
@@ -24,6 +25,7 @@ from pdserve.core.errors import (
     Unavailable,
 )
 from pdserve.core.types import Role
+from pdserve.launch.supervisor import StartFailed
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc
 from pdserve.wire import status
 from pdserve.wire.convert import role_to_proto
@@ -156,6 +158,8 @@ class ChangeServer(cluster_pb2_grpc.ClusterServiceServicer):
             await change()
         except PdserveError as error:
             self._cluster.say("launcher", f"{self._what}: {error.message}")
+            if isinstance(error, StartFailed):  # which is for the operator of `up`
+                raise ChangeFailed(error.message) from None
             raise
         except asyncio.CancelledError:
             raise Unavailable("the launcher ends") from None

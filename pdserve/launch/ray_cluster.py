@@ -192,6 +192,7 @@ class RayApi(ActorApi):
     def __init__(self, address: str, redis: str) -> None:
         self._address, self._redis = address, redis
         self._is_on_many_hosts: bool | None = None
+        self._only_node = ""  # on whose loopback the workers listen
         self._actor_class = ray.remote(concurrency_groups={"health": 1})(WorkerActor)
 
     def bundles(self, config: WorkerConfig) -> Bundles:
@@ -207,7 +208,8 @@ class RayApi(ActorApi):
 
     def nodes(self) -> Mapping[str, Resources]:
         with _translated():
-            return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+            alive = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+        return {name: one for name, one in alive.items() if self._only_node in ("", name)}
 
     def resources(self) -> tuple[Resources, Resources]:
         with _translated():
@@ -241,14 +243,14 @@ class RayApi(ActorApi):
     def check(self, one: WantedWorker, place: Group) -> tuple[Any, float] | None:
         """Begins a check of the worker's Python, which Ray would start again and again if it is absent, and tell
         nobody. Raises StartFailed and ConfigError."""
-        with _translated():
-            num_hosts = sum(bool(node["Alive"]) for node in ray.nodes())
         if self._is_on_many_hosts is None:  # nodes may have joined while the workers waited for them
-            self._is_on_many_hosts = num_hosts > 1
-        elif num_hosts > 1 and not self._is_on_many_hosts:
+            nodes = list(self.nodes())
+            self._is_on_many_hosts = len(nodes) > 1
+            self._only_node = "" if len(nodes) > 1 else self.node_of(place)
+        elif self._only_node and self.node_of(place) != self._only_node:
             raise StartFailed(
-                f"{one.worker_id}: Ray had one node when the cluster started, so the workers listen on loopback, and "
-                f"now it has {num_hosts}; start `pdserve up` again"
+                f"{one.worker_id}: Ray has placed it on another node. There was one node when the cluster started, so "
+                "the other workers listen on its loopback; start `pdserve up` again"
             )
         if self._is_on_many_hosts and _LOOPBACK.match(self._redis):
             raise ConfigError("redis", self._redis, "a URL that every host of the Ray cluster reaches")

@@ -125,6 +125,12 @@ REPLACEMENTS: Final = _metric(
 MIGRATIONS: Final = _metric(
     "pdserve_migrations_total", "counter", "router", "running answers that moved from a draining decode worker"
 )
+MIGRATIONS_WITH_KV: Final = _metric(
+    "pdserve_migrations_with_kv_total",
+    "counter",
+    "router",
+    "running answers whose KV the draining decode worker has sent; the KV of the others was computed again",
+)
 GEN_AI_LABELS: Final[Mapping[str, LabelValues]] = {
     "gen_ai_operation_name": (CHAT, TEXT_COMPLETION),
     "gen_ai_provider_name": (PROVIDER_NAME,),
@@ -377,8 +383,8 @@ PUSHES: Final = _metric(
     "pdserve_kv_pushes_total",
     "counter",
     "worker",
-    "prompts by when their KV was planned to be sent (worker.push)",
-    {"plan": ("end", "chunk", "layers")},
+    "prompts by when their KV was planned to be sent (worker.push); cached: answers that left a decode worker",
+    {"plan": ("end", "chunk", "layers", "cached")},
 )
 TRANSFER_SENT_BYTES: Final = _metric(
     "pdserve_kv_sent_bytes_total",

@@ -186,6 +186,11 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         """(worker, transport, reason) of each connection by which this worker sends KV, in a fixed order."""
         return []
 
+    @property
+    def sends_kv(self) -> bool:
+        """As in WorkerHello."""
+        return False
+
     def begin_step(self) -> Begun[Step] | None:
         """Plans a step; None if there is nothing to compute."""
         step, effects = self.scheduler.plan(self.context.now())
@@ -221,6 +226,7 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
             version=FULL_VERSION,
             grammar_library=_grammar_library(),
             adapters=None if self.adapters.report is None else ADAPTERS.encode(self.adapters.report),
+            sends_kv=self.sends_kv,
         )
 
     def attached(self, session: int, hello: worker_pb2.RouterHello) -> None:

@@ -286,24 +286,26 @@ class Advisor:
         )
         self._ask, self._tell = ask, tell
         self._controller, self._history = Controller(self._settings), DemandHistory()
-        self._outages = OutageLog(log, "no router answers about arrivals", "a router answers about arrivals again")
+        self._outages = OutageLog(log, "no advice about the number of workers", "advice is given again")
 
     async def run(self) -> None:
         while True:
-            await self.step(time.monotonic())
+            try:
+                await self.step(time.monotonic())
+                self._outages.recovered()
+            except Exception as error:  # also a mistake: the router serves without advice
+                self._outages.failed(why=f"{type(error).__name__}: {error}")
             await asyncio.sleep(EVERY_S)
 
     async def step(self, now_s: float) -> None:
-        try:
-            answers = await self._ask()
-        except PdserveError as error:
-            self._outages.failed(why=error.message)
-            return
-        self._outages.recovered()
+        """Raises Unavailable if no router answers."""
+        answers = await self._ask()
         interval = self._history.interval(answers, now_s)
         if interval is None or not interval.width_s > 0.0:
             return
-        decision = self._controller.decide(observe(interval, answers.values()), now_s)
+        observed = observe(interval, answers.values())
+        # In a thread: it computes for up to a tenth of a second, in which this router's answers would wait.
+        decision = await asyncio.to_thread(self._controller.decide, observed, now_s)
         if decision.changes:
             log.info("another number of workers would cost less", extra={"why": decision.reason})
         wanted = self._wanted(decision)

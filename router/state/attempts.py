@@ -46,6 +46,8 @@ FIRST_REFUSAL_S: Final = 0.01  # backoff before a declined request is placed aga
 LONGEST_REFUSAL_S: Final = 0.5
 GRAMMAR_FIELDS: Final = frozenset(kind.value for kind in GrammarKind)
 LONGEST_CLOSED_S: Final = 5.0  # a worker that declined gets no requests for at most this time
+#: Reasons that concern one request alone.
+NOT_BUSY: Final = (RefusalReason.TOO_LARGE, RefusalReason.NO_ADAPTER, RefusalReason.NO_KV)
 
 
 def on_granted(cluster: ClusterState, event: Granted) -> Sequence[Command]:
@@ -87,7 +89,7 @@ def on_refused(cluster: ClusterState, event: Refused) -> Sequence[Command]:
     if request is not None:
         cluster.counters[f"refused_{event.reason.value}"] += 1
     view = cluster.fleet.connected(event.worker_id)
-    if view is not None and event.reason not in (RefusalReason.TOO_LARGE, RefusalReason.NO_ADAPTER):
+    if view is not None and event.reason not in NOT_BUSY:
         closed_s = clamped_s(event.retry_after_s, FIRST_REFUSAL_S, LONGEST_CLOSED_S)
         view.closed_until_s = max(view.closed_until_s, cluster.now_s + closed_s)
     found = _present(cluster, event.worker_id, event.request_id, event.attempt)
@@ -162,6 +164,9 @@ def on_transfer_ended(cluster: ClusterState, event: TransferEnded) -> Sequence[C
     cluster.fleet.measured(placement.prefill_worker, placement.decode_worker, event.num_bytes, event.busy_s)
     block_size = cluster.fleet.workers[placement.decode_worker].hello.block_size
     request.cached_blocks[placement.decode_worker] = attempt_tokens // block_size
+    sender = cluster.fleet.workers.get(placement.prefill_worker)
+    if sender is not None and sender.role is Role.DECODE:
+        cluster.counters["migrated_with_kv"] += 1
     if request.stage in IN_BATCH:
         _joined(cluster, request, placement)
     return ()

@@ -59,8 +59,10 @@ class ClusterState:
         self.num_bound = 0  # QUEUED requests that wait for one prefill worker
         self.parked: set[str] = set()  # QUEUED requests in a backoff
         self.ended: set[str] = set()  # ended requests that wait for Released
-        self.migrating: set[str] = set()  # requests that have left a draining worker, and have no new token yet
-        self.migrate_after_s = -math.inf  # earliest time for the next migration, if the last one found no room
+        self.migrating: set[str] = set()  # requests that have left a draining worker, and have not arrived elsewhere
+        # When a migration last found no room to recompute an answer, and the earliest time for the next one unless a
+        # worker becomes free.
+        self.migration_asked_s = self.migrate_after_s = -math.inf
         self.counters: Counter[str] = Counter()
         self.utilization = Utilization()
         self.demand = RecentDemand()

@@ -5,8 +5,8 @@ consequences. The client gets exactly one last message. After that, the request 
 for it.
 
 A lost or migrated attempt is cancelled on every connected worker that holds memory of it. The next attempt recomputes
-the prompt and the output so far. The token at each position depends only on seed and position, so the stream continues
-without a difference.
+the prompt and the output so far, or gets the KV of a migrated answer from the worker that it leaves. The token at each
+position depends only on seed and position, so the stream continues without a difference.
 """
 
 from __future__ import annotations

@@ -88,6 +88,7 @@ class WorkerConnected:
     version: str = ""  # with its build; empty if unknown
     cost: CostPrior = field(default_factory=CostPrior)
     adapters: tuple[str, ...] = ()  # fingerprints of the LoRA adapters that it can compute
+    sends_kv: bool = False  # a decode worker that can send the KV of its answers to another one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

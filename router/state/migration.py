@@ -1,41 +1,54 @@
-"""Which running answers leave a draining decode worker, and when. Pure.
+"""Which running answers leave a draining decode worker, when, and whether their KV is sent. Pure.
 
 A draining worker gets no new requests, and its running answers move to other workers, so that the drain does not take
 as long as the longest of them. An answer moves as after a lost worker (endings.py): its attempt is cancelled, and the
-next one recomputes the prompt and the output so far, so the stream continues at the exact next token. The client
-notices a gap between two tokens. The rules:
+stream continues at the exact next token. The client notices a gap between two tokens. The next attempt gets its KV in
+one of two ways, whichever is predicted to end the answer first:
+
+- **sent**: the draining worker takes the part of a prefill worker whose cache has the whole text. It computes at most
+  the last block again, samples the next token, and sends the KV to the new worker.
+- **recomputed**: a prefill worker, or the new decode worker, computes the prompt and the output so far. Any failure to
+  send leads here.
+
+The rules:
 
 - An answer moves only to a placement that can start now. If there is none, it stays, and the policy is asked again.
 - It moves if the rest of it takes at least MIN_GAIN times as long as the gap. If it ends soon, it stays until then. It
   also stays if only the gap would make it miss its deadline.
-- For PATIENCE_S, waiting requests go first, and an answer stays if only the gap would make it miss its TPOT target.
-- At most one answer for each prefill worker moves at a time (for each decode worker if there is no prefill worker), the
-  longest first. It has moved when its next token arrives.
+- For PATIENCE_S, waiting requests go first, and an answer stays if only the gap would make it miss its TPOT target. An
+  answer whose KV is sent needs no prefill worker, so it waits only for requests that wait for a decode worker.
+- At most one answer for each prefill worker is recomputed at a time (for each decode worker if there is no prefill
+  worker), and the KV of SENDS_AT_ONCE answers of a worker is sent, the longest first. An answer is recomputed when its
+  next token arrives, and sent when its KV has arrived too.
 - An attempt after the first must have made progress, so an answer does not move from worker to worker without tokens.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from itertools import islice
 from typing import Final, NamedTuple, final
 
 from pdserve.core.cost.latency import LONGEST_S
+from pdserve.core.types import Role
 from router.policy.availability import LONGEST_WAIT_S, unloaded_estimate
-from router.policy.interface import Choice, Decision, Obstacle
+from router.policy.interface import Choice, Decision, Obstacle, PolicyInput
 from router.state import placing
 from router.state.attempts import INNOCENT_TOKENS
 from router.state.cluster_state import ClusterState
 from router.state.endings import Migrate, apply_ending
 from router.state.fleet import able, policy_input_of
 from router.state.interface import Command
-from router.state.lifecycle import CAN_MIGRATE
+from router.state.lifecycle import CAN_MIGRATE, Stage
 from router.state.request import Request
 from router.state.view import WorkerView
 
 MIN_GAIN: Final = 2.0  # predictions of a gap and of the length of an answer are not more accurate than that
 PATIENCE_S: Final = 5.0  # from the beginning of the drain
-RETRY_S: Final = 0.05  # after no prefill worker was free
+RETRY_S: Final = 0.05  # after no prefill worker was free, if none becomes free earlier
 MAX_ASKED: Final = 4  # answers about which the policy is asked after one event; a decision is expensive
+SENDS_AT_ONCE: Final = 4  # of one worker: enough to hide the latency of steps, and few that share its bandwidth
 STARTS: Final = (Choice.REMOTE, Choice.LOCAL)
 
 
@@ -44,21 +57,27 @@ def migrate(cluster: ClusterState) -> list[Command]:
     if cluster.migrating:
         _drop_arrived(cluster)
     draining = cluster.fleet.draining(cluster.now_s)
-    if not draining or cluster.now_s < cluster.migrate_after_s:
+    if not draining:
         return []
     prefills, decodes = cluster.fleet.usable(cluster.now_s)
-    room = len(prefills or decodes) - len(cluster.migrating)
-    if not decodes or room <= 0:
-        return []
-    return _Migration(cluster, prefills, decodes).run(draining, room)
+    return _Migration(cluster, prefills, decodes).run(draining) if decodes else []
 
 
 def _drop_arrived(cluster: ClusterState) -> None:
-    """Forgets the requests that have a token of their new attempt."""
+    """Forgets the requests that have a token of their new attempt and, if their KV is sent, their KV."""
     for request_id in list(cluster.migrating):
         request = cluster.requests[request_id]
-        if len(request.output) > request.attempt_output:
+        if len(request.output) > request.attempt_output and not (
+            request.stage is Stage.MOVING and _sender_of(cluster, request)
+        ):
             cluster.migrating.discard(request_id)
+
+
+def _sender_of(cluster: ClusterState, request: Request) -> str:
+    """The decode worker that sends the KV of the present attempt; empty if a prefill worker does, or none."""
+    worker_id = request.placement.prefill_worker if request.placement is not None else ""
+    view = cluster.fleet.workers.get(worker_id)
+    return worker_id if view is not None and view.role is Role.DECODE else ""
 
 
 class _Answer(NamedTuple):
@@ -70,6 +89,15 @@ class _Answer(NamedTuple):
     rest_s: float
 
 
+class _Option(NamedTuple):
+    """A placement that can start now."""
+
+    decision: Decision
+    gap_s: float
+    moved_s: float  # until the end of the answer
+    how: str
+
+
 @final
 class _Migration:
     """One pass over the answers on draining workers."""
@@ -78,31 +106,48 @@ class _Migration:
         self._cluster = cluster
         self._prefills = prefills
         self._decodes = decodes
+        waiting = islice(cluster.queue, placing.LOOKAHEAD)
         self._has_waiting = len(cluster.queue) + cluster.num_bound > 0
+        self._is_decode_short = any(
+            cluster.requests[one].waits_for in (Obstacle.DECODE, Obstacle.ROOM) for one in waiting
+        )
+        senders = [_sender_of(cluster, cluster.requests[one]) for one in cluster.migrating]
+        self._num_sending = Counter(filter(None, senders))
+        self._room = len(prefills or decodes) - senders.count("")  # for answers to recompute
+        self._may_ask = cluster.now_s >= cluster.migrate_after_s or self._is_freed(cluster.migration_asked_s)
 
-    def run(self, draining: list[WorkerView], room: int) -> list[Command]:
+    def run(self, draining: list[WorkerView]) -> list[Command]:
         cluster = self._cluster
         commands: list[Command] = []
         answers = [one for view in draining for one in self._movable(view)]
         answers.sort(key=lambda one: (-one.rest_s, one.request.serial))
-        for answer in answers[:MAX_ASKED]:
-            if room <= 0:
-                return commands
-            decision = self._decide(answer)
-            if decision is not None and decision.obstacle is Obstacle.PREFILL:  # perhaps only for this answer
-                answer.request.stays_until_s = cluster.now_s + RETRY_S
+        num_asked = 0
+        for answer in answers:
+            if num_asked == MAX_ASKED:
+                break
+            may_send, may_recompute = self._may_send(answer), self._may_recompute(answer)
+            if not may_send and not may_recompute:
+                continue
+            num_asked += 1
+            request = answer.request
+            request.asked_s, request.waits_for = cluster.now_s, Obstacle.NONE
+            option = self._best(answer, may_send=may_send, may_recompute=may_recompute)
+            if option is not None and self._is_worth_it(answer, option):
+                commands += self._move(answer, option)
+            elif request.waits_for is Obstacle.PREFILL:  # perhaps only for this answer
+                request.stays_until_s = cluster.now_s + RETRY_S
+                cluster.migration_asked_s = cluster.now_s
                 cluster.migrate_after_s = cluster.now_s + RETRY_S / MAX_ASKED  # not after each event
-            elif decision is not None and decision.choice in STARTS and self._is_worth_it(answer, decision):
-                commands += self._move(answer, decision)
-                room -= 1
             else:  # the next passes consider others
-                answer.request.stays_until_s = cluster.now_s + LONGEST_WAIT_S
+                request.stays_until_s = cluster.now_s + LONGEST_WAIT_S
         return commands
+
+    def _is_freed(self, since_s: float) -> bool:
+        """Whether an event may have made room on a worker that computes prompts."""
+        return any(view.freed_s >= since_s for view in self._prefills or self._decodes)
 
     def _movable(self, view: WorkerView) -> list[_Answer]:
         cluster = self._cluster
-        if self._has_waiting and not self._is_urgent(view):
-            return []
         found = []
         for request_id, attempt in view.reservations:
             request = cluster.requests[request_id]
@@ -110,56 +155,118 @@ class _Migration:
             if (
                 request.attempt == attempt
                 and request.stage in CAN_MIGRATE
+                and request.placement is not None
+                and request.placement.decode_worker == view.worker_id
                 and len(request.output) - request.attempt_output >= least
-                and request.stays_until_s <= cluster.now_s
+                and self._is_due(request)
             ):
                 rest_tokens = _rest_tokens(cluster, request)
                 found.append(_Answer(request, view, rest_tokens, min(rest_tokens * view.load.step_s, LONGEST_S)))
         return found
 
+    def _is_due(self, request: Request) -> bool:
+        if request.stays_until_s <= self._cluster.now_s:
+            return True
+        return request.waits_for is Obstacle.PREFILL and self._is_freed(request.asked_s)
+
     def _is_urgent(self, view: WorkerView) -> bool:
         return self._cluster.now_s - view.drains_since_s >= PATIENCE_S
 
-    def _decide(self, answer: _Answer) -> Decision | None:
-        """Asks the policy for a placement. None: no other worker can hold the whole answer."""
-        cluster, request, facts = self._cluster, answer.request, answer.request.facts
-        fits_all = cluster.fleet.fits_all
-        most = min(facts.num_prompt_tokens + facts.sampling.max_tokens, answer.view.max_tokens)
-        decodes = able(request, self._decodes, max(most, request.num_tokens + 1), fits_all)
-        if not decodes:
-            return None
-        prefills = able(request, self._prefills, request.num_tokens, fits_all)
-        asked = policy_input_of(request, cluster.fleet, cluster.lengths, cluster.now_s, answer.rest_tokens)
-        return cluster.policy(asked, prefills, decodes, cluster.now_s)
+    def _may_recompute(self, answer: _Answer) -> bool:
+        is_first = not self._has_waiting or self._is_urgent(answer.view)
+        return is_first and self._may_ask and self._room > 0
 
-    def _is_worth_it(self, answer: _Answer, decision: Decision) -> bool:
-        """Whether the answer should move to this placement, whose first token ends the gap."""
+    def _may_send(self, answer: _Answer) -> bool:
+        request, view, cluster = answer.request, answer.view, self._cluster
+        adapter = request.facts.adapter
+        return (
+            view.hello.sends_kv
+            and (not self._is_decode_short or self._is_urgent(view))
+            and view.heard_s > cluster.now_s - cluster.fleet.silence_s
+            and self._num_sending[view.worker_id] < SENDS_AT_ONCE
+            and (not adapter or adapter in view.adapters)
+            # A failed transfer is a lost attempt, which must not be the request's last one.
+            and request.lost_attempts + 1 < cluster.settings.max_attempts
+        )
+
+    def _best(self, answer: _Answer, *, may_send: bool, may_recompute: bool) -> _Option | None:
+        """The option that is predicted to end the answer first. None: it cannot start elsewhere now."""
+        cluster, request, facts, view = self._cluster, answer.request, answer.request.facts, answer.view
+        most = min(facts.num_prompt_tokens + facts.sampling.max_tokens, view.max_tokens)
+        decodes = able(request, self._decodes, max(most, request.num_tokens + 1), cluster.fleet.fits_all)
+        if not decodes:
+            return None  # no other worker can hold the whole answer
+        # Its last token has no KV yet.
+        request.cached_blocks[view.worker_id] = (request.num_tokens - 1) // view.hello.block_size
+        asked = policy_input_of(request, cluster.fleet, cluster.lengths, cluster.now_s, answer.rest_tokens)
+        again = self._recomputed(answer, asked, decodes) if may_recompute else None
+        if again is not None:  # the new worker is the same in either way, so the predictions differ in the way alone
+            decodes = [one for one in decodes if one.worker_id == again.decision.decode_worker]
+        sent = self._sent(answer, asked, decodes) if may_send else None
+        options = [one for one in (sent, again) if one is not None]
+        return min(options, key=lambda one: one.moved_s, default=None)
+
+    def _recomputed(self, answer: _Answer, asked: PolicyInput, decodes: list[WorkerView]) -> _Option | None:
+        cluster, request = self._cluster, answer.request
+        prefills = able(request, self._prefills, request.num_tokens, cluster.fleet.fits_all)
+        decision = cluster.policy(asked, prefills, decodes, cluster.now_s)
+        if decision.bound_to and self._is_urgent(answer.view):  # before the requests in that worker's queue
+            decision = cluster.policy(replace(asked, bound_to=decision.bound_to), prefills, decodes, cluster.now_s)
+        if decision.choice not in STARTS:
+            request.waits_for = decision.obstacle
+            return None
+        gap_s, tpot_s = self._predicted(answer, decision, self._prefills)
+        return _Option(decision, gap_s, gap_s + answer.rest_tokens * tpot_s, "it is recomputed")
+
+    def _sent(self, answer: _Answer, asked: PolicyInput, decodes: list[WorkerView]) -> _Option | None:
+        """The draining worker as a prefill worker without other requests, after its present step."""
+        cluster, now_s, view = self._cluster, self._cluster.now_s, answer.view
+        source = WorkerView(view.hello, now_s)
+        source.cost = view.cost
+        source.free_at_s = now_s + min(view.rest_of_step_s(now_s), source.batch_s)
+        decision = cluster.policy(asked, [source], decodes, now_s)
+        if decision.choice is not Choice.REMOTE:
+            return None
+        target = cluster.fleet.workers[decision.decode_worker]
+        lacking = target.blocks_for(asked.num_tokens - asked.cached_on(target))
+        link = cluster.fleet.link(view.worker_id, target.worker_id)
+        gap_s, tpot_s = self._predicted(answer, decision, [source])
+        gap_s += link.transfer_s(lacking * target.hello.block_bytes)
+        return _Option(decision, gap_s, gap_s + answer.rest_tokens * tpot_s, "its KV is sent")
+
+    def _predicted(self, answer: _Answer, decision: Decision, prefills: list[WorkerView]) -> tuple[float, float]:
+        """The gap until the next token, and the seconds per token after it. A policy may predict nothing."""
+        if decision.candidates:
+            chosen = decision.candidates[0]
+            return chosen.ttft_s, chosen.tpot_s
+        tokens = answer.request.num_tokens
+        cached = {one.worker_id: tokens - 1 for one in prefills if one.worker_id == answer.view.worker_id}
+        unloaded = unloaded_estimate(tokens, answer.rest_tokens, cached, prefills, self._decodes)
+        return unloaded.ttft_s, unloaded.tpot_s
+
+    def _is_worth_it(self, answer: _Answer, option: _Option) -> bool:
+        """Whether the answer should move to this placement."""
         cluster, request, rest_s = self._cluster, answer.request, answer.rest_s
-        gap_s, tpot_s = self._predicted(answer, decision)
-        moved_s = gap_s + answer.rest_tokens * tpot_s
-        if rest_s < MIN_GAIN * gap_s or _only_fits(rest_s, moved_s, request.deadline_left_s(cluster.now_s)):
+        if rest_s < MIN_GAIN * option.gap_s:
+            return False
+        if _only_fits(rest_s, option.moved_s, request.deadline_left_s(cluster.now_s)):
             return False
         assert request.first_token_s is not None, "an answer that can migrate has a token"
         num_tokens = len(request.output) + answer.rest_tokens - 1.0
         target_left_s = request.first_token_s + num_tokens * request.facts.slo.tpot_s - cluster.now_s
-        return self._is_urgent(answer.view) or not _only_fits(rest_s, moved_s, target_left_s)
+        return self._is_urgent(answer.view) or not _only_fits(rest_s, option.moved_s, target_left_s)
 
-    def _predicted(self, answer: _Answer, decision: Decision) -> tuple[float, float]:
-        """The gap, and the seconds per token after it. A policy may predict nothing."""
-        if decision.candidates:
-            chosen = decision.candidates[0]
-            return chosen.ttft_s, chosen.tpot_s
-        request = answer.request
-        unloaded = unloaded_estimate(request.num_tokens, answer.rest_tokens, {}, self._prefills, self._decodes)
-        return unloaded.ttft_s, unloaded.tpot_s
-
-    def _move(self, answer: _Answer, decision: Decision) -> list[Command]:
-        cluster, request, view = self._cluster, answer.request, answer.view
+    def _move(self, answer: _Answer, option: _Option) -> list[Command]:
+        cluster, request, view, decision = self._cluster, answer.request, answer.view, option.decision
         state = "drained" if view.is_drained else "draining"
         reason = (
             f"moved from {view.worker_id}, which is {state}: the rest would take about {answer.rest_s:.3f} s there; "
-            f"{decision.reason}"
+            f"{option.how}; {decision.reason}"
         )
+        if decision.prefill_worker == view.worker_id:
+            self._num_sending[view.worker_id] += 1
+        else:
+            self._room -= 1
         commands = apply_ending(cluster, Migrate(request))
         return commands + placing.start(cluster, request, replace(decision, reason=reason))
 

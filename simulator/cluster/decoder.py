@@ -164,6 +164,27 @@ class DecodeMachine(Machine[DecodeStep, fx.DecodeEffect]):
         if attempt is not None:
             self.act(self.scheduler.offer(attempt, is_local=is_local, now_s=self.agenda.now_s))
 
+    def prefill(self, order: Order, encoded: bytes) -> None:
+        grant = SimulatedGrant.decode(encoded)
+        attempt = self.begin(order)
+        if attempt is None:
+            return
+        self.grants[order.key] = grant
+        self.act(
+            self.scheduler.offer_send(
+                attempt,
+                receiver_cached_blocks=grant.num_cached_blocks,
+                num_granted=grant.num_blocks,
+                granted_size=self.block_size,
+                now_s=self.agenda.now_s,
+            )
+        )
+
+    def send_ended(self, key: AttemptKey, *, is_whole: bool, error: str) -> None:
+        if self.scheduler.stage(key) is DecodeStage.RUNNING:
+            self._settle()  # as in `cancel`
+        self.act(self.scheduler.sent(key, is_whole=is_whole, error=error))
+
     def admit(self, key: AttemptKey, first_token: int) -> None:
         effects = self.scheduler.admit(key, first_token, self.agenda.now_s)
         if effects is not None:
@@ -304,10 +325,11 @@ class DecodeMachine(Machine[DecodeStep, fx.DecodeEffect]):
         self._computed(step.account, count, now_s - run.since_s, run.times.first_s * self.speed.jitter())
         unreported = self._unreported
         for sequence in step.decoding:
-            unreported.add(sequence.key, sequence.num_output, count)
+            if not sequence.is_sending:
+                unreported.add(sequence.key, sequence.num_output, count)
         outs = [DREW if share == each.remaining else READ for each, share in step.prefilling]
         for (sequence, _), out in zip(step.prefilling, outs, strict=True):
-            if out.sampled:
+            if out.sampled and not sequence.is_sending:
                 unreported.add(sequence.key, sequence.num_output, 1)
         self.act(scheduler.apply_run(step, count, TOKEN, now_s, outs))
         if unreported and now_s >= self._report_at_s:
@@ -337,6 +359,8 @@ class DecodeMachine(Machine[DecodeStep, fx.DecodeEffect]):
                 case pr.Released() | pr.Refused():
                     self._unreported.discard(effect.key)
                     self.act_on_common(effect)
+                case fx.SendStarted() | fx.BlocksDone() | fx.SendAborted() | pr.FirstToken():
+                    self.act_on_send(effect)
                 case fx.BlocksReserved():
                     self._blocks_reserved(effect)
                 case pr.Granted():

@@ -18,6 +18,7 @@ from pdserve.core.attempt import AttemptKey, AttemptLedger, EndRule
 from pdserve.core.kv.blocks import BlockAllocator, CacheChange
 from pdserve.core.kv.cache import KvCache
 from pdserve.core.kv.kv_shape import TransferKey
+from pdserve.core.types import Role
 from pdserve.worker.interface import Effect, Scheduler, Step
 from router.state import interface
 from simulator.cluster.agenda import Agenda
@@ -122,6 +123,7 @@ class Machine(ABC, Generic[Step, Effect]):
             inbox_depth=shape.inbox_depth,
             block_bytes=self.block_size * shape.kv_bytes_per_token,
             cost=shape.prior or shape.cost,
+            sends_kv=shape.role is Role.DECODE,
         )
 
     @property
@@ -180,8 +182,9 @@ class Machine(ABC, Generic[Step, Effect]):
             action, details = self.inbox.popleft()
             action(*details)
 
+    @abstractmethod
     def prefill(self, order: Order, encoded: bytes) -> None:
-        raise AssertionError("only prefill workers have grants of others")
+        """Computes what the worker lacks of the text, and sends its KV to the worker that made the grant."""
 
     def reserve(self, order: Order, is_local: bool) -> None:
         raise AssertionError("only decode workers reserve blocks")
@@ -199,7 +202,17 @@ class Machine(ABC, Generic[Step, Effect]):
         self.scheduler.is_draining = False
 
     def sent(self, key: AttemptKey, transfer: TransferKey, is_whole: bool, error: str, exposed_s: float = 0.0) -> None:
-        raise AssertionError("only prefill workers send")
+        self.post(self._sent, key, transfer, is_whole, error, exposed_s)
+
+    def _sent(self, key: AttemptKey, transfer: TransferKey, is_whole: bool, error: str, exposed_s: float) -> None:
+        if self.holds_transfer(key, transfer):
+            if is_whole:
+                self.forward(pr.TransferEnded(key=key, is_committed=True, exposed_s=exposed_s))
+            self.send_ended(key, is_whole=is_whole, error=error)
+
+    @abstractmethod
+    def send_ended(self, key: AttemptKey, *, is_whole: bool, error: str) -> None:
+        """The network no longer reads the blocks of the attempt."""
 
     def moving(self, key: AttemptKey) -> None:
         """The transfer into granted blocks has begun."""
@@ -249,6 +262,19 @@ class Machine(ABC, Generic[Step, Effect]):
         """Sends the message to the router of its attempt. There, the attempt's key has the worker's id."""
         theirs = message.key._replace(peer=self.shape.worker_id)
         self.send_event(message.key.router, replace(message, key=theirs))
+
+    def act_on_send(self, effect: fx.SendEffect) -> None:
+        network, key = self.env.network, effect.key
+        match effect:
+            case fx.BlocksDone():
+                if effect.blocks:
+                    network.push(self.grants[key].key, effect.blocks[0][0], len(effect.blocks))
+            case fx.SendStarted():
+                network.start(self, key, self.grants[key])
+            case pr.FirstToken():
+                self.forward(effect)
+            case fx.SendAborted():
+                network.abort_sending(self.grants[key].key)
 
     def act_on_common(self, effect: fx.CommonEffect) -> None:
         match effect:

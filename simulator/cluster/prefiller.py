@@ -10,7 +10,6 @@ from pdserve.core import protocol as pr
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.cost.latency import CostModel
 from pdserve.core.cost.step_rule import PromptOrder
-from pdserve.core.kv.kv_shape import TransferKey
 from pdserve.engine.interface import RowOut
 from prefill_worker.prefill_sequence import PrefillStep
 from prefill_worker.pushing import PushRule
@@ -71,14 +70,8 @@ class PrefillMachine(Machine[PrefillStep, fx.PrefillEffect]):
             )
         )
 
-    def sent(self, key: AttemptKey, transfer: TransferKey, is_whole: bool, error: str, exposed_s: float = 0.0) -> None:
-        self.post(self._sent, key, transfer, is_whole, error, exposed_s)
-
-    def _sent(self, key: AttemptKey, transfer: TransferKey, is_whole: bool, error: str, exposed_s: float) -> None:
-        if self.holds_transfer(key, transfer):
-            if is_whole:
-                self._exposed(key, exposed_s)
-            self.act(self.scheduler.sent(key, is_whole=is_whole, error=error))
+    def send_ended(self, key: AttemptKey, *, is_whole: bool, error: str) -> None:
+        self.act(self.scheduler.sent(key, is_whole=is_whole, error=error))
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -119,20 +112,9 @@ class PrefillMachine(Machine[PrefillStep, fx.PrefillEffect]):
     # -- effects -------------------------------------------------------------------------------------------------
 
     def act(self, effects: Iterable[fx.PrefillEffect]) -> None:
-        network = self.env.network
         for effect in effects:
             match effect:
-                case fx.BlocksDone():
-                    if effect.blocks:
-                        network.push(self.grants[effect.key].key, effect.blocks[0][0], len(effect.blocks))
-                case fx.SendStarted():
-                    network.start(self, effect.key, self.grants[effect.key])
-                case pr.FirstToken():
-                    self.forward(effect)
-                case fx.SendAborted():
-                    network.abort_sending(self.grants[effect.key].key)
+                case fx.SendStarted() | fx.BlocksDone() | fx.SendAborted() | pr.FirstToken():
+                    self.act_on_send(effect)
                 case _:
                     self.act_on_common(effect)
-
-    def _exposed(self, key: AttemptKey, exposed_s: float) -> None:
-        self.forward(pr.TransferEnded(key=key, is_committed=True, exposed_s=exposed_s))

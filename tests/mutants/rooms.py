@@ -74,12 +74,18 @@ OWN = {
     "decode_worker.scheduler": (
         "decode_worker/test_scheduler.py",
         "decode_worker/test_admission.py",
+        "decode_worker/test_sending.py",
+    ),
+    "decode_worker.step_results": (
+        "decode_worker/test_scheduler.py",
         "decode_worker/test_phases.py",
+        "decode_worker/test_sending.py",
     ),
     "decode_worker.decode_sequence": ("decode_worker/test_scheduler.py",),
     "decode_worker.sequence_table": (
         "decode_worker/test_scheduler.py",
         "decode_worker/test_admission.py",
+        "decode_worker/test_sending.py",
         "decode_worker/test_known_failures.py",
     ),
     "prefill_worker.prefill_sequence": ("prefill_worker/test_scheduler.py",),

@@ -159,6 +159,46 @@ class Bench:
         assert isinstance(effect, BlocksReserved)
         return self.write(name)
 
+    def send(
+        self,
+        name: str,
+        prompt: list[int],
+        attempt: int = 2,
+        *,
+        cached_blocks: int = 0,
+        num_granted: int | None = None,
+        **settings: Any,
+    ) -> list[DecodeEffect]:
+        """Orders the worker to send the KV of an answer that it has computed and cancelled."""
+        output = tuple(self.sampled.get(name, ()))
+        one = Attempt(
+            key=self.key(name, attempt),
+            prompt_ids=tuple(prompt),
+            output_ids=output,
+            sampling=Sampling(**{"temperature": 0.0, "max_tokens": 100, **settings}),
+            arrived_s=self.now_s,
+        )
+        if num_granted is None:
+            num_granted = -(-one.num_tokens // BLOCK_SIZE) - cached_blocks
+        return self.scheduler.offer_send(
+            one,
+            receiver_cached_blocks=cached_blocks,
+            num_granted=num_granted,
+            granted_size=BLOCK_SIZE,
+            now_s=self.now_s,
+        )
+
+    def assert_right_kv(self, tokens: list[int], blocks: dict[int, int]) -> None:
+        """The worker's `blocks`, by their number in the text, have the KV of `tokens`, as they are sent."""
+        count = -(-len(tokens) // BLOCK_SIZE)
+        fresh = ToyEngine(num_blocks=count, block_size=BLOCK_SIZE, num_answers=self.num_answers)
+        fresh.step([Row(tokens=tokens, start=0, blocks=list(range(count)), history=(), prompt_len=0)])
+        size = fresh.pool.block_bytes
+        for index, block in blocks.items():
+            used = size * min(len(tokens) - index * BLOCK_SIZE, BLOCK_SIZE) // BLOCK_SIZE
+            mine = self.engine.pool.buffer[block * size : block * size + used]
+            assert bytes(mine) == bytes(fresh.pool.buffer[index * size : index * size + used]), f"block {index}"
+
     def receive(self, name: str, attempt: int = 1) -> list[DecodeEffect]:
         key = self.key(name, attempt)
         return self.scheduler.received(key, transfer_s=0.5, busy_s=0.25, num_bytes=64, now_s=self.now_s)
@@ -223,6 +263,7 @@ class Bench:
         for key in scheduler.live():
             scheduler.cancel(key)
             scheduler.lost(key, "the test ends")
+            scheduler.sent(key, is_whole=False)
         if self.flight is not None:
             scheduler.dropped(self.flight[0])
         scheduler.check()

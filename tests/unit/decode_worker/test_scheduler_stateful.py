@@ -10,13 +10,15 @@ from hypothesis import strategies as st
 
 from decode_worker.decode_sequence import DecodeStage
 from pdserve.core.effects import BlocksReserved
-from pdserve.core.protocol import Released, TokenRow
+from pdserve.core.protocol import FirstToken, Released, TokenRow
 from pdserve.core.types import FinishReason
 from pdserve.engine.toy import answer
 from tests.support.examples import examples
 
 NAMES = "abcdef"
+SENDS = ["send", "send", "sent", "unsent"]
 KINDS = ["local", "remote", "received", "received", "receive", "admit", "lose", "cancel", "drained", *["step"] * 9]
+KINDS += SENDS
 MOVES = st.lists(
     st.tuples(
         st.sampled_from(KINDS),
@@ -73,6 +75,9 @@ def live(make_bench: Any, num_blocks: int, num_answers: int, max_drafts: int, is
             if isinstance(one, TokenRow) and one.finish is FinishReason.LENGTH:
                 name = one.key.request_id
                 assert bench.sampled[name] == expected[name]
+            if isinstance(one, FirstToken):
+                name = one.key.request_id
+                assert [*bench.sampled[name], one.token.token_id] == expected[name][: len(bench.sampled[name]) + 1]
         scheduler.check()
 
     for move, which, length, max_tokens in moves:
@@ -111,10 +116,28 @@ def live(make_bench: Any, num_blocks: int, num_answers: int, max_drafts: int, is
             see(scheduler.cancel(key))
         elif move == "drained" and stage is DecodeStage.ENDING:
             see(scheduler.lost(key, "drained"))
+        elif move == "send" and stage is DecodeStage.RUNNING and len(bench.sampled.get(name, ())) > 0:
+            if scheduler.sequences.by_key[key].is_sending:
+                continue
+            see(scheduler.cancel(key))
+            attempts[name] += 1
+            prompt = bench.prompts[key]
+            bench.prompts[bench.key(name, attempts[name])] = prompt
+            bad = ((1, 2),) if which % 2 else ()
+            num_tokens = len(expected[name])
+            see(bench.send(name, prompt, attempts[name], max_tokens=num_tokens, bad_token_ids=bad))
+        elif move == "sent" and stage is DecodeStage.SENDING:
+            see(scheduler.sent(key, is_whole=True))
+        elif move == "unsent" and stage is not None and scheduler.sequences.by_key[key].is_sending:
+            see(scheduler.sent(key, is_whole=False, error="cut"))
         elif move == "step":
             see(bench.step())
 
     for key in scheduler.live():
+        if scheduler.sequences.by_key[key].is_sending:
+            see(scheduler.cancel(key))
+            see(scheduler.sent(key, is_whole=False))
+            continue
         stage = scheduler.stage(key)
         if stage in (DecodeStage.RECEIVING, DecodeStage.ENDING):
             see(scheduler.cancel(key))

@@ -6,18 +6,22 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pdserve.client.request import scale_request
 from pdserve.config import REDIS_ENV, SECRET_ENV, WorkerConfig
-from pdserve.core.errors import ConfigError
+from pdserve.core.errors import ChangeFailed, ConfigError
 from pdserve.core.types import Role
+from pdserve.launch.change_server import ChangeServer
 from pdserve.launch.ray_workers import PlacedWorker, RayWorkers, choose_node
 from pdserve.launch.report import LauncherReport
 from pdserve.launch.spec import ClusterSpec, needs_text
 from pdserve.launch.supervisor import StartFailed
 from pdserve.launch.with_ray import STATE, Phase, RayCluster, WantedCluster, WantedFile, WantedWorker, states_to_json
+from router.service.cluster import LauncherLink
 from tests.unit.launch.fake_ray import KILL_ADVANCES, FakeGroup, FakeRay
 
 WAIT_S = 5.0
@@ -497,3 +501,25 @@ async def test_settings_that_cannot_be_used_start_nothing() -> None:
         await cluster._end_worker("d1")
         cluster._forget("d1")
         assert found.workers.states.keys() == {"p0", "d0"}
+
+
+async def test_a_worker_that_does_not_start_fails_the_change(tmp_path: Path) -> None:
+    """An operator's command would show another error as one of the launcher itself."""
+
+    class Cluster:
+        async def scale(self, prefill: int | None, decode: int | None, say: Any) -> None:
+            raise StartFailed("d1: no node has a GPU")
+
+        def say(self, name: str, text: str) -> None:
+            pass
+
+    server = ChangeServer(Cluster(), tmp_path / "socket", "")  # type: ignore[arg-type]
+    await server.start()
+    server.is_ready = True
+    try:
+        link = LauncherLink(str(tmp_path / "socket"), "")
+        with pytest.raises(ChangeFailed, match="d1: no node has a GPU"):
+            async for _ in link.change(scale_request(None, 2)):
+                pass
+    finally:
+        await server.close()

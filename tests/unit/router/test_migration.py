@@ -10,14 +10,17 @@ from pdserve.core.attempt import RefusalReason
 from pdserve.core.cost.latency import CostPrior
 from pdserve.core.protocol import Cancel, DrainWorker, Load, Reserve
 from pdserve.core.types import FinishReason, Slo
+from router.policy.availability import LONGEST_WAIT_S
 from router.policy.interface import Choice, Decision, Obstacle, PolicyInput
 from router.state.interface import Command, DrainRequested, FinishRequest, RouterSettings, UndrainRequested
 from router.state.lifecycle import Stage
-from router.state.migration import PATIENCE_S
+from router.state.migration import PATIENCE_S, SENDS_AT_ONCE
 from tests.unit.router.expected import admit, cancel, emit, prefill, reserve
 from tests.unit.router.given import Given
 
 SLOW_PREFILL = CostPrior(prefill_base_s=0.5)  # a decode step takes 10 ms
+SLOW_TOKENS = CostPrior(prefill_per_token_s=0.01)  # of a prompt
+SO_FAR = tuple(range(100, 160))  # tokens of an answer whose KV is sent
 
 
 def drain(given: Given, worker_id: str = "d0") -> list[Command]:
@@ -289,3 +292,177 @@ def test_an_answer_whose_client_leaves_no_longer_counts(given: Given) -> None:
     drain(given)
     drain(given, "d1")
     assert is_moved(given.leaves("a") + given.tokens(1, [101], worker_id="d1", request_id="b"))
+
+
+# -- answers whose KV is sent ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sending(given: Given) -> Given:
+    """An answer on d0, which can send its KV to d1. p0 has only the prompt in its cache."""
+    given.connect_prefill("p0", cost=SLOW_TOKENS, generation=2)
+    for worker_id in ("d0", "d1"):
+        given.connect_decode(worker_id, sends_kv=True, cost=SLOW_TOKENS, generation=2)
+    given.arrives(max_tokens=200)
+    given.granted()
+    given.first(100)
+    given.committed()
+    given.released("p0")
+    given.tokens(1, SO_FAR[1:])
+    return given
+
+
+def test_the_draining_worker_sends_the_kv(sending: Given) -> None:
+    """It gets the order of a prefill worker, with the tokens so far, and samples the next one."""
+    assert drain(sending) == [DrainWorker(worker_id="d0"), cancel("d0"), reserve(2, "d1", SO_FAR)]
+    record = sending.state.explain("a")
+    assert record is not None
+    assert record.decision.prefill_worker == "d0"
+    assert "; its KV is sent; " in record.decision.reason
+    sending.released("d0")
+    assert sending.granted(2, "d1") == [prefill(2, "d0", SO_FAR, "d1")]
+    assert sending.first(200, 2, "d0") == [emit(len(SO_FAR), 200), admit(200, 2, "d1")]
+    assert sending.state.stage_of("a") is Stage.MOVING
+    sending.committed(attempt=2, worker_id="d1")
+    sending.released("d0", 2)
+    *_, finished = sending.tokens(len(SO_FAR) + 1, [201], 2, "d1", FinishReason.STOP)
+    assert isinstance(finished, FinishRequest)
+    assert (finished.timings.prefill_worker, finished.timings.decode_worker) == ("d0", "d1")
+    assert (sending.state.counters["migrated"], sending.state.counters["migrated_with_kv"]) == (1, 1)
+
+
+def test_kv_is_computed_again_where_that_is_faster(given: Given) -> None:
+    """A block has a gigabyte here, and the link is assumed to move one in a second."""
+    for worker_id in ("d0", "d1"):
+        given.connect_decode(worker_id, sends_kv=True, block_bytes=10**9)
+    given.arrives(max_tokens=200)
+    given.granted()
+    given.first(100)
+    given.committed()
+    assert drain(given)[-1] == reserve(2, "d1", (100,))
+    assert given.granted(2, "d1") == [prefill(2, "p0", (100,), "d1")]
+
+
+def test_a_refusal_to_send_leads_to_a_prefill(sending: Given) -> None:
+    drain(sending)
+    sending.granted(2, "d1")
+    commands = sending.refused("d0", 2, RefusalReason.NO_KV)
+    assert commands == [cancel("d1", 2), reserve(3, "d1", SO_FAR)]
+    assert sending.granted(3, "d1") == [prefill(3, "p0", SO_FAR, "d1")]
+
+
+@pytest.mark.parametrize("has_token", [False, True])
+def test_a_failed_transfer_leads_to_a_prefill(sending: Given, has_token: bool) -> None:
+    drain(sending)
+    sending.granted(2, "d1")
+    tokens = (*SO_FAR, 200) if has_token else SO_FAR
+    if has_token:
+        sending.first(200, 2, "d0")
+    commands = sending.committed(is_committed=False, attempt=2, worker_id="d1")
+    assert commands == [cancel("d0", 2), cancel("d1", 2), reserve(3, "d1", tokens)]
+    assert sending.granted(3, "d1") == [prefill(3, "p0", tokens, "d1")]
+
+
+def test_the_death_of_the_sender_leads_to_a_prefill(sending: Given) -> None:
+    drain(sending)
+    sending.granted(2, "d1")
+    sending.first(200, 2, "d0")
+    assert sending.lost("d0") == [cancel("d1", 2), reserve(3, "d1", (*SO_FAR, 200))]
+    assert sending.granted(3, "d1") == [prefill(3, "p0", (*SO_FAR, 200), "d1")]
+
+
+def test_the_death_of_the_receiver_leads_to_a_prefill(sending: Given) -> None:
+    sending.connect_decode("d2")
+    drain(sending)
+    sending.granted(2, "d1")
+    sending.first(200, 2, "d0")
+    assert sending.lost("d1") == [cancel("d0", 2), reserve(3, "d2", (*SO_FAR, 200))]
+
+
+def test_the_last_attempt_is_not_lost_to_a_transfer(sending: Given) -> None:
+    sending.state._cluster.requests["a"].lost_attempts = sending.state.settings.max_attempts - 1
+    drain(sending)
+    assert sending.granted(2, "d1") == [prefill(2, "p0", SO_FAR, "d1")]
+
+
+def test_a_few_answers_of_a_worker_are_sent_at_a_time(sending: Given) -> None:
+    given = sending
+    for number in range(2 * SENDS_AT_ONCE):  # every second one to d0
+        name = f"more{number}"
+        [placed] = given.arrives(name, prompt=20, max_tokens=100)
+        assert isinstance(placed, Reserve)
+        given.granted(worker_id=placed.worker_id, request_id=name)
+        given.first(100, request_id=name)
+        given.committed(worker_id=placed.worker_id, request_id=name)
+        given.released("p0", request_id=name)
+    given.connect_prefill("p0", cost=CostPrior(prefill_base_s=10.0), generation=3)  # no answer is worth that
+    given.connect_decode("d2", inbox_depth=16)
+    moved = [one.request_id for one in drain(sending) if isinstance(one, Reserve)]
+    assert len(moved) == SENDS_AT_ONCE
+    assert moved[0] == "a", "the longest"
+    sending.granted(2, "d1")
+    assert not is_moved(sending.first(200, 2, "d0")), "its KV has not arrived"
+    given.now_s += LONGEST_WAIT_S
+    assert is_moved(sending.committed(attempt=2, worker_id="d1"))
+
+
+def test_an_answer_is_sent_while_requests_wait_for_a_prefill_worker(sending: Given) -> None:
+    for name in ("b", "c", "d", "e", "f"):  # the inbox of p0 holds four
+        sending.arrives(name)
+    assert sending.state.num_queued > 0
+    assert any(isinstance(one, Reserve) and one.request_id == "a" for one in drain(sending))
+
+
+# -- how soon answers are computed again -----------------------------------------------------------------------
+
+
+def busy(given: Given, num_answers: int) -> list[str]:
+    """Answers on d0, and a prompt on p0, whose inbox holds one."""
+    given.connect_prefill("p0", inbox_depth=1)
+    names = [f"r{number}" for number in range(num_answers)]
+    for name in names:
+        given.arrives(name, max_tokens=200)
+        given.granted(request_id=name)
+        given.first(100, request_id=name)
+        given.committed(request_id=name)
+        given.released("p0", request_id=name)
+    given.arrives("other", max_tokens=200)
+    given.connect_decode("d1")
+    return names
+
+
+def test_an_answer_moves_as_soon_as_a_prefill_worker_is_free(given: Given) -> None:
+    busy(given, 2)
+    given.granted(request_id="other")
+    assert not is_moved(drain(given)), "p0 computes another prompt"
+    given.now_s += 0.001
+    commands = given.first(100, request_id="other")
+    for attempt in range(2):
+        given.now_s += 0.001
+        assert is_moved(commands), f"move {attempt}"
+        [moved] = [one for one in commands if isinstance(one, Reserve)]
+        given.granted(2, "d1", moved.request_id)
+        commands = given.first(101, 2, "p0", request_id=moved.request_id)
+
+
+def test_waiting_requests_do_not_starve_answers_for_long(given: Given) -> None:
+    """The prefill worker always has a prompt, and the next one always waits."""
+    busy(given, 1)
+    drain(given)
+    ahead, decode = "other", "d0"
+    for number in range(100):
+        given.granted(request_id=ahead, worker_id=decode)
+        given.arrives(f"next{number}", slo=Slo(ttft_s=100.0))
+        given.now_s += 0.1
+        commands = given.tokens(number + 1, [101 + number], request_id="r0")
+        assert not is_moved(commands), "p0 computes a prompt"
+        commands = given.first(100, request_id=ahead, finish=FinishReason.STOP)
+        [placed] = [one for one in commands if isinstance(one, Reserve)]
+        if placed.request_id == "r0":
+            break
+        for worker_id in ("p0", decode):
+            given.released(worker_id, request_id=ahead)
+        ahead, decode = placed.request_id, placed.worker_id
+        for worker_id in ("d0", "d1"):
+            given.heard(worker_id)
+    assert PATIENCE_S <= given.now_s <= PATIENCE_S + 0.2

@@ -27,6 +27,14 @@ from router.scaling.interface import (
     ScalingSettings,
     Size,
 )
+from router.scaling.observing import (
+    RouterDemand,
+    WorkerCapacity,
+    measured,
+    observe,
+    ready_workers,
+    why_unsettled,
+)
 from router.scaling.plan import SizePlan, resized, slice_edges_s
 
 #: A worker decodes about 2.5 of the requests below per second, or prefills 10.
@@ -314,3 +322,48 @@ def test_changes_are_named_for_people() -> None:
 def test_settings_out_of_bounds_are_rejected(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         ScalingSettings(**wrong)  # type: ignore[arg-type]
+
+
+# --- what routers tell ----------------------------------------------------------------------------------------
+
+
+def capacity(name: str, role: Role, cost: CostPrior, **more: bool) -> WorkerCapacity:
+    flags = {"is_connected": True, "is_draining": False, "is_drained": False, **more}
+    sizes = {"rows": 2, "kv_tokens": 1000, "max_batch": 8, "max_batch_tokens": 64 if role is Role.DECODE else 512}
+    return WorkerCapacity(worker_id=name, role=role, cost=cost, **flags, **sizes)  # type: ignore[arg-type]
+
+
+def answer(*workers: WorkerCapacity) -> RouterDemand:
+    nothing = Interval(begin_s=0.0, end_s=0.0)
+    return RouterDemand(
+        incarnation="a", sums=nothing, queued=1, running=2, answers=2, answer_tokens=30, workers=workers
+    )
+
+
+def test_prefill_workers_know_no_cost_of_decoding() -> None:
+    prefill = replace(COST, prefill_per_token_s=3e-4, decode_base_s=0.0, decode_per_row_s=0.0)
+    told = [answer(capacity("p0", Role.PREFILL, prefill), capacity("d0", Role.DECODE, COST))]
+    found = observe(interval(5.0, 1.0), told)
+    assert (found.cost.decode_base_s, found.cost.decode_per_row_s) == (COST.decode_base_s, COST.decode_per_row_s)
+    assert found.cost.prefill_per_token_s == pytest.approx(2e-4)
+    assert (found.ready, found.max_batch_tokens, found.tokens_so_far) == (Size(1, 1), 512, 15.0)
+
+
+def test_a_worker_is_ready_if_it_is_at_each_router() -> None:
+    here = answer(capacity("d0", Role.DECODE, COST), capacity("d1", Role.DECODE, COST))
+    there = answer(capacity("d0", Role.DECODE, COST), capacity("d1", Role.DECODE, COST, is_connected=False))
+    assert ready_workers([here, there]) == {"d0": Role.DECODE}
+    assert observe(interval(5.0, 1.0), [here, there]).ready == Size(0, 1)
+    assert why_unsettled([here, there], {"d0", "d1"}) == "recovery of d1"
+    assert why_unsettled([here], {"d0", "d1"}) == ""
+    many = {f"d{number}" for number in range(9)}
+    assert why_unsettled([answer()], many) == "recovery of d0, d1, d2, d3 and 5 more"
+
+
+def test_what_a_change_took_counts_for_half() -> None:
+    start, stop = (Change(kind=kind, role=Role.DECODE, count=2) for kind in (ChangeKind.START, ChangeKind.STOP))
+    role = Change(kind=ChangeKind.CHANGE_ROLE, role=Role.PREFILL, count=1)
+    assert measured(SETTINGS, start, 60.0).start_s == 50.0
+    assert measured(SETTINGS, stop, 60.0).drain_s == 20.0, "one after another"
+    assert measured(replace(SETTINGS, change_role_s=4.0), role, 16.0).change_role_s == 5.0, "after the drain of 10 s"
+    assert measured(SETTINGS, start, 1e9).start_s == 3600.0

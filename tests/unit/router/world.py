@@ -116,14 +116,14 @@ class World:
 
     # -- workers -------------------------------------------------------------------------------------------------
 
-    def start(self, worker_id: str, role: Role) -> Worker:
-        worker = self.workers[worker_id] = Worker(worker_id, role)
+    def start(self, worker_id: str, role: Role, *, sends_kv: bool = False) -> Worker:
+        worker = self.workers[worker_id] = Worker(worker_id, role, sends_kv=sends_kv)
         self.connect(worker)
         return worker
 
     def connect(self, worker: Worker) -> None:
         worker.is_connected = True
-        self.submit(hello(worker.worker_id, worker.role, worker.generation))
+        self.submit(hello(worker.worker_id, worker.role, worker.generation, sends_kv=worker.sends_kv))
 
     def disconnect(self, worker: Worker, is_dead: bool) -> None:
         """Loses messages in both directions that were on their way."""
@@ -174,23 +174,24 @@ class World:
         self.say(worker, Granted(key=AttemptKey(worker.worker_id, key[0], key[1]), grant=grant))
 
     def _prefill(self, worker: Worker, command: Prefill) -> None:
-        assert worker.role is Role.PREFILL
+        assert worker.role is Role.PREFILL or worker.sends_kv
         self._check_output(command.request_id, command.output_token_ids)
         key = (command.request_id, command.attempt)
         assert key not in worker.held, "an attempt number is used twice"
-        if self._refuses(worker, key):
+        if self._refuses(worker, key, may_drain=worker.sends_kv):
             return
         tokens = self.clients[command.request_id].request.num_prompt_tokens + len(command.output_token_ids)
         granter, generation, attempt = command.grant.decode().split("/")
         assert int(attempt) == command.attempt, "an old grant is used"
         worker.held[key] = Held(len(command.output_token_ids), tokens, granted_by=(granter, int(generation)))
 
-    def _refuses(self, worker: Worker, key: Key) -> bool:
+    def _refuses(self, worker: Worker, key: Key, *, may_drain: bool = False) -> bool:
         reason: RefusalReason | None = None
-        if worker.is_draining:
+        if worker.is_draining and not may_drain:
             reason = RefusalReason.DRAINING
-        elif self.rng.random() < self.faults:
-            reason = self.rng.choice([RefusalReason.INBOX_FULL, RefusalReason.NO_BLOCKS])
+        elif self.rng.random() < self.faults * (4 if may_drain else 1):
+            lacks = RefusalReason.NO_KV if may_drain else RefusalReason.NO_BLOCKS
+            reason = self.rng.choice([RefusalReason.INBOX_FULL, lacks])
         if reason is not None:
             self.say(
                 worker,
@@ -234,7 +235,7 @@ class World:
             self.release(worker, key)
         elif self.rng.random() < self.faults:
             self._fail(worker, key, held)
-        elif worker.role is Role.PREFILL:
+        elif held.granted_by is not None:
             self._step_prefill(worker, key, held)
         elif held.stage == "running":
             self._step_decode(worker, key, held)

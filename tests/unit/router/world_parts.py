@@ -20,10 +20,10 @@ class Held:
     output: int  # Output tokens of earlier attempts, and of this one.
     tokens: int
     is_local: bool = False
-    stage: str = "waiting"  # decode: landing, running, ending; prefill: waiting, sending, ending.
+    stage: str = "waiting"  # decode: landing, running, ending; a sender: waiting, sending, ending.
     is_admitted: bool = False
     has_landed: bool = False
-    granted_by: tuple[str, int] | None = None  # decode worker and its generation, as the grant says
+    granted_by: tuple[str, int] | None = None  # of a sender: decode worker and its generation, as the grant says
 
 
 def grant_of(worker: Worker, attempt: int) -> bytes:
@@ -40,6 +40,7 @@ class Worker:
     is_connected: bool = False
     is_frozen: bool = False
     is_draining: bool = False
+    sends_kv: bool = False
     held: dict[Key, Held] = field(default_factory=dict)
     inbox: deque[Command] = field(default_factory=deque)
     outbox: deque[Event] = field(default_factory=deque)

@@ -11,6 +11,7 @@ import pytest
 
 from pdserve.core.errors import ConfigError
 from router.state.interface import RequestArrived
+from simulator.cluster.machine import Machine
 from simulator.cluster.world import World, simulate
 from simulator.model import NetworkLink, RequestRow, SimConfig, TraceRequest, WorkerFault, WorkerFaultKind
 from tests.support.slow import slow_except
@@ -95,7 +96,36 @@ def test_all_answers_end_while_workers_drain_in_turn() -> None:
     world, rows = run(workload(8, rate_rps=30.0), cluster(2, 3, faults=drains))
     assert [row.tokens for row in rows] == [row.output_tokens for row in rows]
     assert {row.outcome for row in rows} == {"served"}
-    assert world.result().counters["migrated"] > 0
+    counters = world.result().counters
+    assert counters["migrated"] > counters["migrated_with_kv"] > 0, "some are sent, others are faster to compute again"
+
+
+def test_a_drain_ends_sooner_if_kv_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One prefill worker computes one answer at a time, and new prompts go first."""
+    drain = WorkerFault(at_s=8.0, worker_id="d0", kind=WorkerFaultKind.DRAIN)
+    config = cluster(1, 2, policy="round-robin", faults=(drain,))
+    link = NetworkLink(latency_s=1e-3, bytes_per_s=1e10)
+    config = replace(config, workers=tuple(replace(one, link=link) for one in config.workers))
+    rows = [asked(0.5 * i, 3000, 1500) for i in range(12)] + [asked(7.9 + 0.5 * i, 3000, 2) for i in range(8)]
+
+    def drained_s(sends_kv: bool) -> float:
+        hello = Machine.hello
+        monkeypatch.setattr(Machine, "hello", lambda self: replace(hello(self), sends_kv=sends_kv))
+        world = World(Listed(rows), config)
+        world.start()
+        found = None
+        while world.step():
+            machine = world.stations["d0"].machine
+            assert machine is not None
+            if found is None and machine.scheduler.is_draining and machine.is_idle:
+                found = world.agenda.now_s - drain.at_s
+        assert {row.outcome for row in world.result().requests} == {"served"}
+        assert (world.result().counters.get("migrated_with_kv", 0) > 0) is sends_kv
+        assert found is not None
+        return found
+
+    sent_s, computed_s = drained_s(True), drained_s(False)
+    assert sent_s < 0.7 * computed_s
 
 
 def test_the_cluster_continues_without_a_dead_worker() -> None:

@@ -28,9 +28,11 @@ from pdserve.wire import peers
 from pdserve.worker.host import SERVICE
 from pdserve.worker.role_change import OF_PROGRAM, change_role, differing, needs_restart, with_settings
 from tests.oracle import Oracle
+from tests.support.adapters import write_adapter
 from tests.support.cluster_secret import ROUTER, SECRET
 from tests.unit.worker import conftest
 from tests.unit.worker.conftest import DEADLINE_S, Running, config
+from tests.unit.worker.test_adapters import of, serve, served
 from tests.unit.worker.test_tensor_parallel import BUNDLED, COMMON, PROMPTS
 
 PROMPT = list(range(10, 31))
@@ -138,6 +140,22 @@ async def test_readiness_and_registration_follow_the_role(start: Any, attach: An
         snapshot = await late.next("kv_events")
         assert (snapshot.is_snapshot, set(snapshot.stored)) == (True, held)
         assert held
+
+
+async def test_loras_stay_and_more_can_be_loaded(start: Any, attach: Any, ask: Any, tmp_path: Path) -> None:
+    for seed, name in enumerate(("a", "b")):
+        write_adapter(tmp_path / name, seed=seed)
+    d = start(Role.DECODE, **TOY, lora_folders=(str(tmp_path),))
+    names = {"a": await serve(await attach(d), Role.DECODE, "a", tmp_path / "a", 1)}
+    assert await change(d) == ""
+    router = await attach(d, name="second")
+    assert served(router, Role.PREFILL) == names
+    names["b"] = await serve(router, Role.PREFILL, "b", tmp_path / "b", 2)
+    assert await change(d) == ""
+    router = await attach(d, name="third")
+    assert served(router, Role.DECODE) == names
+    for name, adapter in names.items():
+        assert await router.local(of(ask(name, PROMPT), adapter)) == answer(PROMPT, 8, adapter=adapter)
 
 
 # --- what ends ------------------------------------------------------------------------------------------------
