@@ -32,6 +32,7 @@ class TimedAnswer:
     added_s: float  # ttft_s less what the prefilling worker says that it took
     tokens: int
     prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +192,7 @@ async def ask(
         added_s=added_s,
         tokens=tokens,
         prompt_tokens=len(request.token_ids.ids),
+        cached_tokens=finished.usage.cached_prompt_tokens,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, final
 
 from pdserve.core import protocol as pr
@@ -16,7 +16,7 @@ from router.state import interface
 from router.state.state import RouterState
 from simulator.cluster.agenda import Agenda
 from simulator.cluster.machine import AnyMachine, Order
-from simulator.cluster.prompts import BlockNames, sampling_of
+from simulator.cluster.prompts import BlockNames, blank, sampling_of
 from simulator.model import RequestRow, SimConfig, TraceRequest
 
 IN_TIME = frozenset({interface.Outcome.SERVED, interface.Outcome.LATE})
@@ -35,6 +35,8 @@ class SimulatedCall:
     row: RequestRow
     names: BlockNames
     claim: AnswerClaim | None  # None: its tenant has no quotas
+    arrived: interface.RequestArrived
+    leaves_at_s: float | None = None
 
 
 OnStep = Callable[[float, interface.Event, list[interface.Command]], None]
@@ -61,6 +63,7 @@ class Front:
         self._quotas = Quotas(config.quota_burst_s)
         self._releases = PendingReleases(self.state.knows)
         self._wake_at_s: float | None = None
+        self._is_dead = False
 
     def arrive(self, request: TraceRequest, row: RequestRow, names: BlockNames) -> None:
         name = f"r{row.number}"
@@ -73,24 +76,49 @@ class Front:
             row.ended_s = self._agenda.now_s
             self._on_ended(row)
             return
-        self._calls[name] = SimulatedCall(row, names, claim)
-        if request.cancel_after_s is not None:
-            self._agenda.after(request.cancel_after_s, self._leave, name)
-        self.submit(
-            interface.RequestArrived(
-                request_id=name,
-                num_prompt_tokens=row.prompt_tokens,
-                sampling=sampling_of(max_tokens),
-                slo=row.slo,
-                deadline_s=self._config.deadline_s,
-                priority=request.priority,
-                tenant=request.tenant,
-                block_hashes=names.prompt,
-                cached_blocks=self._lookup(names.prompt),
-            )
+        arrived = interface.RequestArrived(
+            request_id=name,
+            num_prompt_tokens=row.prompt_tokens,
+            sampling=sampling_of(max_tokens),
+            slo=row.slo,
+            deadline_s=self._config.deadline_s,
+            priority=request.priority,
+            tenant=request.tenant,
+            block_hashes=names.prompt,
+            cached_blocks=self._lookup(names.prompt),
         )
+        wait_s = request.cancel_after_s
+        leaves_at_s = None if wait_s is None else self._agenda.now_s + wait_s
+        self._begin(SimulatedCall(row, names, claim, arrived, leaves_at_s), arrived)
+
+    def _begin(self, call: SimulatedCall, event: interface.RequestArrived) -> None:
+        self._calls[event.request_id] = call
+        if call.leaves_at_s is not None:
+            self._agenda.at(call.leaves_at_s, self._leave, event.request_id)
+        self.submit(event)
+
+    def die(self) -> list[SimulatedCall]:
+        """Returns the calls in progress, which `resume` of another router continues."""
+        self._is_dead = True
+        calls = list(self._calls.values())
+        self._calls.clear()
+        return calls
+
+    def resume(self, call: SimulatedCall) -> None:
+        """Of a router that has died. Its client has the tokens so far. Quotas are not charged again."""
+        call.claim = None
+        arrived, row = call.arrived, call.row
+        deadline_s = self._config.deadline_s
+        if deadline_s is not None:
+            deadline_s = max(row.arrival_s + deadline_s - self._agenda.now_s, 0.0)
+        output_ids = blank(row.tokens)
+        cached = self._lookup(call.names.prompt)
+        self._begin(call, replace(arrived, output_ids=output_ids, deadline_s=deadline_s, cached_blocks=cached))
 
     def submit(self, event: interface.Event) -> None:
+        """Events on their way to a dead router are lost."""
+        if self._is_dead:
+            return
         done = self.state.handle(event, self._agenda.now_s)
         if self._on_step is not None:
             self._on_step(self._agenda.now_s, event, done)

@@ -38,6 +38,7 @@ class Environment:
     agenda: Agenda
     config: SimConfig
     network: Network
+    routers: list[int]  # the numbers of those that run; a router that starts again gets a new one
     send_event: Callable[[int, interface.Event], None]  # a router, by its number
     cache_changed: Callable[[str, str, CacheChange], None]
 
@@ -134,10 +135,22 @@ class Machine(ABC, Generic[Step, Effect]):
     def connect(self) -> None:
         """Workers that exist before the first request are known immediately."""
         delay_s = self.env.config.message_s if self.agenda.now_s > 0.0 else 0.0
-        for router in range(self.env.config.num_routers):
+        for router in self.env.routers:
             self.agenda.after(delay_s, self.env.send_event, router, self.hello())
         self._beat(self.load())
         self.agenda.after(self.env.config.heartbeat_s or IDLE_BEAT_S, self._tick)
+
+    def attach(self, router: int) -> None:
+        """A router has started, and reads the hello first."""
+        self.send_event(router, self.hello())
+        self._beat(self.load())
+
+    def router_gone(self, router: int) -> None:
+        """As in pdserve/worker/program.py."""
+        for key in self.scheduler.live():
+            if key.router == router:
+                self.cancel(key)
+        self._ledger.forget_router(router)
 
     def die(self) -> None:
         self.update_tally()
@@ -196,9 +209,11 @@ class Machine(ABC, Generic[Step, Effect]):
         self.act(self.scheduler.cancel(key))
 
     def drain(self) -> None:
+        self._told = None  # the next report tells all routers, also of no other change
         self.scheduler.is_draining = True
 
     def undrain(self) -> None:
+        self._told = None
         self.scheduler.is_draining = False
 
     def sent(self, key: AttemptKey, transfer: TransferKey, is_whole: bool, error: str, exposed_s: float = 0.0) -> None:
@@ -302,7 +317,7 @@ class Machine(ABC, Generic[Step, Effect]):
         self._timed_s = now_s
         self.num_timed += 1
         event = account.timed(step_s, self.shape.worker_id)
-        for router in range(self.env.config.num_routers):
+        for router in self.env.routers:
             self.send_event(router, event)
         return True
 
@@ -362,8 +377,9 @@ class Machine(ABC, Generic[Step, Effect]):
             worker_id=self.shape.worker_id,
             steps=self.num_steps,
             is_draining=self.scheduler.is_draining,
+            is_drained=self.scheduler.is_draining,
         )
-        for router in range(self.env.config.num_routers):
+        for router in self.env.routers:
             self.send_event(router, report)
 
 

@@ -20,11 +20,11 @@ from router.state.interface import Command, DrainRequested, Event, UndrainReques
 from simulator.cluster.agenda import Agenda
 from simulator.cluster.decoder import DecodeMachine
 from simulator.cluster.elastic import Elastic, Scaler
-from simulator.cluster.front import Front, OnStep
+from simulator.cluster.front import Front, OnStep, SimulatedCall
 from simulator.cluster.machine import AnyMachine, Environment
 from simulator.cluster.network import Network
 from simulator.cluster.prefiller import PrefillMachine
-from simulator.cluster.prompts import block_names
+from simulator.cluster.prompts import BlockNames, block_names
 from simulator.cluster.speed import Speed
 from simulator.cluster.tally import Samples, Tally
 from simulator.model import (
@@ -67,7 +67,7 @@ class Station:
                 self.machine = None
                 machine.die()
                 lost = WorkerLost(worker_id=self.shape.worker_id, reason="it died")
-                for router in range(self._env.config.num_routers):
+                for router in self._env.routers:
                     machine.send_event(router, lost)
                 if fault.for_s < math.inf:
                     agenda.after(fault.for_s, self.start)
@@ -80,9 +80,12 @@ class Station:
                     machine.stall(fault.for_s)
             case WorkerFaultKind.DRAIN:
                 worker_id = self.shape.worker_id
-                self._env.send_event(0, DrainRequested(worker_id=worker_id))
+                self._tell_a_router(DrainRequested(worker_id=worker_id))
                 if fault.for_s < math.inf:
-                    agenda.after(fault.for_s, self._env.send_event, 0, UndrainRequested(worker_id=worker_id))
+                    agenda.after(fault.for_s, self._tell_a_router, UndrainRequested(worker_id=worker_id))
+
+    def _tell_a_router(self, event: Event) -> None:
+        self._env.send_event(self._env.routers[0], event)
 
     def _turn(self, factor: float, begins: bool) -> None:
         if self.machine is not None:
@@ -101,6 +104,7 @@ class Station:
 # --- the cluster ----------------------------------------------------------------------------------------------
 
 LONGEST_S: Final = 86_400.0  # after the last arrival; requests that have not ended by then will never end
+RESUME_S: Final = 0.1  # after which the SDK sends an interrupted call again
 SETTLE_S: Final = 300.0  # after the last request has ended, for workers to release memory
 
 OnEnded = Callable[[RequestRow], bool]
@@ -151,14 +155,13 @@ class World:
             agenda=self.agenda,
             config=config,
             network=self.network,
+            routers=list(range(config.num_routers)),
             send_event=self._send_event,
             cache_changed=self._cache_changed,
         )
-        self._on_step = on_step
-        self.fronts = [
-            Front(number, config, self.agenda, self._machine, self._lookup, self._ended, self._step_of(number, elastic))
-            for number in range(config.num_routers)
-        ]
+        self._on_step, self._on_ended = on_step, on_ended
+        self._open = set(self._env.routers)  # those that take calls
+        self.fronts = [self._front(number, elastic) for number in self._env.routers]  # also those that have died
         self.stations = {
             shape.worker_id: Station(self._env, shape, number) for number, shape in enumerate(config.workers)
         }
@@ -172,7 +175,6 @@ class World:
         self.rows: list[RequestRow] = []
         self._samples = Samples()
         self._arrivals = self._checked(trace)
-        self._on_ended = on_ended
         self._keeps_rows = keeps_rows
         self._num_open = 0
         self._has_more = True
@@ -227,18 +229,76 @@ class World:
         return self.stations.values()
 
     def add_worker(self, shape: WorkerShape) -> None:
+        """It may have the name of one that has ended."""
+        former = self.stations.get(shape.worker_id)
         station = self.stations[shape.worker_id] = Station(self._env, shape, len(self.stations))
+        if former is not None:
+            assert former.machine is None, f"{shape.worker_id} has not ended"
+            station.num_lives = former.num_lives
         station.start()
 
     def end_worker(self, worker_id: str) -> None:
         """Of a worker that is idle. Routers lose its stream, and forget it."""
-        station = self.stations[worker_id]
-        machine = station.machine
+        machine = self.stations[worker_id].machine
         assert machine is not None, f"{worker_id} has ended"
         assert machine.is_idle, f"{worker_id} has requests"
-        station.inject(WorkerFault(at_s=self.agenda.now_s, worker_id=worker_id, kind=WorkerFaultKind.DIE))
-        for router in range(self.config.num_routers):
-            machine.send_event(router, WorkerForgotten(worker_id=worker_id))
+        self.stop_worker(worker_id)
+
+    def stop_worker(self, worker_id: str, *, is_forgotten: bool = True) -> None:
+        """`is_forgotten` False: another one takes its place, with its name."""
+        fault = WorkerFault(at_s=self.agenda.now_s, worker_id=worker_id, kind=WorkerFaultKind.DIE)
+        self.stations[worker_id].inject(fault)
+        if is_forgotten:
+            for router in self._env.routers:
+                self.agenda.after(self.config.message_s, self._send_event, router, WorkerForgotten(worker_id=worker_id))
+
+    # -- routers that die ----------------------------------------------------------------------------------------
+
+    @property
+    def routers(self) -> tuple[int, ...]:
+        """The numbers of those that run."""
+        return tuple(self._env.routers)
+
+    def kill_router(self, number: int, start_s: float = 1.0) -> None:
+        """Another router starts `start_s` later. The calls in progress continue on any router at the next token, as
+        those of the SDK do."""
+        calls = self.fronts[number].die()
+        self._env.routers.remove(number)
+        self._open.discard(number)
+        for machine in self.machines():  # after its last messages
+            self.agenda.after(self.config.message_s, machine.deliver, machine.router_gone, number)
+        for call in calls:
+            self.agenda.after(RESUME_S, self._resume, call)
+        self.agenda.after(start_s, self._start_router)
+
+    def _start_router(self) -> None:
+        number = len(self.fronts)
+        self.fronts.append(self._front(number, None))
+        self._env.routers.append(number)
+        for machine in self.machines():
+            machine.attach(number)
+        self.agenda.after(self.config.message_s, self._open_router, number)
+
+    def _open_router(self, number: int) -> None:
+        """It takes calls once the workers are attached to it."""
+        if number in self._env.routers:
+            self._open.add(number)
+
+    def _resume(self, call: SimulatedCall) -> None:
+        front = self._front_of(call.row.number)
+        if front is None:
+            self.agenda.after(RESUME_S, self._resume, call)
+        else:
+            front.resume(call)
+
+    def _front_of(self, request: int) -> Front | None:
+        """The router that serves the request with that number; None: none takes calls."""
+        routers = sorted(self._open)
+        return self.fronts[routers[request % len(routers)]] if routers else None
+
+    def _front(self, number: int, elastic: Elastic | None) -> Front:
+        seen = self._step_of(number, elastic)
+        return Front(number, self.config, self.agenda, self._machine, self._lookup, self._ended, seen)
 
     def _step_of(self, number: int, elastic: Elastic | None) -> OnStep | None:
         """What sees the events of the router: the caller those of the first, the scaler those of each."""
@@ -273,7 +333,7 @@ class World:
         if self._num_open:
             return now_s > self._last_arrival_s + LONGEST_S
         is_settled = self.network.is_quiet and all(machine.is_idle for machine in self.machines())
-        return (is_settled and all(front.state.is_empty for front in self.fronts)) or (
+        return (is_settled and all(self.fronts[number].state.is_empty for number in self._env.routers)) or (
             now_s > self._last_word_s + SETTLE_S
         )
 
@@ -330,8 +390,15 @@ class World:
             self.rows.append(row)
         self._num_open += 1
         names = block_names(number, request, self._block_tokens, self.config.block_size)
-        self.fronts[number % len(self.fronts)].arrive(request, row, names)
+        self._send_request(request, row, names)
         self._next_arrival()
+
+    def _send_request(self, request: TraceRequest, row: RequestRow, names: BlockNames) -> None:
+        front = self._front_of(row.number)
+        if front is None:
+            self.agenda.after(RESUME_S, self._send_request, request, row, names)
+        else:
+            front.arrive(request, row, names)
 
     # -- between routers and workers -------------------------------------------------------------------------------
 
@@ -339,7 +406,7 @@ class World:
         return self.stations[worker_id].machine
 
     def _send_event(self, router: int, event: Event) -> None:
-        if isinstance(event, WorkerLost) and router == 0:
+        if isinstance(event, WorkerLost):
             self._forget_cache(event.worker_id)
         self.fronts[router].submit(event)
 
@@ -362,7 +429,7 @@ class World:
     # -- samples -------------------------------------------------------------------------------------------------
 
     def _sample(self) -> None:
-        states = [front.state for front in self.fronts]
+        states = [self.fronts[number].state for number in self._env.routers]
         machines = list(self.machines())
         decoders = [machine for machine in machines if isinstance(machine, DecodeMachine)]
         held = sum(machine.blocks.num_referenced for machine in decoders)

@@ -75,6 +75,20 @@ def test_a_workers_death_loses_no_request(victim: str, at_s: float) -> None:
     assert world.stations[victim].num_lives == 2
 
 
+@pytest.mark.parametrize("num_routers", [1, 2])
+def test_a_routers_death_loses_no_request(num_routers: int) -> None:
+    config = cluster(2, 2, num_routers=num_routers)
+    world = World(Listed(workload(4, rate_rps=30.0)), config)
+    world.agenda.at(1.7, world.kill_router, 0)
+    rows = world.run().requests
+    assert [row.tokens for row in rows] == [row.output_tokens for row in rows]
+    assert {row.outcome for row in rows} == {"served"}
+    assert 0 not in world.routers
+    assert len(world.routers) == num_routers
+    assert world.fronts[world.routers[-1]].state.counters["outcome_served"] > 0
+    assert totals(world, "decode_tokens") < 1.5 * sum(row.output_tokens for row in rows), "most tokens are made once"
+
+
 @pytest.mark.parametrize("policy", ["least-ttft", "goodput"])
 def test_long_answers_leave_a_drained_worker(policy: str) -> None:
     """Each answer takes more than 20 s; the worker is idle soon after its drain."""
