@@ -1,5 +1,5 @@
 """The processes that every cluster has on this host: Redis (unless a URL was given) and the routers; the checks around
-their start; and the launcher's metrics. `changes.py` and `with_ray.py` say where the workers run."""
+their start; and the launcher's metrics. `changes/cluster.py` and `with_ray.py` say where the workers run."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from pdserve.engine.memory.host import free_bytes, usable_cores
 from pdserve.engine.memory.plan import PoolUnit, host_blocks
 from pdserve.engine.model.config import ModelConfig, read_config
 from pdserve.engine.toy import CELL_BYTES
-from pdserve.launch.changes import LocalCluster
+from pdserve.launch.changes.cluster import LocalCluster
 from pdserve.launch.keys import Kind, Value
 from pdserve.launch.local import LaunchedCluster, degradations
 from pdserve.launch.report import LauncherReport

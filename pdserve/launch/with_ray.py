@@ -27,11 +27,11 @@ from pdserve.core.errors import Unavailable
 from pdserve.core.progress import phase_of
 from pdserve.core.types import Role
 from pdserve.core.urls import place
-from pdserve.launch.change_server import Say
-from pdserve.launch.changes import ChangingCluster
+from pdserve.launch.changes.cluster import ChangingCluster
+from pdserve.launch.changes.plans import Settings, add_worker, index_of, overlaid
+from pdserve.launch.changes.server import Say
 from pdserve.launch.local import redis_trouble, start_steps
 from pdserve.launch.report import LauncherReport, memory_of
-from pdserve.launch.scaling import Settings, add_worker, index_of, overlaid
 from pdserve.launch.spec import ClusterSpec, Process, routers, worker_config
 from pdserve.launch.supervisor import REDIS, StartFailed, SupervisedProcess
 

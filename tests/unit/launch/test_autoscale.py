@@ -17,8 +17,8 @@ from pdserve.config import bounds_of
 from pdserve.core.cost.latency import CostPrior
 from pdserve.core.errors import ChangeFailed, ConfigError, InvalidRequest, Unauthenticated, Unavailable
 from pdserve.core.types import Role, Slo
-from pdserve.launch.autoscale import EVERY_S, FIRST_PAUSE_S, Autoscaler, first_settings, record_of
-from pdserve.launch.change_server import ChangeServer
+from pdserve.launch.changes.autoscale import EVERY_S, FIRST_PAUSE_S, Autoscaler, first_settings, record_of
+from pdserve.launch.changes.server import ChangeServer
 from pdserve.launch.spec import ClusterSpec
 from pdserve.v1 import cluster_pb2
 from router.recording.replay_command import run as replay

@@ -11,10 +11,10 @@ import pytest
 
 from pdserve.core.errors import ConfigError, NotFound
 from pdserve.core.types import Role
-from pdserve.launch.changes import LocalCluster
+from pdserve.launch.changes.cluster import LocalCluster
+from pdserve.launch.changes.plans import index_of, vacate
 from pdserve.launch.ports import free_ports, is_free
 from pdserve.launch.report import LauncherReport
-from pdserve.launch.scaling import index_of, vacate
 from pdserve.launch.spec import ClusterSpec, processes
 
 

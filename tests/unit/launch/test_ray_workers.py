@@ -15,7 +15,7 @@ from pdserve.client.request import scale_request
 from pdserve.config import REDIS_ENV, SECRET_ENV, WorkerConfig
 from pdserve.core.errors import ChangeFailed, ConfigError
 from pdserve.core.types import Role
-from pdserve.launch.change_server import ChangeServer
+from pdserve.launch.changes.server import ChangeServer
 from pdserve.launch.ray_workers import PlacedWorker, RayWorkers, choose_node
 from pdserve.launch.report import LauncherReport
 from pdserve.launch.spec import ClusterSpec, needs_text

@@ -23,8 +23,7 @@ from pdserve.core.errors import (
 )
 from pdserve.core.live import LiveFrame, LiveRequest, LiveTotals, LiveWorker
 from pdserve.core.types import Role
-from pdserve.launch.router_calls import Routers
-from pdserve.launch.scaling import (
+from pdserve.launch.changes.plans import (
     FALSE_STOP,
     MIN_BURST,
     MIN_REQUESTS,
@@ -48,6 +47,7 @@ from pdserve.launch.scaling import (
     with_slots,
     workers_of,
 )
+from pdserve.launch.changes.routers import Routers
 from pdserve.launch.spec import ClusterSpec, ports, processes, worker_process
 
 

@@ -1,8 +1,8 @@
 """Random sequences of changes, drains and crashes of a simulated cluster: nothing leaks, and each request ends once.
 
-Changes are planned by the launcher's own code (pdserve/launch/scaling.py). `Launcher` carries the plans out as
-pdserve/launch/changes.py does, with simulated times. The cluster is the simulator's, with the router's state machine
-and the workers' schedulers. `python -m benchmarks.changes` makes such sequences on a live cluster.
+Changes are planned by the launcher's own code (pdserve/launch/changes/plans.py). `Launcher` carries the plans out as
+pdserve/launch/changes/cluster.py does, with simulated times. The cluster is the simulator's, with the router's state
+machine and the workers' schedulers. `python -m benchmarks.changes` makes such sequences on a live cluster.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 from pdserve.core.errors import ChangeFailed, ConfigError, InvalidRequest
 from pdserve.core.live import LiveFrame
 from pdserve.core.types import Role
-from pdserve.launch.scaling import (
+from pdserve.launch.changes.plans import (
     RollStep,
     add_worker,
     check_serving,
@@ -228,8 +228,8 @@ class Launcher:
             self.world.fronts[self._draw.choice(routers)].submit(event)
 
     def drain(self) -> None:
-        """During a change only of prefill workers: at the end of a roll-out, and by `scale`, the launcher ends a worker also
-        if all other decode workers were drained meanwhile."""
+        """During a change only of prefill workers: at the end of a roll-out, and by `scale`, the launcher ends a worker
+        also if all other decode workers were drained meanwhile."""
         frame, worker_id = self.live(), self._draw.choice(self.spec.worker_ids)
         role = self.spec.slots[index_of(self.spec, worker_id)].role
         if frame is not None and not (self.is_changing and role is Role.DECODE):

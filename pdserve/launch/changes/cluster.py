@@ -1,5 +1,5 @@
 """Changes of a cluster while it serves: the launcher starts, drains and ends workers when an operator asks a router for
-it. `scaling.py` decides which; a subclass starts and ends one worker. Also the cluster whose workers are processes of
+it. `plans.py` decides which; a subclass starts and ends one worker. Also the cluster whose workers are processes of
 this host.
 """
 
@@ -22,12 +22,7 @@ from pdserve.core.errors import (
     PdserveError,
 )
 from pdserve.core.types import Role
-from pdserve.launch.change_server import ChangeServer, Say
-from pdserve.launch.local import LaunchedCluster, split
-from pdserve.launch.ports import free_ports
-from pdserve.launch.report import LauncherReport
-from pdserve.launch.router_calls import ATTACH_S, Routers
-from pdserve.launch.scaling import (
+from pdserve.launch.changes.plans import (
     RollCounts,
     RollStep,
     Settings,
@@ -46,6 +41,11 @@ from pdserve.launch.scaling import (
     with_slots,
     workers_of,
 )
+from pdserve.launch.changes.routers import ATTACH_S, Routers
+from pdserve.launch.changes.server import ChangeServer, Say
+from pdserve.launch.local import LaunchedCluster, split
+from pdserve.launch.ports import free_ports
+from pdserve.launch.report import LauncherReport
 from pdserve.launch.spec import (
     ClusterSpec,
     Process,
@@ -60,7 +60,7 @@ from pdserve.launch.supervisor import side_by_side, supervised
 from pdserve.worker.role_change import change_role
 
 if TYPE_CHECKING:
-    from pdserve.launch.autoscale import Autoscaler
+    from pdserve.launch.changes.autoscale import Autoscaler
 
 FORGET_S: Final = 15.0  # until no router lists a worker that has ended
 SETTLE_S: Final = 1.0  # in which a new worker serves before the next one is drained
@@ -95,7 +95,12 @@ class ChangingCluster(LaunchedCluster):
         return self._address
 
     def _make_autoscaler(self) -> Autoscaler:
-        from pdserve.launch.autoscale import Autoscaler, ask_routers, first_settings, record_of  # imports the router
+        from pdserve.launch.changes.autoscale import (  # imports the router
+            Autoscaler,
+            ask_routers,
+            first_settings,
+            record_of,
+        )
 
         start_s = max(map(self._supervisor.start_s, self.spec.worker_ids))
         return Autoscaler(

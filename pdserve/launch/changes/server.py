@@ -31,7 +31,7 @@ from pdserve.wire import status
 from pdserve.wire.convert import role_to_proto
 
 if TYPE_CHECKING:
-    from pdserve.launch.autoscale import Autoscaler
+    from pdserve.launch.changes.autoscale import Autoscaler
 
 log = logging.getLogger(__name__)
 

@@ -1,5 +1,5 @@
 """Decides how the workers of a running cluster change: which ones end, in which order they are replaced, and when a
-roll-out stops. Pure: `changes.py` carries it out.
+roll-out stops. Pure: `cluster.py` carries it out.
 
 A changed cluster has slots. A worker that ends leaves its slot vacant, and the next one takes it, with its port, its
 metrics port and its GPUs.
