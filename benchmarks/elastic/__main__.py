@@ -1,9 +1,10 @@
 """Attainment and worker-seconds of controllers of a cluster's size, simulated: `python -m benchmarks.elastic`.
 
-    python -m benchmarks.elastic [--azure FILE] [--only TEXT] [--seconds 600] [--out DIR]
+    python -m benchmarks.elastic [--azure FILE] [--only TEXT] [--seconds 600] [--seed 0] [--fast] [--out DIR]
 
 Sixteen H100s with Llama 3.1 8B at most. Each cell is one run; with --out, a file with one JSON line, which is not
-computed again. The bound is `clairvoyant`: the same controller, given the true arrivals of the next ten minutes.
+computed again. --fast takes the closed form of approximate.py instead of the simulated router.
+The bound is `clairvoyant`: the same controller, given the true arrivals of the next ten minutes.
 docs/benchmarks/scaling.md has the figures and the bars.
 """
 
@@ -17,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from benchmarks.elastic.approximate import Approximation
 from benchmarks.elastic.baselines import Fixed, Predictive, RoleRule, Threshold
 from benchmarks.elastic.workloads import Repeated, shift, sine, spike, step
 from benchmarks.harness import table_head, table_row
@@ -43,9 +45,10 @@ OURS: Final = "pdserve"
 Make = Callable[[Size], ScalingController]
 #: A controller, and the size that it begins with; None: what the workload says.
 CONTROLLERS: Final[Mapping[str, tuple[Make, Size | None]]] = {
-    CLAIRVOYANT: (lambda first: Controller(settings()), None),
-    OURS: (lambda first: Controller(settings()), None),
+    CLAIRVOYANT: (lambda first: Controller(settings(), starts_overlap=True), None),
+    OURS: (lambda first: Controller(settings(), starts_overlap=True), None),
     "fixed, all": (lambda first: Fixed(), Size(6, 10)),
+    "fixed, 2:14": (lambda first: Fixed(), Size(2, 14)),
     "fixed, half": (lambda first: Fixed(), Size(3, 5)),
     "threshold": (lambda first: Threshold(MOST, Size(1, 1)), None),
     "predictive": (lambda first: Predictive(MOST, Size(1, 1)), None),
@@ -80,6 +83,7 @@ class Cell:
 def loads(seconds: float, azure: Path | None, scale: float = 1.0, seed: int = 0) -> dict[str, Load]:
     found = {
         "sine": Load(trace=sine(seconds, min(600.0, seconds), scale, seed), slo=SLO, first=Size(3, 6)),
+        "quick sine": Load(trace=sine(seconds, min(300.0, seconds), scale, seed), slo=SLO, first=Size(3, 6)),
         "step": Load(trace=step(seconds, scale, seed), slo=SLO, first=Size(2, 4)),
         "spike": Load(trace=spike(seconds, scale, seed), slo=SLO, first=Size(2, 4)),
         "shift": Load(trace=shift(seconds, scale, seed), slo=SLO, first=Size(4, 4)),
@@ -101,6 +105,28 @@ def shape(role: Role) -> WorkerShape:
         kv_bytes_per_token=profile.kv_bytes_per_token,
         link=NetworkLink(latency_s=latency_s, bytes_per_s=bytes_per_s),
     )
+
+
+def run_fast(load: Load, name: str, controller: str) -> tuple[Cell, list[Decision]]:
+    make, size = CONTROLLERS[controller]
+    first = size or load.first
+    foresight = TrueArrivals(load.trace, load.slo, block_tokens=0) if controller == CLAIRVOYANT else None
+    began_s = time.process_time()
+    found = Approximation(
+        load.trace, load.slo, make(first), first, shape(Role.DECODE), start_s=START_S, foresight=foresight
+    ).run()
+    cell = Cell(
+        load=name,
+        controller=controller,
+        requests=found.requests,
+        attainment=found.met / max(found.requests, 1),
+        worker_s=found.worker_s,
+        changes=sum(bool(one.changes) for one in found.decisions),
+        unfinished=0,
+        failed=0,
+        cpu_s=time.process_time() - began_s,
+    )
+    return cell, found.decisions
 
 
 def run(load: Load, name: str, controller: str) -> tuple[Cell, list[Decision]]:
@@ -190,6 +216,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cells whose name (load, controller) contains this")
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fast", action="store_true", help="approximate, in about a second for each cell")
     parser.add_argument("--out", type=Path, help="folder for the cells' results")
     parser.add_argument("--decisions", action="store_true", help="print each decision that changes something")
     arguments = parser.parse_args()
@@ -200,15 +227,22 @@ def main() -> None:
         for controller in CONTROLLERS:
             if arguments.only not in f"{name} {controller}":
                 continue
-            cells.append(cell_of(load, name, controller, arguments.out, shows=arguments.decisions))
+            path = None
+            if arguments.out is not None:
+                kept = f"{name}.{controller}.{arguments.seconds:g}s.seed{arguments.seed}{'.fast' * arguments.fast}.json"
+                path = arguments.out / kept.translate({ord(" "): "_", ord(","): None, ord(":"): "-"})
+            compute = run_fast if arguments.fast else run
+            cells.append(cell_of(load, name, controller, path, compute, shows=arguments.decisions))
     print(report(cells))
 
 
-def cell_of(load: Load, name: str, controller: str, out: Path | None, *, shows: bool) -> Cell:
-    path = out / f"{name}.{controller}.json".replace(" ", "_").replace(",", "") if out is not None else None
+Run = Callable[[Load, str, str], tuple[Cell, list[Decision]]]
+
+
+def cell_of(load: Load, name: str, controller: str, path: Path | None, compute: Run, *, shows: bool) -> Cell:
     if path is not None and path.exists():
         return Cell(**json.loads(path.read_text()))
-    cell, decisions = run(load, name, controller)
+    cell, decisions = compute(load, name, controller)
     if shows:
         for one in decisions:
             if one.changes:

@@ -2,7 +2,8 @@
 
 Rules, in this order:
 1. Nothing changes while a roll-out or a recovery runs, or before arrivals were seen.
-2. One change at a time: the next one is decided when the last one is complete and one interval with it was seen.
+2. One change at a time: the next one is decided when the last one is complete and one interval with it was seen. With
+   `starts_overlap`, more workers can be started while others start, or drain to end.
 3. Of all changes, the one whose best plan costs least is chosen (`plan.py`), if it costs less than keeping the size.
 4. A drain that would make requests miss their targets is refused.
 """
@@ -14,10 +15,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final, final
 
+from pdserve.core.types import Role
 from router.scaling.demand import ArrivalHistory, foreseen
 from router.scaling.interface import (
     Alternative,
     Change,
+    ChangeKind,
     Decision,
     Demand,
     Observed,
@@ -25,7 +28,7 @@ from router.scaling.interface import (
     ScalingSettings,
     Size,
 )
-from router.scaling.plan import SizePlan, slice_edges_s
+from router.scaling.plan import Coming, SizePlan, of_role, other_role, slice_edges_s
 
 SHOWN: Final = 6  # alternatives of a decision
 BACKLOG_S: Final = 60.0  # in which queued requests should be served
@@ -41,23 +44,24 @@ INFORMATIVE_LOAD: Final = 0.8  # a cluster with less load says nothing about its
 @dataclass(slots=True)
 class _Pending:
     change: Change
-    size: Size  # after it
+    size: Size  # after this change and those before it
     decided_s: float
     expected_attainment: float
     expected_rate_rps: float
+    left: int  # workers that start or drain
     completed_s: float | None = None  # when the change was complete
 
 
 @final
 class Controller:
-    """State: the history of arrivals, the change that is under way, and the learned share of the capacity."""
+    """State: the history of arrivals, the changes that are under way, and the learned share of the capacity."""
 
-    def __init__(self, settings: ScalingSettings) -> None:
-        """Observations may have other settings, of the same horizon."""
-        self._settings = settings
+    def __init__(self, settings: ScalingSettings, *, starts_overlap: bool = False) -> None:
+        """`starts_overlap`: the caller carries out further starts while workers start or drain."""
+        self._settings, self._starts_overlap = settings, starts_overlap
         self._edges_s = slice_edges_s(settings.horizon_s)
         self._history = ArrivalHistory()
-        self._pending: _Pending | None = None
+        self._pending: list[_Pending] = []  # the oldest first
         self._capacity = _CapacityShare()
 
     def decide(self, observed: Observed, now_s: float) -> Decision:
@@ -69,29 +73,76 @@ class Controller:
         if observed.busy_because:
             self._capacity.forget()
             return self._kept(observed, now_s, f"nothing changes during a {observed.busy_because}")
+        is_ours = self._follow(observed, now_s)
         if observed.starting.total or observed.draining.total:
             self._capacity.forget()
-            pending = self._pending
-            return self._kept(observed, now_s, f"under way: {pending.change if pending else 'a change by hand'}")
-        outcome = None
-        if self._pending is not None and observed.ready != self._pending.size:
-            self._pending = None  # it failed, or the cluster was changed in another way
-        if self._pending is not None:
-            pending = self._pending
-            if pending.completed_s is None:
-                pending.completed_s = now_s
-                return self._kept(observed, now_s, f"the effect is not yet seen: {pending.change}")
-            outcome = _outcome(pending, pending.completed_s, observed)
-            self._pending = None
+            if not is_ours or not self._may_add:
+                names = ", ".join(str(one.change) for one in self._pending) if is_ours else "a change by hand"
+                return self._kept(observed, now_s, f"under way: {names}")
+        elif self._pending and observed.ready != self._pending[-1].size:
+            self._pending.clear()  # a change failed, or the cluster was changed in another way
+        outcome = self._next_outcome(observed, now_s)
+        if self._pending and not self._may_add:
+            return self._kept(observed, now_s, f"the effect is not yet seen: {self._pending[0].change}")
         if observed.ready.total < 1 or observed.ready.decode < 1:
             return self._kept(observed, now_s, "no decode worker is ready")
         demands = self._demands(observed, now_s)
         if not demands:
             return replace(self._kept(observed, now_s, "too few requests were seen"), outcome=outcome)
         every_s = observed.interval.width_s
-        plan = SizePlan(self._settings, observed, demands, self._edges_s, self._capacity.share, every_s)
-        self._capacity.judge(observed, plan.attainment_now(), plan.load_now())
+        plan = SizePlan(
+            self._settings,
+            observed,
+            demands,
+            self._edges_s,
+            self._capacity.share,
+            every_s,
+            self._coming(now_s, every_s),
+        )
+        if not self._pending:
+            self._capacity.judge(observed, plan.attainment_now(), plan.load_now())
         return replace(self._chosen(plan, observed, demands, now_s), outcome=outcome)
+
+    # -- changes under way ---------------------------------------------------------------------------------------
+
+    @property
+    def _may_add(self) -> bool:
+        """Whether workers may be started before the effect of the pending changes was seen."""
+        return self._starts_overlap and all(one.change.kind is not ChangeKind.CHANGE_ROLE for one in self._pending)
+
+    def _follow(self, observed: Observed, now_s: float) -> bool:
+        """Notes what is complete. False if workers start or drain that this controller did not order."""
+        starting = dict(zip(Role, observed.starting, strict=True))
+        draining = dict(zip(Role, observed.draining, strict=True))
+        for one in reversed(self._pending):  # those that were ordered first are there first
+            change, role = one.change, one.change.role
+            if change.kind is not ChangeKind.STOP:
+                one.left = min(starting[role], change.count)
+                starting[role] -= one.left
+            if change.kind is not ChangeKind.START:
+                drains = role if change.kind is ChangeKind.STOP else other_role(role)
+                num_draining = min(draining[drains], change.count)
+                draining[drains] -= num_draining
+                one.left = num_draining + (one.left if change.kind is ChangeKind.CHANGE_ROLE else 0)
+            if one.left == 0 and one.completed_s is None:
+                one.completed_s = now_s
+        return not any(starting.values()) and not any(draining.values())
+
+    def _next_outcome(self, observed: Observed, now_s: float) -> Outcome | None:
+        """Of the oldest change that was complete one interval ago."""
+        for one in self._pending:
+            if one.completed_s is not None and one.completed_s < now_s:
+                self._pending.remove(one)
+                return _outcome(one, one.completed_s, observed)
+        return None
+
+    def _coming(self, now_s: float, every_s: float) -> list[Coming]:
+        start_s = self._settings.start_s
+        return [
+            Coming(of_role(one.change.role, one.left), max(one.decided_s + start_s - now_s, every_s))
+            for one in self._pending
+            if one.change.kind is ChangeKind.START and one.left
+        ]
 
     def _demands(self, observed: Observed, now_s: float) -> list[Demand]:
         """One for each slice of the horizon."""
@@ -109,7 +160,8 @@ class Controller:
         return [replace(one, rate_rps=one.rate_rps + extra) if one.at_s < BACKLOG_S else one for one in demands]
 
     def _chosen(self, plan: SizePlan, observed: Observed, demands: list[Demand], now_s: float) -> Decision:
-        ranked = plan.alternatives()
+        # Until the effect of the last changes was seen, only more workers.
+        ranked = plan.alternatives((ChangeKind.START,) if self._pending else tuple(ChangeKind))
         keep = next(one for one, change in ranked if change is None)
         bounds = self._settings
         best, change = next(
@@ -123,7 +175,7 @@ class Controller:
         else:
             saved_s = keep.cost_s - best.cost_s
             reason = f"saves {saved_s:.0f} worker-seconds, with misses and changes, in {bounds.horizon_s:.0f} s"
-            self._pending = _Pending(change, best.size, now_s, best.attainment, demands[0].rate_rps)
+            self._pending.append(_Pending(change, best.size, now_s, best.attainment, demands[0].rate_rps, change.count))
         return Decision(
             at_s=now_s,
             changes=(change,) if change is not None else (),

@@ -1,7 +1,7 @@
 """Observed arrivals, and the demand of the next minutes that follows from them. Pure.
 
 The rate is a straight line through the newest arrivals. The window is the longest one whose line agrees with the newest
-arrivals in each shorter window: a step shortens it at once, and steady traffic lengthens it. A trend is continued half
+arrivals in each shorter window: a step shortens it at once, and steady traffic lengthens it. A trend is continued
 as far ahead as it was seen. The error of the line is part of the prediction, so an uncertain trend needs more workers.
 """
 
@@ -37,7 +37,7 @@ class ArrivalLog:
 
     def __init__(self, began_s: float = 0.0) -> None:
         self._began_s = began_s
-        self._sums = _Sums()
+        self._sums = SumsOfRequests()
         self._running: dict[str, int] = {}  # tokens of each answer that has not ended
         self._block_size = 0  # of the newest worker; all that share a prefix index have the same
 
@@ -79,13 +79,13 @@ class ArrivalLog:
 
     def take(self, now_s: float) -> Interval:
         """The interval since the last call."""
-        sums, self._sums = self._sums, _Sums()
+        sums, self._sums = self._sums, SumsOfRequests()
         began_s, self._began_s = self._began_s, now_s
         return sums.interval(began_s, now_s)
 
 
 @dataclass(slots=True)
-class _Sums:
+class SumsOfRequests:
     requests: int = 0
     prompt_tokens: float = 0.0
     uncached_tokens: float = 0.0
@@ -122,7 +122,7 @@ class _Sums:
 
 def true_interval(begin_s: float, end_s: float, requests: Iterable[tuple[int, int, int, Slo]]) -> Interval:
     """Of known requests: (prompt tokens, cached tokens, output tokens, targets) each."""
-    sums = _Sums()
+    sums = SumsOfRequests()
     for prompt, cached, output, slo in requests:
         sums.arrived(prompt, cached, slo)
         sums.tokens += output
@@ -134,14 +134,15 @@ def true_interval(begin_s: float, end_s: float, requests: Iterable[tuple[int, in
 # --- forecast -------------------------------------------------------------------------------------------------
 
 WINDOWS_S: Final = (10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
-LONGER: Final = 1.2  # answers of exponential length have as many tokens so far, on average, as completed ones
 KEPT_S: Final = WINDOWS_S[-1] + 60.0
 MOST_INTERVALS: Final = 4096
 SIGMAS: Final = 3.0  # the newest arrivals disagree with a line that is further away
 CHI_SQUARED_MEDIAN: Final = 0.455  # with one degree of freedom
 FEWEST_DIFFERENCES: Final = 8
-TREND_S: Final = 80.0  # shorter windows have no trend
-TREND_REACH: Final = 0.5  # of the window: how far ahead a trend is continued
+TREND_S: Final = 80.0  # shorter windows have no trend, unless they rise clearly
+RISE_S: Final = 40.0  # shorter windows have none at all
+CLEAR_SIGMAS: Final = 2.0
+TREND_REACH: Final = 1.0  # of the window: how far ahead a trend is continued
 FEWEST_ANSWERS: Final = 20
 FIRST_S: Final = 30.0  # nothing is decided in this time
 NO_ANSWERS_S: Final = 120.0  # after this time, a rate without answers is believed
@@ -266,13 +267,17 @@ def _fit(bins: Sequence[Bin], window_s: float, dispersion: float) -> Line:
     middle_s = sum(at * width for at, width, _ in points) / width_s
     moment = sum(width * (at - middle_s) ** 2 for at, width, _ in points)
     slope = misfit = slope_variance = 0.0
-    if window_s >= TREND_S and moment > 0.0:
+    if window_s >= RISE_S and moment > 0.0:
         slope = sum(width * (at - middle_s) * (rate - mean) for at, width, rate in points) / moment
+        slope_variance = variance / moment
+    # A missed rise costs misses, a missed fall only worker-seconds.
+    if slope_variance > 0.0 and (window_s >= TREND_S or slope > CLEAR_SIGMAS * math.sqrt(slope_variance)):
         residual = sum(width * (rate - mean - slope * (at - middle_s)) ** 2 for at, width, rate in points)
         freedom = max(len(points) - 2, 1)
         misfit = residual / (variance * freedom) / (1.0 + SIGMAS * math.sqrt(2.0 / freedom))
-        slope_variance = variance / moment
         slope *= slope * slope / (slope * slope + slope_variance)  # a slope within its error is mostly chance
+    else:
+        slope = slope_variance = 0.0
     return Line(
         level=max(0.0, mean - slope * middle_s),
         slope=slope,
@@ -328,9 +333,9 @@ def _demand(
     count = mix.requests
     uncached = max(mix.uncached_tokens / count, 1.0)
     output = mix.answer_tokens / mix.answers if mix.answers else FIRST_OUTPUT_TOKENS
-    # Completed answers are the short ones where answers have become longer. Running ones are half done on average.
-    if tokens_so_far > LONGER * output:
-        output = 2.0 * tokens_so_far
+    # Completed answers are the short ones where answers have become longer. The tokens per completed answer are then
+    # too many, and what running answers have, which are half done on average, grows until the first long ones end.
+    output = max(output, min(mix.tokens / max(mix.answers, 1), 2.0 * tokens_so_far))
     return Demand(
         at_s=at_s,
         rate_rps=rate,

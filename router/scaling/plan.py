@@ -11,10 +11,11 @@ save. A stop is planned together with the start that follows it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
-from typing import Final, final
+from typing import Final, TypeAlias, final
 
 from pdserve.core.types import Role
 from router.scaling.attainment import LoadModel
@@ -36,6 +37,14 @@ def slice_edges_s(horizon_s: float) -> list[float]:
     return edges_s
 
 
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """Workers that start, and serve after that time."""
+
+    workers: Size
+    after_s: float
+
+
 @final
 class SizePlan:
     def __init__(
@@ -46,75 +55,66 @@ class SizePlan:
         edges_s: Sequence[float],
         capacity_share: float,
         decide_every_s: float,
+        coming: Sequence[Coming] = (),
     ) -> None:
-        """`demands`: one for each slice between two edges."""
-        self._settings, self._now, self._edges_s = settings, observed.ready, edges_s
+        """`demands`: one for each slice between two edges. `coming`: workers that start already. The sizes that are
+        compared include them."""
+        self._settings, self._edges_s = settings, edges_s
+        self._now = _sum([observed.ready, *(one.workers for one in coming)])
+        #: Those of them that do not serve yet in each slice.
+        self._missing = [
+            _sum([one.workers for one in coming if one.after_s > begin_s + 1e-9]) for begin_s, _ in pairwise(edges_s)
+        ]
         self._every_s = decide_every_s
         self._widths_s = [end - begin for begin, end in pairwise(edges_s)]
         self._demands = demands
-        self._sizes = list(self._in_reach())
-        self._at = {size: index for index, size in enumerate(self._sizes)}
+        low, high = min(settings.min_workers, self._now.total), max(settings.max_workers, self._now.total)
+        grid = _grid(self._now, low, high, settings.may_change_roles)
+        self._sizes, self._at, self._pairs = grid.sizes, grid.at, grid.pairs
         # Slices after the reach of the trend have equal demands.
         distinct = {replace(one, at_s=0.0): LoadModel(one, observed, capacity_share) for one in demands}
         self._models = [distinct[replace(one, at_s=0.0)] for one in demands]
-        attained = {id(model): [model.attainment(size) for size in self._sizes] for model in distinct.values()}
-        self._attainments = [attained[id(model)] for model in self._models]
-        self._costs = [
-            [width_s * (size.total + self._miss_price(t) * (1.0 - attained)) for size, attained in self._rows(t)]
-            for t, width_s in enumerate(self._widths_s)
-        ]
-        self._moves = {kind: [self._indexed(move) for move in self._moves_of(kind)] for kind in ChangeKind}
+        attained: dict[tuple[int, Size], list[float]] = {}
+        for t, model in enumerate(self._models):
+            at = (id(model), self._missing[t])
+            if at not in attained:
+                attained[at] = [model.attainment(self._serving(size, t)) for size in self._sizes]
+        self._attainments = [attained[id(model), self._missing[t]] for t, model in enumerate(self._models)]
+        totals = [size.total for size in self._sizes]
+        self._costs = []
+        for t, width_s in enumerate(self._widths_s):
+            paid = zip(totals, self._attainments[t], strict=True)
+            price = self._miss_price(t)
+            self._costs.append([width_s * (total + price * (1.0 - attained)) for total, attained in paid])
+        self._move_costs = {
+            ChangeKind.START: settings.start_s,
+            ChangeKind.STOP: settings.drain_s,
+            ChangeKind.CHANGE_ROLE: settings.drain_s + settings.change_role_s,
+        }
         next_s = decide_every_s + settings.start_s
         self._after_keep = self._values(self._edge(next_s), self._edge(next_s))
         self._after_start = self._values(
             self._edge(next_s), self._edge(settings.start_s + next_s), as_before=self._after_keep
         )
 
-    def alternatives(self) -> list[tuple[Alternative, Change | None]]:
+    def alternatives(
+        self, kinds: Collection[ChangeKind] = tuple(ChangeKind)
+    ) -> list[tuple[Alternative, Change | None]]:
         """The cheapest first, and `keep` first among equals."""
-        found = [(self._keep(), None), *((self._changed(change), change) for change in self._changes())]
+        changes = [one for one in self._changes() if one.kind in kinds]
+        found = [(self._keep(), None), *((self._changed(change), change) for change in changes)]
         return sorted(found, key=lambda pair: pair[0].cost_s)  # stable
 
     def attainment_now(self) -> float:
         return self._attainments[0][self._at[self._now]]
 
     def load_now(self) -> float:
-        return self._models[0].load(self._now)
+        return self._models[0].load(self._serving(self._now, 0))
 
-    # -- sizes and moves -----------------------------------------------------------------------------------------
-
-    def _in_reach(self) -> Iterator[Size]:
-        """All sizes within the bounds near the present one, which is always among them."""
-        now, settings = self._now, self._settings
-        fixed = not settings.may_change_roles
-        for prefill in range(max(0, now.prefill - REACH), now.prefill + REACH + 1):
-            if fixed and prefill != now.prefill:
-                continue
-            for decode in range(max(1, now.decode - REACH), now.decode + REACH + 1):
-                size = Size(prefill, decode)
-                low, high = min(settings.min_workers, now.total), max(settings.max_workers, now.total)
-                if low <= size.total <= high:
-                    yield size
-        if now.decode < 1:
-            yield now
-
-    def _moves_of(self, kind: ChangeKind) -> Iterator[tuple[Size, Size, float]]:
-        """(from, to, cost) between sizes that differ by one worker."""
-        settings = self._settings
-        cost = {
-            ChangeKind.START: settings.start_s,
-            ChangeKind.STOP: settings.drain_s,
-            ChangeKind.CHANGE_ROLE: settings.drain_s + settings.change_role_s,
-        }[kind]
-        for size in self._sizes:
-            for role in Role:
-                there = resized(size, Change(kind=kind, role=role, count=1))
-                if there in self._at:
-                    yield size, there, cost
-
-    def _indexed(self, move: tuple[Size, Size, float]) -> tuple[int, int, float]:
-        here, there, cost = move
-        return self._at[here], self._at[there], cost
+    def _serving(self, size: Size, t: int) -> Size:
+        """In slice `t`, if the wanted size is `size`."""
+        missing = self._missing[t]
+        return Size(max(size.prefill - missing.prefill, 0), max(size.decode - missing.decode, 0))
 
     def _changes(self) -> Iterator[Change]:
         for role in Role:
@@ -130,9 +130,6 @@ class SizePlan:
     def _miss_price(self, t: int) -> float:
         """Worker-seconds per second if every request of the slice missed its targets."""
         return self._settings.miss_price * self._models[t].work_s * self._demands[t].rate_rps
-
-    def _rows(self, t: int) -> Iterator[tuple[Size, float]]:
-        return zip(self._sizes, self._attainments[t], strict=True)
 
     def _edge(self, at_s: float) -> int:
         """The first slice that begins at `at_s` or later."""
@@ -150,12 +147,12 @@ class SizePlan:
         for t in range(last - len(values), -1, -1):
             later = values[-1]
             if t + 1 < last:
-                moves = list(self._moves[ChangeKind.STOP])
+                kinds = [ChangeKind.STOP]
                 if t + 1 >= first_role:
-                    moves += self._moves[ChangeKind.CHANGE_ROLE]
+                    kinds.append(ChangeKind.CHANGE_ROLE)
                 if t + 1 >= first_start:
-                    moves += self._moves[ChangeKind.START]
-                later = _relaxed(later, moves)
+                    kinds.append(ChangeKind.START)
+                later = _relaxed(later, [(self._pairs[kind], self._move_costs[kind]) for kind in kinds])
             values.append([cost + rest for cost, rest in zip(self._costs[t], later, strict=True)])
         values.reverse()
         return values
@@ -171,7 +168,7 @@ class SizePlan:
         match change.kind:
             case ChangeKind.START:
                 t = self._edge(settings.start_s)
-                during, cost, values = now, count * settings.start_s, self._after_start
+                during, cost, values = now, count * self._move_costs[change.kind], self._after_start
             case ChangeKind.STOP:
                 t = 0
                 during, cost, values = size, count * settings.drain_s, self._after_keep
@@ -211,9 +208,22 @@ class SizePlan:
         """Predicted misses until slice `end` with `during` before slice `first`, and `size` from then on."""
         total = 0.0
         for t in range(end):
-            attained = self._models[t].attainment(during if t < first else size)
+            there = during if t < first else size
+            index = self._at.get(there)
+            if index is not None:
+                attained = self._attainments[t][index]
+            else:  # below the bounds, while a worker changes its role
+                attained = self._models[t].attainment(self._serving(there, t))
             total += self._demands[t].rate_rps * self._widths_s[t] * (1.0 - attained)
         return total
+
+
+def other_role(role: Role) -> Role:
+    return Role.DECODE if role is Role.PREFILL else Role.PREFILL
+
+
+def of_role(role: Role, count: int) -> Size:
+    return Size(count, 0) if role is Role.PREFILL else Size(0, count)
 
 
 def resized(size: Size, change: Change) -> Size:
@@ -226,6 +236,11 @@ def resized(size: Size, change: Change) -> Size:
     return Size(size.prefill + other, size.decode + own)
 
 
+def _sum(sizes: Iterable[Size]) -> Size:
+    held = list(sizes)
+    return Size(sum(one.prefill for one in held), sum(one.decode for one in held))
+
+
 def drained(size: Size, change: Change) -> Size:
     """The size while the workers of a role change drain and start."""
     if change.role is Role.PREFILL:
@@ -233,17 +248,58 @@ def drained(size: Size, change: Change) -> Size:
     return Size(size.prefill - change.count, size.decode)
 
 
-def _relaxed(values: Sequence[float], moves: Sequence[tuple[int, int, float]]) -> list[float]:
-    """The least cost of moving anywhere and going on from there; both directions of sweeps, until nothing changes."""
+def _relaxed(values: Sequence[float], moves: Sequence[tuple[_Pairs, float]]) -> list[float]:
+    """The least cost of moving anywhere and going on from there. Each kind of move by itself is complete after one
+    pass, because the pairs of a kind have the order of their dependence; all together are repeated until nothing
+    changes."""
     best = list(values)
     for _ in range(MOST_SWEEPS):
         has_changed = False
-        for order in (moves, reversed(moves)):
-            for here, there, cost in order:
+        for pairs, cost in moves:
+            for here, there in pairs:
                 moved = best[there] + cost
                 if moved < best[here] - 1e-12:
                     best[here] = moved
                     has_changed = True
-        if not has_changed:
+        if not has_changed or len(moves) == 1:
             break
     return best
+
+
+# --- sizes and moves ------------------------------------------------------------------------------------------
+
+_Pairs: TypeAlias = tuple[tuple[int, int], ...]  # (from, to), indices of sizes
+
+
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """Sizes, and the pairs of them between which each kind of change moves one worker."""
+
+    sizes: tuple[Size, ...]
+    at: Mapping[Size, int]
+    pairs: Mapping[ChangeKind, _Pairs]
+
+
+@lru_cache(maxsize=32)
+def _grid(now: Size, low: int, high: int, may_change_roles: bool) -> _Grid:
+    """All sizes within the bounds near the present one, which is always among them."""
+    sizes = []
+    for prefill in range(max(0, now.prefill - REACH), now.prefill + REACH + 1):
+        if not may_change_roles and prefill != now.prefill:
+            continue
+        for decode in range(max(1, now.decode - REACH), now.decode + REACH + 1):
+            if low <= prefill + decode <= high:
+                sizes.append(Size(prefill, decode))
+    if now.decode < 1:
+        sizes.append(now)
+    at = {size: index for index, size in enumerate(sizes)}
+    pairs = {}
+    for kind in ChangeKind:
+        found = []
+        for role in Role:
+            change = Change(kind=kind, role=role, count=1)
+            one_role = [(at[size], at[there]) for size in sizes if (there := resized(size, change)) in at]
+            # Moves to a later size depend on what was found for that one.
+            found += sorted(one_role, reverse=bool(one_role) and one_role[0][1] > one_role[0][0])
+        pairs[kind] = tuple(found)
+    return _Grid(tuple(sizes), at, pairs)

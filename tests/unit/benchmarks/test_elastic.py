@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from benchmarks.elastic.__main__ import CLAIRVOYANT, OURS, SLO, Cell, Load, is_ahead, report, run
+import pytest
+
+from benchmarks.elastic.__main__ import CLAIRVOYANT, OURS, SLO, Cell, Load, is_ahead, report, run, run_fast, shape
+from benchmarks.elastic.approximate import Approximation
 from benchmarks.elastic.baselines import Predictive, RoleRule, Threshold
 from benchmarks.elastic.workloads import Changing, Repeated, shift, sine, spike, step
 from pdserve.core.cost.latency import CostPrior
+from pdserve.core.types import Role
 from router.scaling.demand import true_interval
-from router.scaling.interface import Observed, ScalingController, Size
+from router.scaling.interface import Change, ChangeKind, Decision, Observed, ScalingController, Size
 from simulator.traces.workloads import uniform
 from tests.unit.simulator.small import Listed, asked
 
@@ -133,6 +137,75 @@ def test_a_short_load_costs_less_than_a_fixed_cluster() -> None:
     cells = {name: run(load, "short", name)[0] for name in (CLAIRVOYANT, OURS)}
     assert all(one.failed == one.unfinished == 0 for one in cells.values())
     assert len({one.requests for one in cells.values()}) == 1
-    for one in cells.values():
+    for name, one in cells.items():
         assert one.attainment >= 0.9
         assert one.worker_s < 0.8 * 5 * 60.0
+        fast = run_fast(load, "short", name)[0]
+        assert fast.requests == one.requests
+        assert abs(fast.attainment - one.attainment) <= 0.1
+        assert 0.8 * one.worker_s < fast.worker_s < 1.25 * one.worker_s
+
+
+# --- the closed form ------------------------------------------------------------------------------------------
+
+
+class Scripted:
+    """Decides what it is told at that time."""
+
+    def __init__(self, told: dict[float, Change]) -> None:
+        self._told = told
+        self.seen: list[Observed] = []
+
+    def decide(self, observed: Observed, now_s: float) -> Decision:
+        self.seen.append(observed)
+        told = self._told.get(now_s)
+        return Decision(at_s=now_s, changes=(told,) if told else (), reason="told", size=observed.ready)
+
+
+def approximate(
+    told: dict[float, Change], first: Size, rate_rps: float, tokens: int = 100, seconds: float = 60.0
+) -> tuple[float, Scripted]:
+    """The attainment. Answers of 100 tokens take 0.6 to 2.5 s."""
+    rows = [asked(number / rate_rps, 1000, tokens) for number in range(int(seconds * rate_rps))]
+    controller = Scripted(told)
+    found = Approximation(Listed(rows), SLO, controller, first, shape(Role.DECODE), start_s=20.0).run()
+    assert found.requests == len(rows)
+    assert sum(one.interval.met + one.interval.missed for one in controller.seen) == found.requests
+    return found.met / found.requests, controller
+
+
+def test_what_fits_is_admitted() -> None:
+    """A worker has 18.9 ms of each step for rows of 52 us, and computes prompts of 19 ms in the time that is left."""
+    assert approximate({}, Size(0, 1), 10.0)[0] == 1.0
+    crowded = approximate({}, Size(0, 1), 200.0, seconds=10.0)[0]
+    assert 0.05 < crowded < 0.5
+    assert approximate({}, Size(2, 1), 200.0, seconds=10.0)[0] > crowded
+    assert approximate({}, Size(0, 2), 200.0, seconds=10.0)[0] > 1.5 * crowded
+
+
+def test_workers_start_drain_and_change_their_role_in_their_time() -> None:
+    start = Change(kind=ChangeKind.START, role=Role.PREFILL, count=2)
+    _, seen = approximate({10.0: start}, Size(0, 2), 4.0)
+    assert [one.ready for one in seen.seen][1:7] == [Size(0, 2)] * 4 + [Size(2, 2)] * 2
+    assert [one.starting.total for one in seen.seen][1:7] == [0, 2, 2, 2, 0, 0]
+    stop = Change(kind=ChangeKind.STOP, role=Role.DECODE, count=1)
+    _, seen = approximate({10.0: stop}, Size(0, 2), 4.0, tokens=1500)
+    assert seen.seen[2].ready == Size(0, 1)
+    assert seen.seen[2].draining == Size(0, 1)  # answers take 9 s at least
+    assert seen.seen[-1].draining == Size(0, 0)
+    change = Change(kind=ChangeKind.CHANGE_ROLE, role=Role.PREFILL, count=1)
+    _, seen = approximate({10.0: change}, Size(0, 2), 4.0)
+    assert seen.seen[-1].ready == Size(1, 1)
+
+
+def test_worker_seconds_count_from_the_order_to_the_end() -> None:
+    rows = [asked(number / 4.0, 1000, 1) for number in range(400)]
+    start = Scripted({10.0: Change(kind=ChangeKind.START, role=Role.DECODE, count=1)})
+    runs = [
+        Approximation(Listed(rows), SLO, one, Size(0, 2), shape(Role.DECODE), start_s=20.0).run()
+        for one in (Scripted({}), start)
+    ]
+    end_s = 5.0 * len(start.seen)
+    assert end_s >= 100.0
+    assert runs[0].worker_s == pytest.approx(2 * end_s)
+    assert runs[1].worker_s == pytest.approx(3 * end_s - 10.0)

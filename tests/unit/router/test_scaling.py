@@ -15,7 +15,7 @@ from pdserve.core.types import Role, Slo
 from router.recording.replay import decode_value, encode_value
 from router.scaling.attainment import LoadModel, expected_attainment
 from router.scaling.controller import Controller
-from router.scaling.demand import Bin, newest_line, true_interval
+from router.scaling.demand import ArrivalHistory, Bin, newest_line, true_interval
 from router.scaling.interface import (
     NONE,
     Change,
@@ -35,7 +35,7 @@ from router.scaling.observing import (
     ready_workers,
     why_unsettled,
 )
-from router.scaling.plan import SizePlan, resized, slice_edges_s
+from router.scaling.plan import Coming, SizePlan, resized, slice_edges_s
 
 #: A worker decodes about 2.5 of the requests below per second, or prefills 10.
 COST = CostPrior(
@@ -113,13 +113,41 @@ def test_a_step_leaves_only_what_came_after_it() -> None:
     assert line.at(0.0)[0] == pytest.approx(18.0)
 
 
-def test_a_trend_is_continued_half_as_far_as_it_was_seen() -> None:
+def test_a_trend_is_continued_as_far_as_it_was_seen() -> None:
     line = newest_line(bins([50 + 5 * at for at in range(33)]))
     assert line.window_s == 160.0
-    now, soon, later = (line.at(ahead_s)[0] for ahead_s in (0.0, 80.0, 600.0))
+    now, soon, later = (line.at(ahead_s)[0] for ahead_s in (0.0, 160.0, 600.0))
     assert now == pytest.approx(42.5, abs=1.0)
-    assert soon == pytest.approx(now + 80.0 * 0.2, abs=1.0)
+    assert soon == pytest.approx(now + 160.0 * 0.2, abs=1.0)
     assert later == soon
+
+
+def test_a_clear_rise_is_seen_after_40_s_and_a_fall_is_not() -> None:
+    rising, falling = (
+        newest_line(bins([40 + 10 * at for at in range(8)])),
+        newest_line(bins([110 - 10 * at for at in range(8)])),
+    )
+    assert rising.window_s == 40.0
+    assert rising.slope == pytest.approx(10.0 / EVERY_S**2, rel=0.2)
+    assert rising.at(40.0)[0] > rising.at(0.0)[0] > 20.0
+    assert falling.slope == 0.0
+
+
+def test_one_long_interval_has_no_trend() -> None:
+    assert newest_line([(0.0, 100.0, 500.0, 500.0)]).at(60.0)[0] == pytest.approx(5.0)
+
+
+def answers_of(now_s: float, *, tokens: float, answers: int, answer_tokens: float) -> Interval:
+    return replace(interval(now_s, 10.0), tokens=tokens, answers=answers, answer_tokens=answer_tokens)
+
+
+def test_answers_that_became_longer_count_as_twice_what_running_ones_have() -> None:
+    """Of answers of 1,000 tokens at 10 per second, those that have ended by now are the short ones."""
+    history = ArrivalHistory()
+    for number in range(1, 9):
+        history.add(answers_of(number * EVERY_S, tokens=50_000, answers=25, answer_tokens=25 * 600.0))
+    lengths = {so_far: history.forecast([0.0], so_far)[0].output_tokens for so_far in (100.0, 500.0, 5000.0)}
+    assert lengths == {100.0: 600.0, 500.0: 1000.0, 5000.0: 2000.0}
 
 
 def test_an_uncertain_rate_is_not_believed_to_be_zero() -> None:
@@ -213,6 +241,92 @@ def test_the_next_change_waits_for_the_effect_of_the_last() -> None:
         assert outcome.seen_attainment == 1.0
 
 
+class Slow:
+    """A cluster whose workers start in 40 s and drain in 20 s, under one controller."""
+
+    def __init__(self, size: Size, *, starts_overlap: bool) -> None:
+        self._controller = Controller(SETTINGS, starts_overlap=starts_overlap)
+        self._size, self._now_s = size, 0.0
+        self._under_way: list[tuple[float, Change]] = []
+        self.found: list[Decision] = []
+
+    def run(self, seconds: float, rate_rps: float) -> list[str]:
+        changes = []
+        for _ in range(round(seconds / EVERY_S)):
+            self._now_s += EVERY_S
+            for at_s, change in [one for one in self._under_way if one[0] <= self._now_s]:
+                self._under_way.remove((at_s, change))
+                self._size = resized(self._size, change) if change.kind is ChangeKind.START else self._size
+            counts = {kind: [0, 0] for kind in ChangeKind}
+            for _, change in self._under_way:
+                counts[change.kind][list(Role).index(change.role)] += change.count
+            now = seen(
+                self._now_s,
+                rate_rps,
+                self._size,
+                starting=Size(*counts[ChangeKind.START]),
+                draining=Size(*counts[ChangeKind.STOP]),
+            )
+            decision = self._controller.decide(now, self._now_s)
+            self.found.append(decision)
+            for change in decision.changes:
+                changes.append(str(change))
+                is_start = change.kind is ChangeKind.START
+                self._under_way.append((self._now_s + (40.0 if is_start else 20.0), change))
+                self._size = self._size if is_start else resized(self._size, change)
+        return changes
+
+
+@pytest.mark.parametrize("starts_overlap", [False, True])
+def test_more_workers_are_started_while_others_start_if_the_caller_can(starts_overlap: bool) -> None:
+    """The load is twice as high after the first order. What starts already is not ordered again."""
+    cluster = Slow(Size(0, 2), starts_overlap=starts_overlap)
+    assert cluster.run(30.0, 10.0)[0].startswith("start")
+    assert cluster.run(5.0, 10.0) == []
+    more = cluster.run(20.0, 20.0)
+    assert bool(more) is starts_overlap
+    assert all(one.startswith("start") for one in more)
+    cluster.run(200.0, 20.0)
+    outcomes = [one.outcome for one in cluster.found if one.outcome is not None]
+    assert [one.took_s for one in outcomes[:2]] == [40.0] * len(outcomes[:2])
+    assert outcomes[0].seen_rate_rps == pytest.approx(20.0)
+
+
+def test_workers_are_started_while_others_drain_but_none_is_stopped() -> None:
+    cluster = Slow(Size(0, 8), starts_overlap=True)
+    [stop] = cluster.run(30.0, 6.0)
+    assert stop.startswith("stop")
+    starts = cluster.run(15.0, 20.0)
+    assert starts
+    assert all(one.startswith("start") for one in starts)
+    assert not [one for one in cluster.run(25.0, 1.0) if not one.startswith("start")]
+
+
+def test_a_change_of_role_or_by_hand_blocks_starts_too() -> None:
+    controller = Controller(SETTINGS, starts_overlap=True)
+    changed = [one for one in decisions(controller, lambda now_s: 8.0, Size(3, 2), 30.0) if one.changes]
+    assert changed[0].changes[0].kind is ChangeKind.CHANGE_ROLE
+    now = seen(35.0, 30.0, Size(0, 2), starting=Size(0, 3))
+    assert not controller.decide(now, 35.0).changes
+    by_hand = list(
+        decisions(
+            Controller(SETTINGS, starts_overlap=True), lambda now_s: 30.0, Size(0, 2), draining=Size(0, 1), seconds=90.0
+        )
+    )
+    assert all(not one.changes for one in by_hand)
+    assert by_hand[-1].reason == "under way: a change by hand"
+
+
+def test_a_change_that_failed_has_no_outcome() -> None:
+    controller = Controller(SETTINGS)
+    first = [one for one in decisions(controller, lambda now_s: 12.0, Size(0, 2), 30.0) if one.changes]
+    assert first
+    assert first[-1].at_s == 30.0
+    decision = controller.decide(seen(35.0, 12.0, Size(0, 2)), 35.0)
+    assert decision.outcome is None
+    assert decision.changes
+
+
 def plan(size: Size, rates: Callable[[float], float], settings: ScalingSettings = SETTINGS) -> SizePlan:
     edges_s = slice_edges_s(settings.horizon_s)
     demands = [replace(demand(rates(at_s)), at_s=at_s) for at_s in edges_s[:-1]]
@@ -236,6 +350,22 @@ def test_a_worker_is_started_before_the_load_that_needs_it() -> None:
     step_s = SETTINGS.start_s
     assert best(plan(Size(0, 2), lambda at_s: 4.0 if at_s < step_s else 12.0)).startswith("start")
     assert best(plan(Size(0, 2), lambda at_s: 4.0 if at_s < step_s + 120.0 else 12.0)) == "keep"
+
+
+def test_workers_that_start_serve_when_they_are_there() -> None:
+    """Two workers serve a third of the load. Six more come in 20 s."""
+    edges_s = slice_edges_s(SETTINGS.horizon_s)
+    demands = [replace(demand(24.0), at_s=at_s) for at_s in edges_s[:-1]]
+    alone, joined = (
+        SizePlan(SETTINGS, seen(EVERY_S, 24.0, Size(0, 2)), demands, edges_s, 1.0, EVERY_S, coming)
+        for coming in ((), (Coming(Size(0, 6), 20.0),))
+    )
+    assert joined.attainment_now() == alone.attainment_now()
+    assert best(alone).startswith("start")
+    keep = next(one for one, change in joined.alternatives([ChangeKind.START]) if change is None)
+    assert keep.size == Size(0, 8)
+    assert best(joined) == "keep"
+    assert {one.change.split()[0] for one, _ in joined.alternatives([ChangeKind.START])} <= {"keep", "start"}
 
 
 def test_what_a_change_costs_decides_whether_a_dip_is_used() -> None:
