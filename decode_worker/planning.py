@@ -307,7 +307,10 @@ class Planner:
         unfinished: list[DecodeSequence] = []
         is_short = False
         sequences, size = self._sequences, self._sequences.block_size
-        for sequence in sequences.running[: self._max_batch]:  # oldest first; the youngest is preempted first
+        running = sequences.running
+        if len(running) > self._max_batch:  # those whose KV is sent have come last, and need one token
+            running = sorted(running, key=lambda each: not each.is_sending)
+        for sequence in running[: self._max_batch]:  # oldest first; the youngest is preempted first
             computed = sequence.computed
             remaining = len(sequence.tokens) - computed
             if sequence.stage is not DecodeStage.RUNNING:

@@ -153,12 +153,12 @@ class DecodeProgram(RoleProgram[DecodeStep, DecodeEffect, IncomingTransfer | Out
     def sends_kv(self) -> bool:
         return self._sender is not None
 
-    def close(self) -> None:
+    def close_transfers(self) -> None:
         try:
             if self._sender is not None:
                 self._sender.close()
         finally:
-            super().close()
+            super().close_transfers()
 
     @property
     def is_healthy(self) -> bool:

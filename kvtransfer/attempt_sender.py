@@ -78,7 +78,7 @@ class AttemptSender:
         try:
             grant = decode_grant(message.grant)
         except InvalidRequest as error:
-            self._fail(key, FailureKind.INVALID, error.message)
+            self._fail(key, FailureKind.TRANSFER, error.message)
             return None
         if any(grant.key == other.key for other in program.transfers.values()):
             self._fail(key, FailureKind.TRANSFER, "grant: another attempt already writes to it")

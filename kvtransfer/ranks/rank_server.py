@@ -4,8 +4,7 @@
     Follow: orders in, one by one -> expect, start, push, give up ->      sender or receiver over this rank's pool
             reports out           <- opened, expected         <-          ended
 
-A process has one leader at a time. If the stream ends, so does the endpoint. A worker that changes its role opens
-another one.
+A process has one leader. If the stream ends, so does the endpoint.
 """
 
 from __future__ import annotations
@@ -225,7 +224,6 @@ class RankServer:
         ):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "open: expected first, with the caller's incarnation")
         self._is_led = True
-        self._is_over.clear()
         endpoint = Endpoint(
             self._pool, self._spec, self._stamps, self._config, incarnation, self._fault_injector, self._tls
         )
@@ -246,10 +244,6 @@ class RankServer:
     async def _end(self, endpoint: Endpoint, reports: asyncio.Queue[rank_pb2.FollowResponse | None]) -> None:
         try:
             await self._in_order(endpoint.close)
-            for server in self._servers[1:]:  # the receiver's
-                await server.stop(None)
-            del self._servers[1:]
-            self._is_led = False
         finally:
             _put(self._loop, reports, None)
             self._is_over.set()
@@ -279,7 +273,7 @@ class RankServer:
         return address
 
     async def _stop(self) -> None:
-        for server in list(self._servers):
+        for server in self._servers:
             await server.stop(None)
         if self._is_led:
             async with asyncio.timeout(_JOIN_S):

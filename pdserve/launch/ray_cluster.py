@@ -30,20 +30,12 @@ from pdserve.core.progress import PhaseProgress, phase_line
 from pdserve.core.types import Role
 from pdserve.engine.load_engine import VLLM
 from pdserve.launch import confine
+from pdserve.launch.actor_api import ActorApi, ActorGone, ActorUnreachable, Bundles, NameTaken, RayTrouble
 from pdserve.launch.engine_python import ANSWER_S, trouble_with
 from pdserve.launch.ports import listeners, session_of
 from pdserve.launch.rank_actor import RankActor
-from pdserve.launch.ray_workers import (
-    ActorApi,
-    ActorGone,
-    ActorUnreachable,
-    Bundles,
-    NameTaken,
-    RayTrouble,
-    RayWorkers,
-    Resources,
-)
-from pdserve.launch.spec import MODULES, ray_resources, remote_ranks, waiting_env
+from pdserve.launch.ray_workers import RayWorkers
+from pdserve.launch.spec import MODULES, Resources, ray_resources, remote_ranks, waiting_env
 from pdserve.launch.supervisor import StartFailed
 from pdserve.launch.with_ray import (
     BEGINS,
@@ -54,7 +46,6 @@ from pdserve.launch.with_ray import (
     WARMING,
     WORKER_START_S,
     ActorHealth,
-    Phase,
     WantedCluster,
     WantedFile,
     WantedWorker,
@@ -356,14 +347,14 @@ class RayDriver:
         self._states = ""
 
     def start(self) -> str:
-        """Returns the address of Ray's control plane once every worker listens."""
+        """Returns the address of Ray's control plane once every worker listens, or at once if the cluster has started
+        before. Raises StartFailed."""
         workers = self._workers
         with _step("ray_init"):
             self._init()
         with _step("placement"):
-            self._start_until(lambda: workers.are_placed)
-        self._start_until(lambda: workers.are_up)
-        workers.first_started()
+            self._tick_while(lambda: workers.is_starting and not workers.are_placed)
+        self._tick_while(lambda: workers.is_starting)
         for warning in confine.warnings(os.environ, self._open_ports(), is_own=not self._address):
             emit("ray", warning)
         address = str(ray.get_runtime_context().gcs_address)
@@ -389,16 +380,11 @@ class RayDriver:
         if ending.is_alive():
             os._exit(0)
 
-    def _start_until(self, holds: Callable[[], bool]) -> None:
-        """The first worker that fails ends the start, also while others load. Raises StartFailed."""
-        while True:
-            self._tick()
-            for state in self._workers.states.values():
-                if state.phase is Phase.FAILED:
-                    raise StartFailed(state.error)
-            if holds():
-                return
+    def _tick_while(self, waits: Callable[[], bool]) -> None:
+        self._tick()
+        while waits():
             time.sleep(_POLL_S)
+            self._tick()
 
     def _tick(self) -> None:
         wanted = self._read()

@@ -8,14 +8,23 @@ again begins with what is wanted then.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Protocol, final
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final, final
 
-from pdserve.config import WorkerConfig
 from pdserve.core.errors import PdserveError
-from pdserve.core.types import Role
-from pdserve.launch.spec import needs_text, why_not_placed
+from pdserve.launch.actor_api import (
+    Actor,
+    ActorApi,
+    ActorGone,
+    ActorUnreachable,
+    Bundles,
+    Call,
+    NameTaken,
+    Place,
+    RayTrouble,
+)
+from pdserve.launch.spec import PlacedWorker, choose_node, needs_text, why_not_placed
 from pdserve.launch.supervisor import StartFailed
 from pdserve.launch.with_ray import (
     BEGINS,
@@ -30,40 +39,6 @@ from pdserve.launch.with_ray import (
     WorkerState,
 )
 
-# --- nodes ----------------------------------------------------------------------------------------------------
-
-Resources = Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacedWorker:
-    role: Role
-    node: str
-    needs: Resources
-
-
-def choose_node(
-    nodes: Mapping[str, Resources], placed: Sequence[PlacedWorker], role: Role, needs: Resources, *, packs: bool
-) -> str:
-    """The node for one more worker, from what its nodes have and what our workers take; empty: Ray chooses. Spread:
-    the node with the fewest workers of that role, so that the loss of a node leaves workers of both roles. Packed: the
-    one with the most workers, because KV needs no network there. Pure.
-
-    Others may use the node, so Ray may choose another one nevertheless.
-    """
-    best: tuple[tuple[Any, ...], str] | None = None
-    for node, total in nodes.items():
-        own = [one for one in placed if one.node == node]
-        left = {kind: total.get(kind, 0.0) - sum(one.needs.get(kind, 0.0) for one in own) for kind in needs}
-        if any(left[kind] < wanted for kind, wanted in needs.items()):
-            continue
-        of_role = sum(one.role is role for one in own)
-        free = tuple(-left[kind] for kind in sorted(needs, reverse=True))
-        rank = ((-len(own),) if packs else (of_role, len(own))) + free
-        best = min(best, (rank, node)) if best is not None else (rank, node)
-    return "" if best is None else best[1]
-
-
 # --- workers --------------------------------------------------------------------------------------------------
 
 PATIENCE_S: Final = 1.0  # after which a worker that waits for a node is reported
@@ -71,76 +46,8 @@ WATCH_S: Final = 0.5  # between the questions to two workers
 HEALTH_S: Final = 2.0  # for the answer of one
 DRAIN_MARGIN_S: Final = 2.0  # in addition to a worker's own time limit
 GONE_S: Final = 10.0  # until an actor that was killed is gone
+FREE_S: Final = 5.0  # until what was released is free
 QUIET_S: Final = 10.0  # between two reports that Ray does not answer
-
-
-class RayTrouble(Exception):
-    """Ray does not do what was asked, for example because its control plane is lost."""
-
-
-class ActorUnreachable(RayTrouble):
-    """It is being started, perhaps again."""
-
-
-class ActorGone(RayTrouble):
-    """Ray has given it up, or it was killed."""
-
-
-class NameTaken(RayTrouble):
-    """An actor of that name exists, perhaps because Ray has not ended it yet."""
-
-
-Bundles = tuple[Resources, ...]
-Place = Any  # a placement group
-Actor = Any
-Call = Any
-
-
-class ActorApi(Protocol):
-    """What the driver does with Ray. Nothing waits. Everything may raise RayTrouble."""
-
-    def bundles(self, config: WorkerConfig) -> Bundles:
-        """What the worker needs: on its first node, then on each further one."""
-
-    def nodes(self) -> Mapping[str, Resources]: ...
-
-    def resources(self) -> tuple[Resources, Resources]:
-        """Those that are free, and all."""
-
-    def place(self, name: str, bundles: Bundles, strategy: str, node: str) -> Place:
-        """On `node` if possible. Empty: Ray chooses."""
-
-    def is_placed(self, place: Place) -> bool: ...
-
-    def node_of(self, place: Place) -> str: ...
-
-    def release(self, place: Place) -> None: ...
-
-    def check(self, one: WantedWorker, place: Place) -> Call | None:
-        """Begins the checks of the worker's node. Raises StartFailed."""
-
-    def complaint(self, call: Call) -> str | None:
-        """Their result, empty if the worker can start there; None: it is not known yet."""
-
-    def create(self, one: WantedWorker, cluster: str, place: Place) -> Actor:
-        """Raises NameTaken."""
-
-    def with_ranks(self, one: WantedWorker, place: Place, before: Any) -> Any:
-        """Starts the worker's ranks on other nodes; again if the address of the first rank is not as `before`."""
-
-    def kill_ranks(self, ranks: Any) -> None: ...
-
-    def ask(self, actor: Actor) -> Call: ...
-
-    def answer(self, call: Call) -> ActorHealth | None:
-        """None: not yet. Raises ActorUnreachable and ActorGone."""
-
-    def drain(self, actor: Actor, limit_s: float) -> Call: ...
-
-    def is_over(self, call: Call) -> bool:
-        """Whether it has ended, in any way."""
-
-    def kill(self, actor: Actor) -> None: ...
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -156,7 +63,9 @@ class _Worker:
     actor: Actor | None = None
     ranks: Any = None
     call: Call | None = None
+    must_kill: bool = False  # a call that was to kill its actor or its ranks has failed
     is_killed: bool = False  # of an actor that ends
+    resumed: int | None = None  # the revision that a driver before this one had; no command waits for its start
     is_told: bool = False  # that it waits for a node
     starts: ActorStarts | None = None
     since_s: float = 0.0  # when its phase, or its call, began
@@ -178,7 +87,8 @@ class RayWorkers:
         self._api, self._say = api, say
         self._cluster: WantedCluster | None = None
         self._workers: dict[str, _Worker] = {}
-        self._is_first = True  # at the start of the cluster, no worker starts before all are placed
+        self._is_first = True  # start of the cluster: no worker starts before all are placed
+        self._is_arranged = False
         self._turn: Iterator[_Worker] = iter(())
         self._turn_s = 0.0
         self._told_s: float | None = None
@@ -201,6 +111,17 @@ class RayWorkers:
         return all(one.phase is Phase.UP for one in self._wanted)
 
     @property
+    def is_starting(self) -> bool:
+        """Whether this is the first start of the cluster, and a worker is not up yet. Raises StartFailed for the first
+        worker that fails then. Later a worker that fails ends nothing: the others serve."""
+        if not self._is_first:
+            return False
+        for one in self._workers.values():
+            if one.phase is Phase.FAILED:
+                raise StartFailed(one.error)
+        return not self.are_up
+
+    @property
     def _wanted(self) -> list[_Worker]:
         return [one for one in self._workers.values() if one.target is not None and not one.target.is_ended]
 
@@ -210,16 +131,15 @@ class RayWorkers:
 
     def want(self, cluster: WantedCluster) -> None:
         """`tick` then starts and ends workers accordingly."""
+        is_resuming = self._cluster is None and cluster.has_started
         self._cluster = cluster
+        self._is_first = self._is_first and not cluster.has_started
         named = {one.worker_id: one for one in cluster.workers}
         for name, one in named.items():
-            self._workers.setdefault(name, _Worker(worker_id=name, target=one))
+            resumed = one.revision if is_resuming else None
+            self._workers.setdefault(name, _Worker(worker_id=name, target=one, resumed=resumed))
         for name, worker in self._workers.items():
             worker.target = named.get(name)
-
-    def first_started(self) -> None:
-        """From now on, each worker starts by itself."""
-        self._is_first = False
 
     def tick(self, now_s: float) -> None:
         for worker in list(self._workers.values()):
@@ -230,8 +150,10 @@ class RayWorkers:
             except RayTrouble as error:
                 if worker.phase in (Phase.PLACING, Phase.STARTING):
                     self._fail(worker, f"{worker.worker_id}: {error}")
+                elif worker.phase is Phase.UP and not worker.must_kill:
+                    self._complain(f"{worker.worker_id} does not report ({error}); requests continue", now_s)
                 else:
-                    self._complain(worker, str(error), now_s)
+                    self._complain(f"{worker.worker_id} has not ended ({error}); trying again", now_s)
         self._watch(now_s)
 
     def give_up(self) -> None:
@@ -248,6 +170,10 @@ class RayWorkers:
         is_at_target = worker.now is not None and worker.now.revision == revision
         if not is_at_target and worker.phase not in (Phase.ENDING, Phase.ENDED):
             self._begin_end(worker, now_s)
+        if worker.must_kill and worker.phase is not Phase.ENDING:
+            self._kill(worker)
+        if worker.phase in (Phase.FAILED, Phase.ENDED) and not worker.is_placed:
+            self._release(worker)
         match worker.phase:
             case Phase.PLACING:
                 self._place_step(worker, now_s)
@@ -273,26 +199,56 @@ class RayWorkers:
         if worker.place is not None and worker.bundles != bundles:
             self._release(worker)
         if worker.place is None:
-            assert self._cluster is not None
-            strategy = self._cluster.strategy
-            if strategy == "auto":
-                strategy = "pack" if any("GPU" in one for one in bundles) else "spread"
-            worker.planned_node = self._node_for(worker, bundles, packs=strategy == "pack")
             worker.bundles = bundles
-            name = f"pdserve-{self._cluster.cluster}-{worker.worker_id}"
-            worker.place = self._api.place(name, bundles, strategy, worker.planned_node)
+            others = [one for one in self._workers.values() if one.place is not None and one.now is not None]
+            worker.planned_node = self._node_for(worker, map(self._placed, others))
+            self._place(worker)
         if self._is_first:
             self._tell_wait(worker)
 
-    def _node_for(self, worker: _Worker, bundles: Bundles, *, packs: bool) -> str:
-        if len(bundles) > 1:
+    def _place(self, worker: _Worker) -> None:
+        assert self._cluster is not None
+        name = f"pdserve-{self._cluster.cluster}-{worker.worker_id}"
+        worker.place = self._api.place(name, worker.bundles, self._strategy(worker), worker.planned_node)
+
+    def _strategy(self, worker: _Worker) -> str:
+        assert self._cluster is not None
+        if self._cluster.strategy != "auto":
+            return self._cluster.strategy
+        return "pack" if any("GPU" in one for one in worker.bundles) else "spread"
+
+    def _node_for(self, worker: _Worker, others: Iterable[PlacedWorker]) -> str:
+        if len(worker.bundles) > 1:
             return ""
-        placed = []
-        for one in self._workers.values():
-            if one.place is not None and one.now is not None:
-                node = self._api.node_of(one.place) if one.is_placed else one.planned_node
-                placed += [PlacedWorker(role=one.now.role, node=node, needs=needs) for needs in one.bundles[:1]]
-        return choose_node(self._api.nodes(), placed, worker.wanted.role, bundles[0], packs=packs)
+        packs = self._strategy(worker) == "pack"
+        return choose_node(self._api.nodes(), list(others), worker.wanted.role, worker.bundles[0], packs=packs)
+
+    def _placed(self, worker: _Worker) -> PlacedWorker:
+        node = self._api.node_of(worker.place) if worker.is_placed else worker.planned_node
+        return PlacedWorker(role=worker.wanted.role, node=node, needs=worker.bundles[0])
+
+    def _rearrange(self, now_s: float) -> None:
+        """At the start, once all are placed: nodes may have joined one after another, and Ray has filled the first
+        ones. Those that would be elsewhere now are placed again when their resources are free."""
+        self._is_arranged = True
+        others: list[PlacedWorker] = []
+        for worker in self._wanted:
+            here, wished = self._placed(worker), self._node_for(worker, others)
+            if wished and wished != here.node:
+                bundles = worker.bundles
+                self._release(worker)
+                worker.bundles, worker.planned_node, worker.since_s = bundles, wished, now_s
+                here = replace(here, node=wished)
+            others.append(here)
+
+    def _place_again(self, now_s: float) -> None:
+        moving = [one for one in self._wanted if one.phase is Phase.PLACING and one.place is None]
+        free, _ = self._api.resources()
+        needs = [bundle for one in moving for bundle in one.bundles]
+        is_free = all(free.get(kind, 0.0) >= sum(one.get(kind, 0.0) for one in needs) for one in needs for kind in one)
+        if is_free or any(now_s - one.since_s > FREE_S for one in moving):
+            for one in moving:
+                self._place(one)
 
     def _tell_wait(self, worker: _Worker) -> None:
         if not worker.is_told:
@@ -301,13 +257,19 @@ class RayWorkers:
 
     def _place_step(self, worker: _Worker, now_s: float) -> None:
         assert self._cluster is not None
+        if worker.place is None:
+            self._place_again(now_s)
+            return
         if not worker.is_placed and not self._api.is_placed(worker.place):
             if now_s - worker.since_s > PATIENCE_S:
                 self._tell_wait(worker)
-            if now_s - worker.since_s > self._cluster.wait_s:
+            has_limit = worker.resumed != worker.wanted.revision  # nodes may come back later than the driver
+            if has_limit and now_s - worker.since_s > self._cluster.wait_s:
                 raise StartFailed(self._why_not_placed(worker, self._cluster.wait_s))
             return
         worker.is_placed = True
+        if self._is_first and self.are_placed and not self._is_arranged:
+            self._rearrange(now_s)
         if self._is_first and not self.are_placed:
             return
         if worker.call is None:
@@ -353,23 +315,24 @@ class RayWorkers:
         worker.phase, worker.since_s = Phase.ENDING, now_s
         worker.starts = worker.last = None
         worker.is_killed = False
-        if worker.actor is None:
+        if worker.actor is None and worker.ranks is None:
             self._ended(worker)
-        elif was_up:
+        elif was_up and worker.actor is not None:
             worker.call = self._api.drain(worker.actor, worker.wanted.config.drain_s)
 
     def _end_step(self, worker: _Worker, now_s: float) -> None:
         """A worker that has not started is not drained."""
         limit_s = worker.wanted.config.drain_s + DRAIN_MARGIN_S
         if not worker.is_killed:
-            if worker.call is not None and not self._api.is_over(worker.call) and now_s - worker.since_s <= limit_s:
+            if worker.call is not None and now_s - worker.since_s <= limit_s and not self._api.is_over(worker.call):
                 return
-            actor, worker.is_killed, worker.since_s = worker.actor, True, now_s
+            actor = worker.actor
             try:
                 self._kill(worker)
             finally:
                 worker.actor = actor  # until it is gone
-        if now_s - worker.since_s <= GONE_S:
+            worker.is_killed, worker.since_s = True, now_s
+        if worker.actor is not None and now_s - worker.since_s <= GONE_S:
             try:
                 self._ask(worker)
             except ActorGone:
@@ -389,13 +352,17 @@ class RayWorkers:
     def _fail(self, worker: _Worker, error: str) -> None:
         """Nothing of it runs any more, and no node is sought for it."""
         worker.phase, worker.error = Phase.FAILED, error
+        if worker.resumed == worker.wanted.revision:
+            self._say(
+                worker.worker_id, f"has not started again: {error}; `pdserve restart {worker.worker_id}` tries again"
+            )
         worker.call = worker.starts = None
         try:
             self._kill(worker)
             if not worker.is_placed:
                 self._release(worker)
         except RayTrouble as trouble:
-            worker.error += f"; and Ray did not end it: {trouble}"
+            worker.error += f"; Ray has not ended it yet: {trouble}"
 
     # -- workers that run ----------------------------------------------------------------------------------------
 
@@ -410,7 +377,7 @@ class RayWorkers:
                     worker.ranks = self._api.with_ranks(worker.wanted, worker.place, worker.ranks)
                     worker.call, worker.since_s = self._api.ask(worker.actor), now_s
                 except RayTrouble as error:
-                    self._complain(worker, str(error), now_s)
+                    self._complain(f"{worker.worker_id} does not report ({error}); requests continue", now_s)
                 return
         self._turn = iter(list(self._workers.values()))
 
@@ -427,12 +394,15 @@ class RayWorkers:
         except ActorGone as error:
             self._lost(worker)
             self._say(name, f"Ray has given it up ({error}); it is created again")
+            worker.actor = None
             self._kill(worker)
         else:
             if health is None:
                 if now_s - worker.since_s > HEALTH_S:
                     worker.call = None
-                    self._complain(worker, f"no answer within {HEALTH_S:g} s", now_s)
+                    self._complain(
+                        f"{name} does not report (no answer within {HEALTH_S:g} s); requests continue", now_s
+                    )
             elif health.error:
                 self._say(name, f"did not come back: {health.error}; it is created again")
                 self._kill(worker)
@@ -477,20 +447,26 @@ class RayWorkers:
         worker.last = health
 
     def _kill(self, worker: _Worker) -> None:
-        actor, ranks = worker.actor, worker.ranks
-        worker.actor = worker.call = worker.ranks = None
-        if ranks is not None:
-            self._api.kill_ranks(ranks)
-        if actor is not None:
-            self._api.kill(actor)
+        """Its actor and its ranks. If one call fails, both are tried, and `must_kill` stays for the next tick."""
+        worker.must_kill, worker.call = True, None
+        try:
+            if worker.ranks is not None:
+                self._api.kill_ranks(worker.ranks)
+                worker.ranks = None
+        finally:
+            if worker.actor is not None:
+                self._api.kill(worker.actor)
+                worker.actor = None
+        worker.must_kill = False
 
     def _release(self, worker: _Worker) -> None:
-        place, worker.place, worker.is_placed = worker.place, None, False
+        """If the call fails, the place is still the worker's."""
+        if worker.place is not None:
+            self._api.release(worker.place)
+        worker.place, worker.is_placed = None, False
         worker.bundles, worker.planned_node = (), ""
-        if place is not None:
-            self._api.release(place)
 
-    def _complain(self, worker: _Worker, why: str, now_s: float) -> None:
+    def _complain(self, text: str, now_s: float) -> None:
         if self._told_s is None or now_s - self._told_s > QUIET_S:
             self._told_s = now_s
-            self._say("ray", f"{worker.worker_id} does not report ({why}); requests continue")
+            self._say("ray", text)

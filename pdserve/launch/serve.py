@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from pdserve.config import WorkerConfig
+from pdserve.config import WorkerConfig, bounds_of
 from pdserve.core.access.hosts import is_any_host, is_loopback_host, join
 from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.core.installation import advice
@@ -338,7 +338,8 @@ def _allow_descriptors(asked: Asked) -> None:
     spec = asked.spec
     http = gateway(spec, "")
     started = processes(spec) if asked.ray is None else routers(spec, ())
-    allow_descriptors(OF_A_PROCESS + OF_A_CHILD * spec.num_processes, "the launcher")
+    num_added = bounds_of("autoscale", spec.autoscale)[1] - spec.prefill - spec.decode if spec.autoscale else 0
+    allow_descriptors(OF_A_PROCESS + OF_A_CHILD * (spec.num_processes + num_added), "the launcher")
     for process in started if http is None else [*started, http]:
         allow_descriptors(needed_by(process.config), process.name)
 

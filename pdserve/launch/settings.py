@@ -219,7 +219,9 @@ def _fit_bounds(found: dict[str, Any]) -> None:
     if not automatic:
         return
     if found.get("ray") is not None:
-        raise ConfigError(automatic, found[automatic], "no --ray beside it: its workers change at the next start only")
+        raise ConfigError(
+            automatic, found[automatic], "no --ray beside it: the controller is not available with Ray yet"
+        )
     if not (bounds := found.get("autoscale")):
         return
     low, high = bounds_of("autoscale", bounds)

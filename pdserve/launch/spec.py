@@ -447,6 +447,38 @@ def num_gpus(spec: ClusterSpec, index: int) -> int:
     return 0 if config.device == "cpu" or not spec.gpus else config.ranks_here
 
 
+Resources = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedWorker:
+    role: Role
+    node: str
+    needs: Resources
+
+
+def choose_node(
+    nodes: Mapping[str, Resources], placed: Sequence[PlacedWorker], role: Role, needs: Resources, *, packs: bool
+) -> str:
+    """The node for one more worker, from what its nodes have and what our workers take; empty: Ray chooses. Spread:
+    the node with the fewest workers of that role, so that the loss of a node leaves workers of both roles. Packed: the
+    one with the most workers, because KV needs no network there. Pure.
+
+    Others may use the node, so Ray may choose another one nevertheless.
+    """
+    best: tuple[tuple[float, ...], str] | None = None
+    for node, total in nodes.items():
+        own = [one for one in placed if one.node == node]
+        left = {kind: total.get(kind, 0.0) - sum(one.needs.get(kind, 0.0) for one in own) for kind in needs}
+        if any(left[kind] < wanted for kind, wanted in needs.items()):
+            continue
+        of_role = sum(one.role is role for one in own)
+        free = tuple(-left[kind] for kind in sorted(needs, reverse=True))
+        rank = ((-len(own),) if packs else (of_role, len(own))) + free
+        best = min(best, (rank, node)) if best is not None else (rank, node)
+    return "" if best is None else best[1]
+
+
 def ray_resources(config: WorkerConfig, *, has_gpus: bool, ranks: int | None = None) -> dict[str, float]:
     """Ray's resources for `ranks` of a worker on one node; None: for those on its first rank's node. A CPU for each
     compute thread, so that Ray gives no node more workers than it has cores for, and a GPU for each rank. Ranks with

@@ -426,8 +426,10 @@ class Supervisor:
     async def _keep(self, name: str) -> None:
         backoff = _Backoff()
         while True:
-            child, began_s = self._children[name], time.monotonic()
-            how = f"pid {child.pid} {outcome(await child.wait())}" if child.pid else "has no process"
+            child, began_s = self._children.get(name), time.monotonic()
+            how = "has no process"  # for example, because there was no memory for one
+            if child is not None and child.pid:
+                how = f"pid {child.pid} {outcome(await child.wait())}"
             backoff_s = backoff.next_s(time.monotonic() - began_s)
             self._report.say(name, f"{how}; starting it again in {backoff_s:.2g} s")
             await asyncio.sleep(backoff_s)

@@ -154,6 +154,7 @@ class WantedCluster:
     strategy: str
     wait_s: float  # in which a worker must be placed
     workers: tuple[WantedWorker, ...]
+    has_started: bool = False  # once, so a driver that is started again need not wait for all workers
 
     def to_json(self) -> str:
         """Without secrets."""
@@ -162,9 +163,8 @@ class WantedCluster:
             | {"flags": to_flags(one.config)}
             for one in self.workers
         ]
-        return json.dumps(
-            {"cluster": self.cluster, "strategy": self.strategy, "wait_s": self.wait_s, "workers": workers}
-        )
+        named = {"cluster": self.cluster, "strategy": self.strategy, "wait_s": self.wait_s}
+        return json.dumps({**named, "has_started": self.has_started, "workers": workers})
 
     @classmethod
     def from_json(cls, text: str, config: Callable[[tuple[str, ...]], WorkerConfig]) -> WantedCluster:
@@ -260,6 +260,7 @@ class RayCluster(ChangingCluster):
         super().__init__(spec, report, ray=address)
         self._wanted = {name: self._want(name, 0, {}) for name in self.spec.worker_ids}
         self._revision = 0
+        self._has_started = False
         self._file = self._sockets.path / WANTED
         self._states: Mapping[str, WorkerState] = {}  # as the driver reports them
         self._has_changed = asyncio.Event()
@@ -279,6 +280,8 @@ class RayCluster(ChangingCluster):
     async def _start_workers(self, workers: Sequence[Process]) -> None:
         self._write()
         await self._supervisor.start(self._driver)
+        self._has_started = True
+        self._write()
 
     def _names_of_workers(self) -> Sequence[str]:
         return [DRIVER]
@@ -349,6 +352,7 @@ class RayCluster(ChangingCluster):
             strategy=self.spec.ray_strategy,
             wait_s=self.spec.ray_wait_s,
             workers=tuple(self._wanted.values()),
+            has_started=self._has_started,
         )
         written = self._file.with_suffix(".new")
         with os.fdopen(open_private(written), "w") as file:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import math
 import os
 import queue
 import sys
@@ -60,6 +61,7 @@ class EngineThread:
         self.is_busy = False  # for the watchdog, as the next
         self.beats = 0
         self.is_idle = threading.Event()  # draining, and nothing is held for any request
+        self.busy_s = -math.inf  # when something was last held for a request
         self.is_draining = False
 
     def start(self, build: Callable[[], AnyProgram]) -> AnyProgram:
@@ -172,6 +174,8 @@ class EngineThread:
             if not program.is_healthy:
                 raise InternalError("a transfer thread or a tensor-parallel rank died")
             self.is_draining = program.is_draining
+            if not program.is_idle:
+                self.busy_s = time.monotonic()
             if program.is_draining and program.is_idle:
                 self.is_idle.set()
             elif self.is_idle.is_set():  # an operator has undone a drain

@@ -120,6 +120,8 @@ SERVICE: Final = "pdserve.v1.WorkerService"  # readiness; the empty name is live
 FATAL_EXIT_CODE: Final = 71
 FAREWELL_S: Final = 0.5  # for the last messages to routers
 STOP_GRACE_S: Final = 1.0
+DRAIN_POLL_S: Final = 0.05
+ORDER_S: Final = 1.0  # for the order to send the KV of an answer that has just left
 CHANGE_S: Final = 30.0  # of a change of the role
 IDLE_POLL_S: Final = 0.005
 Build: TypeAlias = Callable[[ProgramContext], AnyProgram]
@@ -416,11 +418,18 @@ class WorkerHost:
         until_s = time.monotonic() + self._config.drain_s
         if self._servicer is not None and not self._has_ended.is_set():
             self._engine.post(lambda: self._engine.program.drain())
-            while not self._engine.is_idle.wait(0.05):
+            while not self._is_over():
+                time.sleep(DRAIN_POLL_S)
                 if time.monotonic() >= until_s or not self._engine.is_alive:
                     log.warning("stopping with work unfinished")
                     break
         self.stop()
+
+    def _is_over(self) -> bool:
+        """Whether nothing is left for a drain to wait for. An answer leaves in two messages: its attempt is cancelled,
+        and then its KV is ordered from the prefix cache."""
+        rest_s = ORDER_S if self._engine.program.sends_kv else 0.0
+        return self._engine.is_idle.is_set() and time.monotonic() - self._engine.busy_s >= rest_s
 
     def _engine_died(self, error: BaseException) -> None:
         self._die(f"the engine thread died: {type(error).__name__}")

@@ -376,7 +376,7 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         attempt is live. Raises InternalError if a block is still used."""
         while self.is_in_flight:  # a step that was launched for attempts which have ended since
             self.step()
-        self._endpoint.close()
+        self.close_transfers()
         self._report(self.scheduler.load())  # the last counts of the KV transfers
         if self.scheduler.live() or self.blocks.num_referenced:
             seen = f"{len(self.scheduler.live())} attempts and {self.blocks.num_referenced} blocks in use"
@@ -396,9 +396,13 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         assert set(self.transfers) <= live, "a KV transfer has no attempt"
         self.adapters.check()
 
-    def close(self) -> None:
-        """Ends the transfer threads and the engine."""
+    def close_transfers(self) -> None:
+        """Ends their threads and connections."""
         self._endpoint.close()
+
+    def close(self) -> None:
+        """Ends the transfers and the engine."""
+        self.close_transfers()
         self.engine.close()
 
     # -- for roles ----------------------------------------------------------------------------------------------

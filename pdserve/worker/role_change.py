@@ -48,8 +48,6 @@ OF_PROGRAM: Final = frozenset(
 )
 #: vLLM sizes its buffers for them.
 _OF_VLLM: Final = frozenset({"max_batch", "max_batch_tokens", "max_drafts", "speculation"})
-#: Tensor-parallel ranks with pools of their own have received them at their start, and transfer their KV themselves.
-_OF_RANKS: Final = frozenset({"kv_wire", "transport"})
 _MARKED: Final = "toy-marked"  # a prefill worker's engine computes other KV than a decode worker's
 MAX_SETTINGS: Final = 256
 MAX_VALUE_CHARS: Final = 4096
@@ -89,8 +87,8 @@ def needs_restart(config: WorkerConfig, engine: Engine, changed: Mapping[str, st
         names.add("model")
     if not engine.pool.is_on_host:  # a GPU's graphs, largest steps and so its pool depend on the role
         names.add("device")
-    if getattr(engine, "rank_addresses", ()):
-        names |= changed.keys() & _OF_RANKS
+    if getattr(engine, "rank_addresses", ()):  # each rank sends or receives the KV of its own pool, from its start on
+        names.add("rank_pools")
     return sorted(names)
 
 

@@ -304,7 +304,7 @@ class Advisor:
         if interval is None or not interval.width_s > 0.0:
             return
         observed = observe(interval, answers.values())
-        # In a thread: it computes for up to a tenth of a second, in which this router's answers would wait.
+        # In a thread: with many workers it computes for tenths of a second, in which this router's answers would wait.
         decision = await asyncio.to_thread(self._controller.decide, observed, now_s)
         if decision.changes:
             log.info("another number of workers would cost less", extra={"why": decision.reason})

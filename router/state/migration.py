@@ -119,13 +119,13 @@ class _Migration:
     def run(self, draining: list[WorkerView]) -> list[Command]:
         cluster = self._cluster
         commands: list[Command] = []
-        answers = [one for view in draining for one in self._movable(view)]
+        answers = [one for view in draining if self._may_any_leave(view) for one in self._movable(view)]
         answers.sort(key=lambda one: (-one.rest_s, one.request.serial))
         num_asked = 0
         for answer in answers:
             if num_asked == MAX_ASKED:
                 break
-            may_send, may_recompute = self._may_send(answer), self._may_recompute(answer)
+            may_send, may_recompute = self._may_send(answer), self._may_recompute(answer.view)
             if not may_send and not may_recompute:
                 continue
             num_asked += 1
@@ -172,8 +172,13 @@ class _Migration:
     def _is_urgent(self, view: WorkerView) -> bool:
         return self._cluster.now_s - view.drains_since_s >= PATIENCE_S
 
-    def _may_recompute(self, answer: _Answer) -> bool:
-        is_first = not self._has_waiting or self._is_urgent(answer.view)
+    def _may_any_leave(self, view: WorkerView) -> bool:
+        """Before anything is computed for each answer: this is asked after each event."""
+        may_send = view.hello.sends_kv and self._num_sending[view.worker_id] < SENDS_AT_ONCE
+        return may_send or self._may_recompute(view)
+
+    def _may_recompute(self, view: WorkerView) -> bool:
+        is_first = not self._has_waiting or self._is_urgent(view)
         return is_first and self._may_ask and self._room > 0
 
     def _may_send(self, answer: _Answer) -> bool:

@@ -19,9 +19,8 @@ N + 1, .. tokens. The rows of a step also share `hidden` * D (section *shares of
 
 An answer that is preempted, or that continues on another worker, samples one token with its recomputed prompt instead
 of a decode row. A fault ends at most two attempts of an answer: a transfer, and the one on the worker itself. For each
-fault before the answer's end, so many rows are not counted. An answer moves from a drained worker at most once for each
-INNOCENT_TOKENS tokens, and once more.
-A preemption is assumed to save no work: its recomputed tokens take as long as a row.
+fault, so many rows are not counted. An answer moves from a drained worker at most once for each INNOCENT_TOKENS tokens,
+and once more. A preemption is assumed to save no work: its recomputed tokens take as long as a row.
 """
 
 from __future__ import annotations
@@ -278,6 +277,10 @@ def _work(
     if prompt.length > max(one.kv_tokens for one in roles):
         return None
     fewest = min(request.output_tokens, min(one.least_context for one in roles) - prompt.length)
+    resumptions = ATTEMPTS_OF_FAULT * sum(one.kind is not WorkerFaultKind.DRAIN for one in config.faults)
+    if any(one.kind is WorkerFaultKind.DRAIN for one in config.faults):
+        resumptions += 1 + fewest // INNOCENT_TOKENS
+    rows = max(0, fewest - 1 - resumptions)
     most = max(1, min(request.output_tokens, decode.max_context - prompt.length))
     decode_s = (most - 1) * slo.tpot_s
     messages_s = 2.0 * config.message_s
@@ -287,11 +290,6 @@ def _work(
         math.inf if config.deadline_s is None else config.deadline_s,
     )
     slack_s = ROUNDING_S + ROUNDING * (request.arrival_s + ends_s)
-    faults = [one.kind for one in config.faults if one.at_s <= request.arrival_s + ends_s + slack_s]
-    resumptions = ATTEMPTS_OF_FAULT * sum(kind is not WorkerFaultKind.DRAIN for kind in faults)
-    if WorkerFaultKind.DRAIN in faults:
-        resumptions += 1 + fewest // INNOCENT_TOKENS
-    rows = max(0, fewest - 1 - resumptions)
     first_s, last_s = min(slo.ttft_s, ends_s) - messages_s + slack_s, ends_s - messages_s + slack_s
     context = rows * prompt.length + rows * (rows - 1) / 2
     prompt_s = min(one.slowness * one.prompt_s(prompt) for one in roles)

@@ -5,6 +5,7 @@ The workers are actors of a real Ray, which is started for this file (about ten 
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -196,6 +197,30 @@ def test_a_worker_that_does_not_start_leaves_nothing(cluster: Cluster) -> None:
         )
     assert roles(cluster.client).keys() == before.keys()
     until_four_are_reserved(cluster)
+
+
+@pytest.mark.slow  # starts Ray and all workers again
+def test_a_failed_worker_does_not_end_a_driver_that_starts_again(cluster: Cluster) -> None:
+    driver = cluster.running.pid("ray")
+    wanted = Path(Path(f"/proc/{driver}/cmdline").read_bytes().split(b"\0")[-2].decode())
+    content = json.loads(wanted.read_text())
+    assert content["has_started"]
+    [worker] = [one for one in content["workers"] if one["id"] == "d1"]
+    worker["flags"] = [one for one in worker["flags"] if not one.startswith("--model=")] + ["--model=/nowhere"]
+    worker["revision"] += 1
+    written = wanted.with_suffix(".test")
+    written.write_text(json.dumps(content))
+    written.replace(wanted)
+    until(lambda: sorted(cluster.workers()) == ["d0", "p0", "p1"], 120.0)
+    os.kill(driver, signal.SIGKILL)
+    cluster.running.wait_line("has not started again: d1: ", 120.0)
+    until(lambda: sorted(cluster.workers()) == ["d0", "p0", "p1"], 120.0)
+    restarted = cluster.running.pid("ray")
+    assert restarted != driver
+    assert len(ask(cluster).token_ids) == 8
+    cluster.client.roll(["d1"], surge=0)
+    until(lambda: sorted(cluster.workers()) == ["d0", "d1", "p0", "p1"], 120.0)
+    assert cluster.running.pid("ray") == restarted
 
 
 def test_losing_the_control_plane_stops_no_request(cluster: Cluster) -> None:

@@ -43,9 +43,10 @@ FLAGS = ("--model", "toy", "--routers", "2", "--set", "worker.toy_step_s=0.01", 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a file for --config, and one that prefill workers need at their start."""
+    """With a file for --config, and one that workers of either role need at their start."""
     folder = tmp_path_factory.mktemp("settings")
-    (folder / "up.toml").write_text(f"prefill_worker.profile = '{folder / 'profile.json'}'\n")
+    both = [f"{role}_worker.profile = '{folder / 'profile.json'}'" for role in ("prefill", "decode")]
+    (folder / "up.toml").write_text("\n".join([*both, ""]))
     (folder / "profile.json").write_bytes((FOLDER / "h100-sxm.llama-3.1-8b.bf16.json").read_bytes())
     return folder
 
@@ -194,6 +195,7 @@ def test_a_roll_out_stops_if_a_new_worker_does_not_start(cluster: Cluster) -> No
 
 def test_a_worker_changes_its_role(cluster: Cluster, token: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """In the same process. A crash later starts a new one in the new role."""
+    cluster.client.scale(prefill=1, decode=2)
     decodes = [name for name, role in roles(cluster.client).items() if role is Role.DECODE]
     before = cluster.running.pid(decodes[0])
     with load(cluster):

@@ -78,7 +78,9 @@ async def ends(cluster: Running, act: Callable[[], None], most_tokens: int = MOS
         return list(await asyncio.gather(*streams))
 
 
-@pytest.mark.parametrize(("is_hurried", "form"), [(False, ()), (True, ()), (True, ("--http-process",))])
+@pytest.mark.parametrize(
+    ("is_hurried", "form"), [(False, ()), pytest.param(True, (), marks=pytest.mark.slow), (True, ("--http-process",))]
+)
 def test_every_stream_ends_complete_or_with_the_error_event(is_hurried: bool, form: tuple[str, ...]) -> None:
     with Running.start(*FLAGS, *form) as cluster:
 

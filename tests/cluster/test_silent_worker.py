@@ -171,6 +171,7 @@ def test_a_decode_worker_that_stops_delays_only_its_own(stopping: Stopped) -> No
     a_silent_decode_worker_delays_only_its_own(stopping, "stopped")
 
 
+@pytest.mark.slow  # like the test above
 def test_a_prefill_worker_that_stops_delays_only_its_own(stopping: Stopped) -> None:
     a_silent_prefill_worker_delays_only_its_own(stopping, "stopped")
 

@@ -289,6 +289,7 @@ OWN = {
     *("pdserve/engine/cpu/kernels/jit.py", "pdserve/owned_folder.py"),
     *("pdserve/plot_flag.py", "pdserve/launch/report.py", "simulator/commands/simulation.py"),  # written
     *("pdserve/tls/authority.py", "pdserve/launch/confine.py", "router/recording/recording.py"),
+    "pdserve/launch/with_ray.py",
     *("pdserve/key_file_access.py", "pdserve/isolated/child.py"),  # a folder, for its lock; /dev/null
 }
 

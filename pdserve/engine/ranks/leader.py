@@ -186,9 +186,8 @@ class _Leading:
 
     def send_epochs(self, stamps: BlockStamps) -> None:
         """From the next step on, sends each rank the new epochs of reassigned blocks before it computes."""
-        if stamps is not self._stamps:
-            stamps.take_begun()  # counted from here on
-            self._stamps = stamps
+        stamps.take_begun()  # counted from here on
+        self._stamps = stamps
 
     @property
     def spec(self) -> EngineSpec:

@@ -180,7 +180,7 @@ class Autoscaler:
         """One decision, unless the routers do not answer. A mistake in it is told, and does not end the cluster."""
         try:
             answers = await self._ask()
-            self._decide(answers, self._clock())
+            await self._decide(answers, self._clock())
         except PdserveError as error:
             self._troubled(error.message)
         except Exception as error:
@@ -199,12 +199,13 @@ class Autoscaler:
             self._workers.say(NAME, f"cannot decide: {why}" if why else "decides again")
             self._trouble = why
 
-    def _decide(self, answers: Mapping[str, RouterDemand], now_s: float) -> None:
+    async def _decide(self, answers: Mapping[str, RouterDemand], now_s: float) -> None:
         interval = self._history.interval(answers, now_s)
         if interval is None or not interval.width_s > 0.0:
             return
         observed = self._observed(interval, list(answers.values()), now_s)
-        decision = self._controller.decide(observed, now_s)
+        # With many workers it takes a tenth of a second or more, in which the launcher has other work.
+        decision = await asyncio.to_thread(self._controller.decide, observed, now_s)
         if self._record is not None:
             self._record.step(now_s, observed, decision)
         self._note(decision, observed)

@@ -139,6 +139,7 @@ class ChangingCluster(LaunchedCluster):
                 if isinstance(one, BaseException):
                     raise one
             for worker_id in plan.remove:
+                await self._check_serving(worker_id, routers)
                 await self._end(worker_id, routers, say)
         self._say_numbers(say)
 
@@ -222,7 +223,8 @@ class ChangingCluster(LaunchedCluster):
                         await self._replace(step.worker_id, routers, say, overlay)
                         done.append(step.worker_id)
                     case "end":
-                        added = ""
+                        added = ""  # if an operator has drained the others, it stays
+                        await self._check_serving(step.worker_id, routers)
                         await self._end(step.worker_id, routers, say)
                 await asyncio.sleep(SETTLE_S)
                 counts.observe(await routers.frames())
@@ -294,15 +296,14 @@ class ChangingCluster(LaunchedCluster):
                 await self._end_worker(worker_id)
                 say(worker_id, "starting" if role is None else f"starting as a {role.value} worker")
                 if role is not None:
-                    self.spec = with_role(before, worker_id, role)
+                    self.spec = with_role(self.spec, worker_id, role)
                 self._overlays[worker_id] = overlay
                 await self._start_worker(worker_id, overlay, say)
             await self._attached(worker_id, incarnation, routers)
         except Exception as error:  # as above
             say(worker_id, f"is not ready: {_why(error)}; starting it as before")
             await self._end_worker(worker_id)
-            # Not the settings, which SIGHUP may have changed in the meantime.
-            self.spec = replace(self.spec, slots=before.slots, prefill=before.prefill, decode=before.decode)
+            self._restore_workers(before)
             self._overlays[worker_id] = former
             try:
                 await self._start_worker(worker_id, former, say, is_retried=True)
@@ -313,6 +314,10 @@ class ChangingCluster(LaunchedCluster):
         finally:
             self._told()
         say(worker_id, "ready")
+
+    def _restore_workers(self, before: ClusterSpec) -> None:
+        """But not the settings, which SIGHUP may have changed in the meantime."""
+        self.spec = replace(self.spec, slots=before.slots, prefill=before.prefill, decode=before.decode)
 
     async def _drain(self, worker_id: str, routers: Routers, say: Say) -> None:
         """Until the worker has no requests, for its drain_s at most. Those that are left continue on others."""
@@ -449,9 +454,10 @@ class LocalCluster(ChangingCluster):
         self._supervisor.replace(supervised(process))
         why = await change_role(self._supervisor.address(worker_id), role, former.config, process.config)
         if why:
-            self.spec = before
+            self._restore_workers(before)
             say(worker_id, f"needs a new process for this role: {why}")
         else:
+            self._supervisor.reload([process])  # what SIGHUP has set in the tables of the roles may differ
             say(worker_id, f"is a {role.value} worker after {time.monotonic() - began_s:.2f} s, in the same process")
         return not why
 

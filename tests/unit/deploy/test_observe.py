@@ -16,7 +16,7 @@ from tests.unit.deploy.observed import OBSERVE, alerts, dashboards, expressions,
 
 EMITTERS = {
     "router": ["router"],
-    "worker": ["pdserve/worker", "prefill_worker", "decode_worker"],
+    "worker": ["pdserve/worker", "prefill_worker", "decode_worker", "kvtransfer"],
     "gateway": ["pdserve/gateway"],
     "launcher": ["pdserve/launch"],
 }

@@ -7,20 +7,14 @@ until a killed actor has ended.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from pdserve.config import WorkerConfig
-from pdserve.launch.ray_workers import (
-    ActorApi,
-    ActorGone,
-    ActorUnreachable,
-    Bundles,
-    NameTaken,
-    RayTrouble,
-    Resources,
-)
+from pdserve.launch.actor_api import ActorApi, ActorGone, ActorUnreachable, Bundles, NameTaken, RayTrouble
+from pdserve.launch.spec import Resources
 from pdserve.launch.with_ray import LOADING, ActorHealth, WantedWorker
 
 KILL_ADVANCES = 6
@@ -51,6 +45,14 @@ class FakeActor:
         return self.state == "dead"
 
 
+@dataclass(eq=False)
+class FakeRanks:
+    """Those of a worker on other nodes."""
+
+    worker_id: str
+    is_killed: bool = False
+
+
 class FakeRay(ActorApi):
     """Workers need a CPU for each thread. `loads`: advances until a worker that has a process listens."""
 
@@ -60,6 +62,9 @@ class FakeRay(ActorApi):
         self.actors: list[FakeActor] = []
         self.loads = loads
         self.errors: dict[str, str] = {}  # by worker: why it cannot start
+        self.failing: Counter[str] = Counter()  # by method: how many of the next calls fail
+        self.has_ranks = False  # whether workers have ranks on other nodes
+        self.ranks: list[FakeRanks] = []
         self.is_lost = False  # the control plane; actors still answer
         self.drains = True  # whether workers end when they are told to drain
         self._pids = itertools.count(100)
@@ -72,7 +77,7 @@ class FakeRay(ActorApi):
             return
         for actor in self.actors:
             if actor.kill_in is None and actor.group.is_removed:
-                self.kill(actor)
+                actor.kill_in = KILL_ADVANCES
             if actor.kill_in is not None:
                 actor.kill_in -= 1
                 if actor.kill_in <= 0:
@@ -146,7 +151,7 @@ class FakeRay(ActorApi):
         return {"CPU": sum(self.free().values())}, {"CPU": sum(one["CPU"] for one in self.all_nodes.values())}
 
     def place(self, name: str, bundles: Bundles, strategy: str, node: str) -> FakeGroup:
-        self._reach()
+        self._reach("place")
         if any(one.name == name and not one.is_removed for one in self.groups):
             raise RayTrouble(f"a placement group {name} exists")
         self.groups.append(FakeGroup(name, bundles, node))
@@ -162,7 +167,7 @@ class FakeRay(ActorApi):
         return place.nodes[0] if place.nodes else ""
 
     def release(self, place: FakeGroup) -> None:
-        self._reach()
+        self._reach("release")
         place.is_removed = True
 
     def check(self, one: WantedWorker, place: FakeGroup) -> None:
@@ -172,7 +177,7 @@ class FakeRay(ActorApi):
         raise AssertionError("nothing was asked")
 
     def create(self, one: WantedWorker, cluster: str, place: FakeGroup) -> FakeActor:
-        self._reach()
+        self._reach("create")
         name = f"{cluster}-{one.worker_id}"
         if any(actor.name == name and not actor.is_dead for actor in self.actors):
             raise NameTaken(name)
@@ -184,10 +189,14 @@ class FakeRay(ActorApi):
         return self.actors[-1]
 
     def with_ranks(self, one: WantedWorker, place: FakeGroup, before: Any) -> Any:
-        return before
+        if before is not None or not self.has_ranks:
+            return before
+        self.ranks.append(FakeRanks(one.worker_id))
+        return self.ranks[-1]
 
-    def kill_ranks(self, ranks: Any) -> None:
-        raise AssertionError("there are none")
+    def kill_ranks(self, ranks: FakeRanks) -> None:
+        self._reach("kill_ranks")
+        ranks.is_killed = True
 
     def ask(self, actor: FakeActor) -> FakeActor:
         return actor
@@ -212,10 +221,11 @@ class FakeRay(ActorApi):
         return call.state in ("restarting", "dead") or (self.drains and call.state == "alive")
 
     def kill(self, actor: FakeActor) -> None:
-        self._reach()
+        self._reach("kill")
         if actor.kill_in is None:
             actor.kill_in = KILL_ADVANCES
 
-    def _reach(self) -> None:
-        if self.is_lost:
+    def _reach(self, method: str = "") -> None:
+        if self.is_lost or self.failing[method] > 0:
+            self.failing[method] -= 1
             raise RayTrouble("the control plane does not answer")

@@ -49,7 +49,7 @@ def wanted(**settings: Any) -> WantedCluster:
         WantedWorker(worker_id=config.worker_id, role=role, revision=at, config=config, is_ended=at == 2)
         for at, (role, config) in enumerate(configs)
     )
-    return WantedCluster(cluster="c", strategy="pack", wait_s=5.0, workers=workers)
+    return WantedCluster(cluster="c", strategy="pack", wait_s=5.0, workers=workers, has_started=True)
 
 
 def test_no_secret_is_in_the_file_for_the_driver() -> None:

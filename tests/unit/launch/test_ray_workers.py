@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ from pdserve.config import REDIS_ENV, SECRET_ENV, WorkerConfig
 from pdserve.core.errors import ChangeFailed, ConfigError
 from pdserve.core.types import Role
 from pdserve.launch.changes.server import ChangeServer
-from pdserve.launch.ray_workers import PlacedWorker, RayWorkers, choose_node
+from pdserve.launch.ray_workers import RayWorkers
 from pdserve.launch.report import LauncherReport
-from pdserve.launch.spec import ClusterSpec, needs_text
+from pdserve.launch.spec import ClusterSpec, PlacedWorker, choose_node, needs_text
 from pdserve.launch.supervisor import StartFailed
 from pdserve.launch.with_ray import STATE, Phase, RayCluster, WantedCluster, WantedFile, WantedWorker, states_to_json
 from router.service.cluster import LauncherLink
@@ -26,6 +26,7 @@ from tests.unit.launch.fake_ray import KILL_ADVANCES, FakeGroup, FakeRay
 
 WAIT_S = 5.0
 DRAIN_S = 3.0
+LIMIT_S = 60.0  # of a test with the launcher, so that it fails instead of waiting for ever
 
 
 class Driver:
@@ -36,6 +37,7 @@ class Driver:
         self.said: list[tuple[str, str]] = []
         self.now_s = 100.0
         self.revision = 0
+        self.has_started = False
         self.wanted: dict[str, WantedWorker] = {}
         self.restart()
         for name, changes in workers.items():
@@ -43,6 +45,12 @@ class Driver:
 
     def restart(self) -> None:
         self.workers = RayWorkers(self.ray, lambda name, text: self.said.append((name, text)))
+
+    def restart_with(self, ray: FakeRay) -> None:
+        """What a driver has started ends with it."""
+        self.ray = ray
+        self.restart()
+        self.step()
 
     def start(self, name: str, threads: int = 1, **changes: Any) -> None:
         config = WorkerConfig(
@@ -65,7 +73,10 @@ class Driver:
     def step(self, count: int = 1) -> None:
         for _ in range(count):
             workers = tuple(self.wanted.values())
-            self.workers.want(WantedCluster(cluster="c", strategy="auto", wait_s=WAIT_S, workers=workers))
+            wanted = WantedCluster(
+                cluster="c", strategy="auto", wait_s=WAIT_S, workers=workers, has_started=self.has_started
+            )
+            self.workers.want(wanted)
             self.workers.tick(self.now_s)
             self.ray.advance()
             self.now_s += 0.1
@@ -83,7 +94,7 @@ class Driver:
     def up(self, *names: str) -> None:
         for name in names or self.wanted:
             self.until(name, Phase.UP)
-        self.workers.first_started()
+        self.has_started = True
 
     def texts(self, name: str) -> list[str]:
         return [text for about, text in self.said if about == name]
@@ -147,10 +158,81 @@ def test_no_worker_starts_before_all_are_placed() -> None:
     assert found.texts("p0")[:2] == ["begins", "now waits for a node with 1 CPU"]
 
 
+def test_workers_are_spread_over_nodes_that_join_one_after_another() -> None:
+    found = Driver(FakeRay({}), **{name: {} for name in ("p0", "p1", "p2", "d0", "d1", "d2")})
+    for node in "abc":
+        found.step(5)
+        found.ray.all_nodes[node] = {"CPU": 2.0}
+    found.up()
+    roles: dict[str, str] = {}
+    for group in found.ray.groups:
+        roles[group.nodes[0]] = roles.get(group.nodes[0], "") + group.name[-2]
+    assert {node: "".join(sorted(each)) for node, each in roles.items()} == dict.fromkeys("abc", "dp")
+    assert len(found.ray.groups) == 6
+
+
 def test_a_cluster_that_does_not_fit_names_all_that_it_needs() -> None:
     found = Driver(FakeRay({"a": 3.0}), p0={}, d0={"threads": 4})
     error = found.until("d0", Phase.FAILED)
     assert "within 5 s. They need 5 CPUs (1, 4) of which 3 of 3 are free" in error
+    with pytest.raises(StartFailed, match="They need 5 CPUs"):
+        _ = found.workers.is_starting
+
+
+def test_the_first_worker_that_fails_ends_the_first_start() -> None:
+    found = Driver(FakeRay({"a": 2.0}, loads=10**6), p0={}, d0={})
+    found.until("p0", Phase.STARTING)
+    assert found.workers.is_starting
+    found.ray.errors["d0"] = "a wrong value"
+    found.until("d0", Phase.FAILED)
+    with pytest.raises(StartFailed, match="d0: a wrong value"):
+        _ = found.workers.is_starting
+
+
+def test_the_first_start_is_over_once_all_are_up() -> None:
+    found = Driver(FakeRay({"a": 2.0}), p0={}, d0={})
+    found.until("p0", Phase.STARTING)
+    assert found.workers.is_starting
+    found.up()
+    assert not found.workers.is_starting
+
+
+# --- drivers that start again ---------------------------------------------------------------------------------
+
+
+def test_a_failed_worker_ends_no_driver_that_starts_again() -> None:
+    found = driver()
+    found.ray.errors["d1"] = "a wrong value"
+    found.start("d1")
+    found.until("d1", Phase.FAILED)
+    found.restart_with(FakeRay({"a": 4.0}))
+    found.ray.errors["d1"] = "a wrong value"
+    assert not found.workers.is_starting
+    found.until("d1", Phase.FAILED)
+    found.up("p0", "d0")
+    found.step(50)
+    assert not found.workers.is_starting
+    assert found.ray.running().keys() == {"p0", "d0"}
+    assert found.workers.states["d1"].phase is Phase.FAILED
+    said = "has not started again: d1: a wrong value; `pdserve restart d1` tries again"
+    assert found.texts("d1").count(said) == 1
+    found.ray.errors.clear()
+    found.start("d1")
+    found.up()
+
+
+def test_a_driver_that_starts_again_lets_no_worker_wait_for_others() -> None:
+    """Nodes may come back later than the driver, and no command waits for the workers."""
+    found = driver()
+    found.restart_with(FakeRay({"a": 1.0}))
+    found.up("p0")
+    found.step(int(20 * WAIT_S))
+    assert found.workers.states["d0"].phase is Phase.PLACING
+    assert not found.workers.is_starting
+    found.ray.all_nodes["b"] = {"CPU": 1.0}
+    found.up("d0")
+    found.start("d1")
+    assert "did not place" in found.until("d1", Phase.FAILED), "a command waits for this one"
 
 
 # --- workers that are added -----------------------------------------------------------------------------------
@@ -229,8 +311,8 @@ def test_a_worker_that_is_killed_while_it_starts_has_failed() -> None:
     found = driver(loads=10)
     found.start("d1")
     found.until("d1", Phase.STARTING)
-    while not any(text.endswith(LOADS) for text in found.texts("d1")):
-        found.step()
+    found.step(5)
+    assert any(text.endswith(LOADS) for text in found.texts("d1"))
     found.ray.crash("d1")
     assert "d1: its process ended while it loads the model" in found.until("d1", Phase.FAILED)
     found.step(8)
@@ -291,6 +373,101 @@ def test_a_worker_that_is_killed_while_it_drains_ends() -> None:
     assert found.ray.running().keys() == {"p0"}
 
 
+# --- calls that fail ------------------------------------------------------------------------------------------
+
+
+def test_a_kill_that_fails_is_tried_again_at_the_end_of_a_worker() -> None:
+    found = driver()
+    actor = found.ray.living("d0")
+    found.ray.failing["kill"] = 200
+    found.end("d0")
+    found.step(150)
+    assert found.workers.states["d0"].phase is Phase.ENDING, "it has not ended"
+    assert "d0 has not ended (the control plane does not answer); trying again" in found.texts("ray")
+    found.until("d0", Phase.ENDED)
+    assert actor.is_dead
+    assert found.ray.running().keys() == {"p0"}
+
+
+def test_a_kill_that_fails_is_tried_again_after_a_failed_start() -> None:
+    found = driver()
+    found.ray.errors["d1"] = "a wrong value"
+    found.ray.failing["kill"] = 5
+    found.start("d1")
+    error = found.until("d1", Phase.FAILED)
+    assert error == "d1: a wrong value; Ray has not ended it yet: the control plane does not answer"
+    actor = found.ray.living("d1")
+    found.step(20)
+    assert actor.is_dead
+    assert found.workers.states["d1"].phase is Phase.FAILED
+
+
+def test_a_kill_that_fails_is_tried_again_before_the_worker_is_created_again() -> None:
+    found = driver()
+    found.ray.errors["d0"] = "the disk is full"
+    found.ray.failing["kill"] = 5
+    found.ray.crash("d0")
+    found.step(60)
+    assert found.ray.failing["kill"] <= 0
+    found.ray.errors.clear()
+    found.step(60)
+    assert found.ray.running().keys() == {"p0", "d0"}
+    assert found.workers.states["d0"].phase is Phase.UP
+
+
+@pytest.mark.parametrize("how", ["end", "fail", "lost"])
+def test_ranks_whose_kill_fails_are_killed_later(how: str) -> None:
+    found = driver()
+    found.ray.has_ranks = True
+    found.start("d1")
+    if how == "fail":
+        found.ray.errors["d1"] = "a wrong value"
+        found.ray.failing["kill_ranks"] = 5
+        found.until("d1", Phase.FAILED)
+        actor = found.ray.actors[-1]
+        found.step(20)
+        assert found.workers.states["d1"].phase is Phase.FAILED
+    else:
+        found.up("d1")
+        actor = found.ray.living("d1")
+        found.ray.failing["kill_ranks"] = 5
+        if how == "end":
+            found.end("d1")
+            found.until("d1", Phase.ENDED)
+        else:
+            found.ray.give_up("d1")
+            found.step(60)
+            assert "d1" in found.ray.running()
+    assert actor.is_dead
+    expected = [True, False] if how == "lost" else [True]  # the actor that is created again has new ones
+    assert [one.is_killed for one in found.ray.ranks if one.worker_id == "d1"] == expected
+
+
+@pytest.mark.parametrize("how", ["forget", "not placed", "not wanted"])
+def test_a_release_that_fails_is_tried_again(how: str) -> None:
+    found = driver(2.0 if how != "forget" else 3.0)
+    found.start("d1")
+    if how == "forget":
+        found.up("d1")
+        found.end("d1")
+        found.until("d1", Phase.ENDED)
+        found.forget("d1")
+        found.ray.failing["release"] = 5
+        found.step()
+        assert "d1" in found.workers.states, "its placement group is known"
+    elif how == "not placed":
+        found.ray.failing["release"] = 5
+        found.until("d1", Phase.FAILED)
+    else:
+        found.step(3)
+        found.ray.failing["release"] = 5
+        found.end("d1")
+    found.step(20)
+    assert found.ray.failing["release"] <= 0
+    assert {one.name for one in found.ray.groups} == {"pdserve-c-p0", "pdserve-c-d0"}
+    assert ("d1" in found.workers.states) is (how != "forget")
+
+
 # --- workers that run -----------------------------------------------------------------------------------------
 
 
@@ -348,8 +525,7 @@ def test_a_driver_that_starts_again_makes_what_is_wanted_then() -> None:
     found = driver()
     found.end("d0")
     found.start("d1")
-    found.ray = FakeRay({"a": 4.0})  # what a driver started ends with it
-    found.restart()
+    found.restart_with(FakeRay({"a": 4.0}))
     found.up("d1", "p0")
     assert found.until("d0", Phase.ENDED) == ""
     assert found.ray.running().keys() == {"p0", "d1"}
@@ -360,10 +536,14 @@ def test_a_driver_that_starts_again_makes_what_is_wanted_then() -> None:
 def test_nothing_is_left_after_any_changes(seed: int) -> None:
     rng = random.Random(seed)
     found = driver(3.0, "p0", "d0", loads=3)
+    found.ray.has_ranks = seed % 2 == 1
     names = ["p0", "p1", "d0", "d1", "d2"]
     for _ in range(60):
         name = rng.choice(names)
-        match rng.choice(["start", "end", "forget", "crash", "give up", "error", "node", "wait"]):
+        match rng.choice(["start", "end", "forget", "crash", "give up", "error", "node", "wait", "trouble"]):
+            case "trouble":
+                for method in ("kill", "kill_ranks", "release", "place", "create"):
+                    found.ray.failing[method] = rng.choice([0, 1, 30])
             case "start":
                 found.start(name, threads=rng.choice([1, 1, 2]))
             case "end" if name in found.wanted:
@@ -384,6 +564,7 @@ def test_nothing_is_left_after_any_changes(seed: int) -> None:
                 found.step(rng.randrange(40))
         found.step(rng.randrange(4))
     found.ray.errors = {}
+    found.ray.failing.clear()
     found.step(300)
     for name, one in found.wanted.items():
         state = found.workers.states[name]
@@ -402,6 +583,7 @@ def test_nothing_is_left_after_any_changes(seed: int) -> None:
     assert not found.workers.states
     assert not found.ray.groups
     assert all(one.is_dead for one in found.ray.actors)
+    assert all(one.is_killed for one in found.ray.ranks)
 
 
 def test_everything_is_given_back_at_the_end() -> None:
@@ -422,27 +604,20 @@ class Launched:
     """The launcher's part, which tells RayWorkers by its file what it wants, and reads their states."""
 
     def __init__(self, ray: FakeRay) -> None:
-        spec = ClusterSpec(model="toy", redis="redis://127.0.0.1:1/0", cluster_secret="s" * 16, ray_wait_s=1.0)
+        spec = ClusterSpec(model="toy", port=0, redis="redis://127.0.0.1:1/0", cluster_secret="s" * 16, ray_wait_s=1.0)
         self.cluster = RayCluster(spec, "", LauncherReport())
         self.ray = ray
         self.said: list[str] = []
 
-    async def __aenter__(self) -> Launched:
         self.cluster._write()
         self._file = WantedFile(str(self.cluster._file), {SECRET_ENV: "s" * 16, REDIS_ENV: "redis://127.0.0.1:1/0"})
         self.workers = RayWorkers(self.ray, lambda name, text: self.cluster._on_line(f"@{name} {text}"))
-        self._task = asyncio.create_task(self._run())
-        while not self.workers.are_up or not self.workers.states:
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
             await asyncio.sleep(0.001)
-        self.workers.first_started()
-        return self
 
-    async def __aexit__(self, *error: object) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-        await self.cluster.stop(is_graceful=False)
-
-    async def _run(self) -> None:
+    async def run(self) -> None:
         now_s = 0.0
         while True:
             self.workers.want(self._file.read())
@@ -458,8 +633,18 @@ class Launched:
 
 @contextlib.asynccontextmanager
 async def launched(cpus: float) -> AsyncIterator[Launched]:
-    async with Launched(FakeRay({"a": cpus})) as found:
-        yield found
+    """An error of the driver's part ends the test."""
+    found = Launched(FakeRay({"a": cpus}))
+    try:
+        async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
+            running = group.create_task(found.run())
+            await found.until(lambda: bool(found.workers.states) and found.workers.are_up)
+            found.cluster._has_started = True
+            found.cluster._write()
+            yield found
+            running.cancel()
+    finally:
+        await found.cluster.stop(is_graceful=False)
 
 
 async def test_the_launcher_starts_and_ends_workers() -> None:
@@ -473,8 +658,7 @@ async def test_the_launcher_starts_and_ends_workers() -> None:
         await cluster._end_worker("d1")
         assert found.ray.running().keys() == {"p0", "d0"}
         cluster._forget("d1")
-        while len(found.ray.groups) > 2:
-            await asyncio.sleep(0.001)
+        await found.until(lambda: len(found.ray.groups) == 2)
         assert cluster.spec.worker_ids == ("p0", "d0")
 
 
@@ -488,8 +672,7 @@ async def test_the_launcher_tells_what_an_added_worker_waits_for() -> None:
         assert found.said == ["d1 waits for a node with 1 CPU"]
         await cluster._end_worker("d1")
         cluster._forget("d1")
-        while found.workers.states.keys() != {"p0", "d0"}:
-            await asyncio.sleep(0.001)
+        await found.until(lambda: found.workers.states.keys() == {"p0", "d0"})
 
 
 async def test_settings_that_cannot_be_used_start_nothing() -> None:
@@ -518,8 +701,9 @@ async def test_a_worker_that_does_not_start_fails_the_change(tmp_path: Path) -> 
     server.is_ready = True
     try:
         link = LauncherLink(str(tmp_path / "socket"), "")
-        with pytest.raises(ChangeFailed, match="d1: no node has a GPU"):
-            async for _ in link.change(scale_request(None, 2)):
-                pass
+        async with asyncio.timeout(LIMIT_S):
+            with pytest.raises(ChangeFailed, match="d1: no node has a GPU"):
+                async for _ in link.change(scale_request(None, 2)):
+                    pass
     finally:
         await server.close()

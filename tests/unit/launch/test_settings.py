@@ -91,7 +91,7 @@ def test_bounds_of_the_number_of_workers(tmp_path: Path) -> None:
         ({"autoscale": "1:1"}, "autoscale: got 1:1"),
         ({"autoscale": "8"}, "autoscale: got '8', expected MIN:MAX"),
         ({"roles": "some"}, "roles: got some"),
-        ({"autoscale": "2:4", "ray": ""}, "autoscale: got 2:4, expected no --ray"),
+        ({"autoscale": "2:4", "ray": ""}, "autoscale: got 2:4, expected no --ray beside it: the controller is not"),
         ({"roles": "auto", "ray": ""}, "roles: got auto, expected no --ray"),
     ):
         with pytest.raises(ConfigError, match=re.escape(field)):

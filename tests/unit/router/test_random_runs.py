@@ -199,7 +199,7 @@ REACHED = {
 def test_random_runs_cover_every_outcome_and_loss() -> None:
     missing = set(REACHED)
     for seed in SEEDS:
-        for faults in (0.02, 0.06):  # A request fails only after several faults.
+        for faults in (0.02, 0.06, 0.2):  # A request fails only after several faults.
             missing -= (+run(seed, faults=faults, policy="least-ttft").state.counters).keys()
         if not missing:
             return

@@ -189,7 +189,7 @@ class World:
         reason: RefusalReason | None = None
         if worker.is_draining and not may_drain:
             reason = RefusalReason.DRAINING
-        elif self.rng.random() < self.faults * (4 if may_drain else 1):
+        elif self.rng.random() < self.faults * (20 if may_drain else 1):
             lacks = RefusalReason.NO_KV if may_drain else RefusalReason.NO_BLOCKS
             reason = self.rng.choice([RefusalReason.INBOX_FULL, lacks])
         if reason is not None:

@@ -149,14 +149,14 @@ def slow_rows(rate_rps: float, seed: int = 0) -> list[RequestRow]:
     return [row for row in slow_world(rate_rps, seed).run().requests if row.arrival_s >= SLOW_WARM_S]
 
 
-@pytest.mark.parametrize("rate_rps", [16.0, 50.0])
+@pytest.mark.parametrize("rate_rps", [16.0, pytest.param(50.0, marks=pytest.mark.slow)])
 def test_few_requests_are_late_if_they_start_in_waves(rate_rps: float) -> None:
     """Over several seeds, because one has only 0 to 4 late requests."""
     rows = [row for seed in range(8) for row in slow_rows(rate_rps, seed)]
     assert sum(row.outcome == "late" for row in rows) <= 0.01 * len(rows)
 
 
-@pytest.mark.parametrize("rate_rps", [16.0, 50.0])
+@pytest.mark.parametrize("rate_rps", [pytest.param(16.0, marks=pytest.mark.slow), 50.0])
 def test_rejections_are_fast_if_requests_start_in_waves(rate_rps: float) -> None:
     """It serves 12 requests/s of this mix."""
     rows = slow_rows(rate_rps)

@@ -228,8 +228,8 @@ class Launcher:
             self.world.fronts[self._draw.choice(routers)].submit(event)
 
     def drain(self) -> None:
-        """During a change only of prefill workers: at the end of a roll-out, and by `scale`, the launcher ends a worker
-        also if all other decode workers were drained meanwhile."""
+        """During a change only of prefill workers: the launcher ends the worker that stood in, and those that `scale`
+        ends, also if all other decode workers were drained meanwhile."""
         frame, worker_id = self.live(), self._draw.choice(self.spec.worker_ids)
         role = self.spec.slots[index_of(self.spec, worker_id)].role
         if frame is not None and not (self.is_changing and role is Role.DECODE):

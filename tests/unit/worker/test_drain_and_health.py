@@ -130,7 +130,7 @@ async def test_an_operator_drains_and_undrains_a_worker(
 
 
 async def test_a_worker_that_shuts_down_cannot_be_undrained(start: Any, attach: Any, ask: Any) -> None:
-    d = start(Role.DECODE, toy_step_s=0.005)
+    d = start(Role.DECODE, toy_step_s=0.03)
     router = await attach(d)
     reserve = worker_pb2.Reserve(sequence=ask("resident", PROMPT, max_tokens=40), is_local=True)
     await router.send(Role.DECODE, reserve=reserve)

@@ -112,7 +112,7 @@ async def test_a_repeated_step_sends_each_layer_once_and_whole(start: Any, attac
     block_bytes, sender = p.program.engine.spec.block_bytes, SlowSender(p.program._sender)
     # Four blocks by chunks; of the last one, the last group is sent after the step.
     early_bytes = 5 * block_bytes - block_bytes // num_groups(p)
-    p.program._sender, engines[0].while_repeated = sender, partial(sender.read, early_bytes)
+    p.program._sending._sender, engines[0].while_repeated = sender, partial(sender.read, early_bytes)
     router = await attach(p, d)
     assert await router.remote(ask("s", TEXT, max_tokens=16)) == expected
     assert engines[0].num_told > 1, "the step did fail with layers on their way"

@@ -64,7 +64,6 @@ def role_of(worker: Running) -> Role:
     [
         {},
         pytest.param({"tensor_parallel": 2}, marks=pytest.mark.slow),
-        pytest.param({"tensor_parallel": 2, "rank_pools": "own"}, marks=pytest.mark.slow),
     ],
 )
 async def test_tokens_stay_exact_and_cached_prefixes_stay(
@@ -227,6 +226,15 @@ async def test_nothing_leaks(start: Any, attach: Any, ask: Any) -> None:
         await one.on_engine(lambda program: program.check() or program.blocks.check([]))
 
 
+async def test_the_sender_of_a_decode_worker_ends_with_its_role(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    d = start(Role.DECODE, **TOY)
+    sender, closed = d.program._sender, []
+    close = sender.close
+    monkeypatch.setattr(sender, "close", lambda: (closed.append(sender), close()))
+    assert await change(d) == ""
+    assert closed == [sender]
+
+
 # --- when it needs a new process ------------------------------------------------------------------------------
 
 
@@ -279,8 +287,7 @@ def test_engines_that_depend_on_the_role_need_a_new_process() -> None:
     assert why({}, engine="vllm") == ""
     assert why({}, engine="installed") == "engine"
     assert why({}, on_host=False) == "device"
-    assert why({"kv_wire": "int8"}) == why({"max_batch": "9"}, ranks=("127.0.0.1:1",)) == ""
-    assert why({"kv_wire": "int8", "push": "end"}, ranks=("127.0.0.1:1",)) == "kv_wire"
+    assert why({}, ranks=("127.0.0.1:1",)) == "rank_pools"
 
 
 # --- errors ---------------------------------------------------------------------------------------------------

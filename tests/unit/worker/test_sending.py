@@ -80,7 +80,7 @@ async def test_an_answer_moves_with_its_kv(start: Any, attach: Any, ask: Any, tr
     num_blocks = -(-(len(PROMPT) + len(before)) // 4)
     assert committed.num_bytes == num_blocks * d1.program.engine.spec.block_bytes
     first = source.all("first_token", "r", Role.DECODE)[0]
-    assert first.cached_tokens == len(PROMPT) or len(before) < 4
+    assert first.cached_tokens == (len(PROMPT) + len(before) - 1) // 4 * 4
     assert ("decode-1", transport) in [link[:2] for link in await d0.on_engine(lambda program: program.kv_links())]
 
 
@@ -147,6 +147,13 @@ async def test_what_the_worker_has_not_cached_is_refused(start: Any, attach: Any
     assert refused.reason == worker_pb2.REFUSAL_REASON_NO_KV
     await target.send(Role.DECODE, cancel=worker_pb2.Cancel(request_id="r", attempt=2))
     await target.released("r", Role.DECODE, 2)
+
+
+async def test_an_order_without_a_grant_is_rejected(start: Any, attach: Any, ask: Any) -> None:
+    source = await attach(start(Role.DECODE))
+    await source.send(Role.DECODE, prefill=worker_pb2.Prefill(sequence=ask("r", PROMPT)))
+    assert (await source.next("failed", "r")).message.startswith("grant")
+    await source.released("r", Role.DECODE)
 
 
 async def test_a_worker_without_a_cache_sends_nothing(start: Any, attach: Any) -> None:

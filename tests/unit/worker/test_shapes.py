@@ -83,7 +83,7 @@ TEXT = ids_of(
     ("prefill", "decode"),
     [
         pytest.param({"block_size": 16}, {"block_size": 32}, marks=pytest.mark.slow),
-        ({"block_size": 32}, {"block_size": 16}),
+        pytest.param({"block_size": 32}, {"block_size": 16}, marks=pytest.mark.slow),
         ({"block_size": 16, "kv_dtype": "int8"}, {"block_size": 32, "kv_dtype": "int8"}),
     ],
 )
