@@ -107,7 +107,10 @@ class Operator:
         for name in await self._names():
             with contextlib.suppress(NotFound):
                 await self._client.undrain(name)
+        ends_s = time.monotonic() + WITHIN_S
         while await self._change("scale", lambda: self._client.scale(prefill=SIZE, decode=SIZE)) != "made":
+            if time.monotonic() > ends_s:
+                raise TimeoutError(f"the cluster does not return to {SIZE} workers of each role")
             await asyncio.sleep(POLL_S)
 
     async def _names(self) -> list[str]:

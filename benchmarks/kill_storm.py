@@ -389,6 +389,8 @@ def main() -> int:
             done = 0
             progress.begin("in the storm", args.requests)
             result = in_storm(asked, same_as(calm), flags, kills=args.kills, waits=args.waits, on_end=on_end, **storm)
+            if not result.kills.total():
+                result.wrong.append("the requests ended before the first kill: raise --requests")
     show(result)
     return int(bool(result.wrong))
 

@@ -123,9 +123,7 @@ async def measure(target: str, args: argparse.Namespace) -> tuple[list[ChangeRow
         await asyncio.sleep(gap_s)
         rows.append(await change(target, (Role.PREFILL, Role.DECODE)[number % 2]))
         print(f"role_change: {WORKER} {rows[-1].says}", file=sys.stderr, flush=True)
-    await asyncio.sleep(gap_s)
-    sending.cancel()
-    await asyncio.gather(sending, return_exceptions=True)
+    await sending  # until all are answered
     return rows, traffic, await reads(target, since_unix_s)
 
 

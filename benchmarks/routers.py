@@ -172,7 +172,7 @@ def loss(cells: Sequence[RoutersCell], routers: int, rate_rps: int, name: str) -
 
 def missed(cells: Sequence[RoutersCell], counts: Sequence[int], rate_rps: int) -> list[str]:
     most = max(counts)
-    found = []
+    found = [f"{one.failed} requests failed with {one.routers} routers" for one in cells if one.failed]
     seen = statistics.median(times(cells, most, rate_rps))
     if most == 4 and seen < TIMES:
         found.append(f"{seen:.2f} times as many requests")
