@@ -145,7 +145,8 @@ def test_keda_starts_the_workers_that_the_routers_want_beside_the_launchers() ->
     assert name == "pdserve-decode", "prefill names no workload"
     assert found["spec"]["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": "more-decode"}
     [trigger] = found["spec"]["triggers"]
-    assert trigger["metadata"]["query"] == 'clamp_min(max(pdserve_desired_workers{role="decode"}) - 2, 0)'
+    of_decode = 'pdserve_desired_workers{namespace="default",role="decode"}'
+    assert trigger["metadata"]["query"] == f"clamp_min(max({of_decode}) - 2, 0)"
     assert metric_names.DESIRED_WORKERS.name in trigger["metadata"]["query"]
     config = router_config(manifests)
     assert (config.scaling, config.scaling_routers) == ("3:6", "pdserve:50051")
