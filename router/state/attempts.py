@@ -422,6 +422,7 @@ def _worker_gone(cluster: ClusterState, worker_id: str) -> list[Command]:
         elif not reservation.is_sent:
             commands += apply_ending(cluster, Lose(request, Cause.PLAN, culprit=worker_id))
         else:
+            request.num_crashes += not was_draining
             is_suspect = not was_draining and _may_have_caused(request, worker_id)
             request.lost_attempts += is_suspect
             loss = Lose(request, Cause.DEATH, worker_id, worker_id, is_cause=is_suspect and _is_cause(cluster, request))

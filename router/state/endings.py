@@ -24,7 +24,7 @@ from router.state.request import Request
 
 FIRST_BACKOFF_S: Final = 0.05
 LONGEST_BACKOFF_S: Final = 2.0
-MOST_LOST: Final = 32  # attempts of a request, so that none ends workers without bound
+MOST_CRASHES: Final = 32  # of workers that had a request, so that none ends workers without bound
 RELEASE_TIMEOUT_S: Final = 120.0  # how long to wait for Released after the end of a request
 
 
@@ -193,16 +193,17 @@ def _lose(cluster: ClusterState, loss: Lose) -> list[Command]:
     if placement.prefill_worker and cause is not Cause.PLAN:
         request.avoid_pairs.add((fleet.key(placement.prefill_worker), fleet.key(placement.decode_worker)))
     cluster.counters[f"lost_{cause.name.lower()}"] += 1
-    request.num_lost += cause is not Cause.PLAN
     if cause not in (Cause.PLAN, Cause.DEATH):  # attempts.py has counted deaths
         request.lost_attempts += 1
     if loss.is_cause:
         message = f"{request.deaths} workers crashed while they computed this request"
         return _give_up(cluster, Fail(request, FailKind.INTERNAL, message))
-    if request.lost_attempts >= cluster.settings.max_attempts or request.num_lost >= MOST_LOST:
+    if request.num_crashes >= MOST_CRASHES:
+        message = f"{request.num_crashes} workers crashed while they had this request"
+        return _give_up(cluster, Fail(request, FailKind.INTERNAL, message))
+    if request.lost_attempts >= cluster.settings.max_attempts:
         why = f"{cause.value}: {loss.message}" if loss.message else cause.value
-        num_lost = request.num_lost if request.num_lost >= MOST_LOST else request.lost_attempts
-        message = f"{num_lost} attempts were lost, the last since {why}"
+        message = f"{request.lost_attempts} attempts were lost, the last since {why}"
         return _give_up(cluster, Fail(request, FAILURES[cause], message))
     if not cluster.move(request, Move.LOST):
         return []

@@ -228,7 +228,7 @@ class Request:
     migrations: int = 0  # how often it left a draining worker
     stays_until_s: float = -math.inf  # it does not leave a draining worker before this time
     deaths: int = 0  # crashes that the request may have caused
-    num_lost: int = 0  # attempts that were lost for any reason, with progress or without
+    num_crashes: int = 0  # of workers that had it, with progress or without
     avoid_workers: set[WorkerKey] = field(default_factory=set)
     avoid_pairs: set[tuple[WorkerKey, WorkerKey]] = field(default_factory=set)
     too_large_for: set[WorkerKey] = field(default_factory=set)

@@ -7,7 +7,7 @@ import pytest
 from pdserve.core.errors import InternalError, KvLost
 from pdserve.core.protocol import Reserve
 from router.state.attempts import CRASH_WINDOW_S, INNOCENT_TOKENS
-from router.state.endings import MOST_LOST
+from router.state.endings import MOST_CRASHES
 from router.state.interface import Command, DrainRequested, TimePassed
 from router.state.lifecycle import Stage
 from tests.unit.router.expected import admit, cancel, emit, failure, only, prefill, reserve
@@ -262,12 +262,15 @@ def test_a_suspended_router_does_not_count_silence(given: Given) -> None:
 
 def test_no_request_ends_workers_without_bound(given: Given) -> None:
     """Each worker crashes while it only reserves memory for the request, which is then never suspect."""
-    for index in range(1, MOST_LOST + 1):
+    for index in range(1, MOST_CRASHES + 1):
         given.connect_decode(f"d{index}")
     commands = given.arrives()
-    for attempt in range(1, MOST_LOST):
+    for attempt in range(1, MOST_CRASHES):
         [reserved] = [one for one in commands if isinstance(one, Reserve)]
         assert reserved.key.attempt == attempt
         commands = given.lost(reserved.key.worker_id)
     [reserved] = [one for one in commands if isinstance(one, Reserve)]
-    assert failure(given.lost(reserved.key.worker_id)).message.startswith(f"{MOST_LOST} attempts were lost")
+    assert (
+        failure(given.lost(reserved.key.worker_id)).message
+        == f"{MOST_CRASHES} workers crashed while they had this request"
+    )
