@@ -148,7 +148,10 @@ class RayWorkers:
             except PdserveError as error:
                 self._fail(worker, error.message)
             except RayTrouble as error:
-                if worker.phase in (Phase.PLACING, Phase.STARTING):
+                is_starting = worker.phase in (Phase.PLACING, Phase.STARTING)
+                if is_starting and worker.resumed == worker.wanted.revision:
+                    self._complain(f"{worker.worker_id} has not started again ({error}); trying again", now_s)
+                elif is_starting:
                     self._fail(worker, f"{worker.worker_id}: {error}")
                 elif worker.phase is Phase.UP and not worker.must_kill:
                     self._complain(f"{worker.worker_id} does not report ({error}); requests continue", now_s)

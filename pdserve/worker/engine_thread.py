@@ -163,6 +163,9 @@ class EngineThread:
                     break
             if self.program is not program:
                 program, has_rows = self.program, False
+            if num_calls and not program.is_idle:  # before the step, which may take long
+                self.busy_s = time.monotonic()
+                self.is_idle.clear()
             if num_calls and (program.has_work or self._is_stopping):
                 self._hand_out(program)  # a grant must not wait for a step that does not concern it
             if self._is_stopping:

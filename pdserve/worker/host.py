@@ -357,6 +357,8 @@ class WorkerHost:
         former, self._publisher = self._publisher, None
         if former is not None:
             await _within(STOP_GRACE_S, former.stop())
+        while self._engine.is_idle.is_set() and not self._is_over():
+            await asyncio.sleep(IDLE_POLL_S)
         await self._servicer.pause(STOP_GRACE_S)
         while not self._engine.is_idle.is_set():
             await asyncio.sleep(IDLE_POLL_S)

@@ -205,7 +205,15 @@ class Autoscaler:
             return
         observed = self._observed(interval, list(answers.values()), now_s)
         # With many workers it takes a tenth of a second or more, in which the launcher has other work.
-        decision = await asyncio.to_thread(self._controller.decide, observed, now_s)
+        try:
+            decision = await asyncio.to_thread(self._controller.decide, observed, now_s)
+        except Exception:
+            self._controller = Controller(self._settings)  # it has seen an interval that no recording has
+            if self._record is not None:
+                self._workers.say(NAME, "the recording of the decisions ends")
+                self._record.close()
+                self._record = None
+            raise
         if self._record is not None:
             self._record.step(now_s, observed, decision)
         self._note(decision, observed)

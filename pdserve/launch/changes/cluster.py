@@ -232,14 +232,21 @@ class ChangingCluster(LaunchedCluster):
                     raise ChangeFailed(counts.why_to_stop)
         except (PdserveError, OSError) as error:
             if added in self._overlays:
-                with contextlib.suppress(PdserveError):
-                    await self._end(added, routers, say)
-            if added in self._overlays:  # no router answers
-                await self._end_worker(added)
-                self._forget(added)
+                await self._end_stand_in(added, routers, say)
             left = [one.worker_id for one in steps if one.kind == "replace" and one.worker_id not in done]
             text = stopped_text(_why(error), done, left, has_settings=target is not None)
             raise ChangeFailed(text) from None
+
+    async def _end_stand_in(self, worker_id: str, routers: Routers, say: Say) -> None:
+        """After a roll-out that has stopped. The worker stays if no other decode worker serves."""
+        try:
+            await self._check_serving(worker_id, routers)
+            await self._end(worker_id, routers, say)
+        except ConfigError as error:
+            say(worker_id, f"stays: {error.message}")
+        except PdserveError:  # no router answers
+            await self._end_worker(worker_id)
+            self._forget(worker_id)
 
     # -- one worker ----------------------------------------------------------------------------------------------
 
@@ -457,7 +464,8 @@ class LocalCluster(ChangingCluster):
             self._restore_workers(before)
             say(worker_id, f"needs a new process for this role: {why}")
         else:
-            self._supervisor.reload([process])  # what SIGHUP has set in the tables of the roles may differ
+            # What SIGHUP has set may differ by role, and may have changed in the meantime.
+            self._supervisor.reload([self._process(worker_id, self._overlays[worker_id])])
             say(worker_id, f"is a {role.value} worker after {time.monotonic() - began_s:.2f} s, in the same process")
         return not why
 

@@ -330,7 +330,7 @@ async def test_a_failed_change_ends_the_process(start: Any, monkeypatch: pytest.
 
 
 async def test_a_worker_that_ends_keeps_its_role(start: Any, attach: Any, ask: Any) -> None:
-    d = start(Role.DECODE, **TOY, toy_step_s=0.01)
+    d = start(Role.DECODE, **TOY, toy_step_s=0.03)
     router = await attach(d)
     await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=ask("r", PROMPT, max_tokens=40), is_local=True))
     await router.next("granted", "r")

@@ -24,7 +24,7 @@ from tests.unit.worker.conftest import DEADLINE_S
 
 PROMPT = list(b"The quick brown fox jumps over it")  # 33 bytes
 MAX_TOKENS = 60
-SLOW = {"toy_step_s": 0.005}
+SLOW = {"toy_step_s": 0.02}
 
 
 async def begin(router: Any, sequence: worker_pb2.Sequence, num_tokens: int) -> tuple[int, ...]:
