@@ -33,7 +33,8 @@ from typing import Any, Final, final
 import psutil  # type: ignore[import-untyped]
 
 from benchmarks.harness import unrest
-from benchmarks.toy_load import ClientKind, Sent, ToyClients, toy_requests
+from benchmarks.kill_storm_calls import By
+from benchmarks.toy_load import Sent, ToyClients, toy_requests
 from pdserve import AsyncClient, Client, PdserveError, Retries
 from pdserve.core.errors import ChangeFailed, ConfigError, InvalidRequest, NotFound, Unavailable
 from pdserve.core.types import Role
@@ -81,7 +82,7 @@ class Account:
             if one.error is not None:
                 self.errors[one.error_text] += 1
                 is_typed = isinstance(one.error, PdserveError)
-                if not is_typed or one.request.by is ClientKind.SDK or not has_killed_router:
+                if not is_typed or one.request.by is By.SDK or not has_killed_router:
                     self.wrong.append(f"sequence {sequence}: {one.error_text}")
 
 
@@ -213,8 +214,8 @@ class Operator:
 async def load(target: str, draw: random.Random, at_once: int) -> AsyncIterator[list[Sent]]:
     """Requests of so many callers until the end of the block, and then their last answers."""
     is_over = False
-    async with ToyClients(target) as clients:
-        requests: Iterator[Any] = toy_requests(draw, PROMPTS, ANSWER, (ClientKind.SDK, ClientKind.SDK, ClientKind.GRPC))
+    async with ToyClients.connected(target) as clients:
+        requests: Iterator[Any] = toy_requests(draw, PROMPTS, ANSWER, (By.SDK, By.SDK, By.PLAIN))
 
         async def call() -> None:
             while not is_over:

@@ -116,10 +116,19 @@ class StormAnswer:
     is_resumed: bool = False
     attempts: int = 0  # placements of a finished request; over HTTP always 1
     error: BaseException | None = None
+    first_s: float = 0.0  # when the first token came, by time.monotonic
     took_s: float = 0.0
 
     def part(self, index: int) -> Part:
         return self.parts.setdefault(index, Part())
+
+    def take(self, index: int, token_ids: Sequence[int], text: str, logprobs: Iterable[float]) -> None:
+        if token_ids and not self.first_s:
+            self.first_s = time.monotonic()
+        part = self.part(index)
+        part.token_ids.extend(token_ids)
+        part.text = (part.text or "") + text
+        part.logprobs.extend(logprobs)
 
 
 def requests(
@@ -156,21 +165,27 @@ RETRIES: Final = Retries(limit=8)  # of calls that begin while no router listens
 
 @final
 class Senders:
-    """The clients."""
+    """A client of each kind, of which the gRPC clients have several connections."""
 
-    def __init__(self, sdks: Sequence[AsyncClient], stubs: Sequence[Any], http: httpx.AsyncClient, url: str) -> None:
+    def __init__(
+        self, sdks: Sequence[AsyncClient], stubs: Sequence[Any], http: httpx.AsyncClient, url: str, call_s: float
+    ) -> None:
         self._sdks, self._stubs, self._http, self._http_url = itertools.cycle(sdks), itertools.cycle(stubs), http, url
+        self._call_s = call_s
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def connected(cls, target: str, http_url: str) -> AsyncIterator[Senders]:
+    async def connected(
+        cls, target: str, http_url: str, connections: int = CONNECTIONS, call_s: float = CALL_S
+    ) -> AsyncIterator[Senders]:
         options = (("grpc.use_local_subchannel_pool", 1),)  # a connection of its own
         async with contextlib.AsyncExitStack() as stack:
             enter = stack.enter_async_context
-            sdks = [await enter(AsyncClient(target, retries=RETRIES)) for _ in range(CONNECTIONS)]
-            channels = [await enter(grpc.aio.insecure_channel(target, options)) for _ in range(CONNECTIONS)]
-            http = await enter(httpx.AsyncClient(timeout=CALL_S, limits=httpx.Limits(max_connections=None)))
-            yield cls(sdks, [inference_pb2_grpc.InferenceServiceStub(one) for one in channels], http, http_url)
+            sdks = [await enter(AsyncClient(target, retries=RETRIES, timeout_s=call_s)) for _ in range(connections)]
+            channels = [await enter(grpc.aio.insecure_channel(target, options)) for _ in range(connections)]
+            http = await enter(httpx.AsyncClient(timeout=call_s, limits=httpx.Limits(max_connections=None)))
+            stubs = [inference_pb2_grpc.InferenceServiceStub(one) for one in channels]
+            yield cls(sdks, stubs, http, http_url, call_s)
 
     async def send(self, request: StormRequest, request_id: str) -> StormAnswer:
         """Never raises: the error is part of the answer, and is judged later."""
@@ -188,7 +203,7 @@ class Senders:
         stream = next(self._sdks).stream(request.prompt, request_id=request_id, **request.options)
         try:
             async for piece in stream:
-                _take(answer.part(piece.index), piece.token_ids, piece.text, [one.logprob for one in piece.logprobs])
+                answer.take(piece.index, piece.token_ids, piece.text, [one.logprob for one in piece.logprobs])
         finally:
             answer.is_resumed = stream.is_resumed
         answer.attempts = stream.completion.timings.attempts
@@ -197,11 +212,11 @@ class Senders:
         message = generate_request(request.prompt, {**request.options, "request_id": request_id})
         num_finished = 0
         try:
-            async for found in next(self._stubs).Generate(message, timeout=CALL_S):
+            async for found in next(self._stubs).Generate(message, timeout=self._call_s):
                 if found.HasField("delta"):
                     delta = found.delta
                     logprobs = [one.logprob for one in delta.logprobs]
-                    _take(answer.part(delta.index), delta.token_ids, delta.text, logprobs)
+                    answer.take(delta.index, delta.token_ids, delta.text, logprobs)
                 elif found.HasField("finished"):
                     num_finished += 1
                     answer.attempts = max(answer.attempts, found.finished.timings.attempts)
@@ -230,12 +245,6 @@ class Senders:
             return
 
 
-def _take(part: Part, token_ids: Iterable[int], text: str, logprobs: Iterable[float]) -> None:
-    part.token_ids.extend(token_ids)
-    part.text = (part.text or "") + text
-    part.logprobs.extend(logprobs)
-
-
 def _http_body(request: StormRequest) -> tuple[str, dict[str, Any]]:
     options = {**request.options, "stream": True, "return_token_ids": True}
     schema = options.pop("json_schema", None)
@@ -254,7 +263,7 @@ def _take_chunk(answer: StormAnswer, chunk: dict[str, Any]) -> None:
         called = [one["function"] for one in delta.get("tool_calls") or ()]
         words = [word for one in called for word in (one.get("name"), one.get("arguments"))]
         text = "".join(word for word in (choice.get("text"), delta.get("content"), *words) if word)
-        _take(answer.part(choice["index"]), choice.get("token_ids") or (), text, logprobs.get("token_logprobs") or ())
+        answer.take(choice["index"], choice.get("token_ids") or (), text, logprobs.get("token_logprobs") or ())
 
 
 # --- judgement ------------------------------------------------------------------------------------------------

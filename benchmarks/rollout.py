@@ -26,8 +26,9 @@ from functools import partial
 from typing import Any, Final
 
 from benchmarks.harness import numbers, table
+from benchmarks.kill_storm_calls import By
 from benchmarks.openloop import closed_loop, drive, percentile
-from benchmarks.toy_load import ClientKind, Sent, ToyClients, toy_requests
+from benchmarks.toy_load import Sent, ToyClients, toy_requests
 from pdserve import AsyncClient
 from pdserve.client.results import ChangeStep
 from pdserve.core.types import Slo
@@ -151,11 +152,11 @@ async def measure(target: str, http_url: str, args: argparse.Namespace) -> Rollo
     rolls_s: list[float] = []
     draw = random.Random(args.seed)
 
-    async with ToyClients(target, http_url) as clients, AsyncClient(target) as operator:
+    async with ToyClients.connected(target, http_url) as clients, AsyncClient(target) as operator:
 
         def arrivals() -> Iterator[tuple[float, Callable[[], Any]]]:
             at_s = 0.0
-            for request in toy_requests(draw, args.prompts, args.answer, tuple(ClientKind)):
+            for request in toy_requests(draw, args.prompts, args.answer, tuple(By)):
                 if not phase:
                     return
                 at_s += draw.expovariate(rate_rps)

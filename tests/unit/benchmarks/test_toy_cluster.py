@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from itertools import islice
 
 from benchmarks.changes import Account
+from benchmarks.kill_storm_calls import By
 from benchmarks.rollout import Drain, Drains, RolloutResult, render
 from benchmarks.routers import RoutersCell, missed, times
-from benchmarks.toy_load import ClientKind, Sent, toy_requests
+from benchmarks.toy_load import Sent, toy_requests
 from pdserve import InternalError
 from pdserve.client.results import ChangeStep
 from pdserve.core.errors import Overloaded, Unavailable
@@ -28,7 +29,7 @@ def sent(
     error: Exception | None = None,
     tokens: Sequence[int] | None = None,
 ) -> Sent:
-    *_, request = islice(toy_requests(random.Random(number), [9, 20], 5, tuple(ClientKind)), number % 6 + 1)
+    *_, request = islice(toy_requests(random.Random(number), [9, 20], 5, tuple(By)), number % 6 + 1)
     right = answer(request.prompt, 5, seed=request.seed)
     seen = list(right if tokens is None else tokens)
     first_s = 10.0 + ttft_s
@@ -109,11 +110,11 @@ def test_routers_are_compared_at_the_same_load_of_each() -> None:
 
 def test_random_changes_excuse_only_calls_without_retries_while_routers_are_killed() -> None:
     by_kind = {one.request.by: one for one in (sent(number) for number in range(6))}
-    for by in (ClientKind.SDK, ClientKind.GRPC):
+    for by in (By.SDK, By.PLAIN):
         one = by_kind[by]
         one.error, one.tokens = Unavailable("gone"), one.tokens[:2]
         for has_killed_router in (False, True):
             account = Account()
             account.judge(0, [one], has_killed_router)
-            assert bool(account.wrong) is (by is ClientKind.SDK or not has_killed_router)
+            assert bool(account.wrong) is (by is By.SDK or not has_killed_router)
             assert account.errors.total() == 1
