@@ -22,7 +22,6 @@ from pdserve.core.cost.latency import CostModel
 from pdserve.core.types import Role, Slo
 from router.scaling.demand import SumsOfRequests
 from router.scaling.interface import ChangeKind, Decision, Interval, Observed, ScalingController, Size
-from router.scaling.plan import other_role
 from simulator.model import Trace, TraceRequest, WorkerShape
 
 IN_TIME: Final = 0.8  # of the TTFT target, for prompts that wait; the rest is for transfers and steps
@@ -228,7 +227,7 @@ class Approximation:
                 case ChangeKind.STOP:
                     self._drain(change.role, change.count, None)
                 case ChangeKind.CHANGE_ROLE:
-                    self._drain(other_role(change.role), change.count, change.role)
+                    self._drain(change.role.other, change.count, change.role)
 
     def _start(self, after_s: float, role: Role) -> None:
         self._number += 1

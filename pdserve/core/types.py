@@ -57,6 +57,10 @@ class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
 
+    @property
+    def other(self) -> Role:
+        return Role.DECODE if self is Role.PREFILL else Role.PREFILL
+
 
 class FinishReason(StrEnum):
     STOP = "stop"  # end of sequence, a stop token or a stop string

@@ -27,8 +27,9 @@ from router.scaling.interface import (
     Outcome,
     ScalingSettings,
     Size,
+    of_role,
 )
-from router.scaling.plan import Coming, SizePlan, of_role, other_role, slice_edges_s
+from router.scaling.plan import Coming, SizePlan, slice_edges_s
 
 SHOWN: Final = 6  # alternatives of a decision
 BACKLOG_S: Final = 60.0  # in which queued requests should be served
@@ -120,7 +121,7 @@ class Controller:
                 one.left = min(starting[role], change.count)
                 starting[role] -= one.left
             if change.kind is not ChangeKind.START:
-                drains = role if change.kind is ChangeKind.STOP else other_role(role)
+                drains = role if change.kind is ChangeKind.STOP else role.other
                 num_draining = min(draining[drains], change.count)
                 draining[drains] -= num_draining
                 one.left = num_draining + (one.left if change.kind is ChangeKind.CHANGE_ROLE else 0)

@@ -33,6 +33,10 @@ class Size(NamedTuple):
 NONE: Final = Size(0, 0)
 
 
+def of_role(role: Role, count: int) -> Size:
+    return Size(count, 0) if role is Role.PREFILL else Size(0, count)
+
+
 # --- settings -------------------------------------------------------------------------------------------------
 
 
@@ -149,8 +153,7 @@ class Change:
             case ChangeKind.STOP:
                 return f"stop {self.count} {self.role.value}"
             case ChangeKind.CHANGE_ROLE:
-                other = Role.DECODE if self.role is Role.PREFILL else Role.PREFILL
-                return f"change {self.count} from {other.value} to {self.role.value}"
+                return f"change {self.count} from {self.role.other.value} to {self.role.value}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from router.scaling.interface import (
     Observed,
     ScalingSettings,
     Size,
+    of_role,
 )
 
 SHOWN: Final = 4  # workers in a reason
@@ -196,5 +197,5 @@ def under_way(change: Change | None) -> tuple[Size, Size]:
     """The workers that start and those that drain while `change` is made."""
     if change is None:
         return NONE, NONE
-    count = Size(change.count, 0) if change.role is Role.PREFILL else Size(0, change.count)
+    count = of_role(change.role, change.count)
     return (NONE, count) if change.kind is ChangeKind.STOP else (count, NONE)

@@ -218,14 +218,6 @@ class SizePlan:
         return total
 
 
-def other_role(role: Role) -> Role:
-    return Role.DECODE if role is Role.PREFILL else Role.PREFILL
-
-
-def of_role(role: Role, count: int) -> Size:
-    return Size(count, 0) if role is Role.PREFILL else Size(0, count)
-
-
 def resized(size: Size, change: Change) -> Size:
     """The size after the change."""
     sign = -1 if change.kind is ChangeKind.STOP else 1

@@ -168,8 +168,7 @@ class Scaler:
             case ChangeKind.STOP:
                 self._drain(change.role, change.count, None)
             case ChangeKind.CHANGE_ROLE:
-                other = Role.DECODE if change.role is Role.PREFILL else Role.PREFILL
-                self._drain(other, change.count, change.role)
+                self._drain(change.role.other, change.count, change.role)
 
     def _drain(self, role: Role, count: int, becomes: Role | None) -> None:
         """Those whose loss costs least: with the fewest requests, and the least memory held."""

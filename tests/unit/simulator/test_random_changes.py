@@ -131,10 +131,9 @@ class Launcher:
     def _set_role(self) -> Script:
         worker_id = self._draw.choice(self.spec.worker_ids)
         slot = self.spec.slots[index_of(self.spec, worker_id)]
-        role = Role.DECODE if slot.role is Role.PREFILL else Role.PREFILL
-        with_role(self.spec, worker_id, role)
+        with_role(self.spec, worker_id, slot.role.other)
         check_serving((yield from self._frame()).workers, worker_id)
-        yield from self._replace(worker_id, role)
+        yield from self._replace(worker_id, slot.role.other)
 
     def _roll(self) -> Script:
         draw = self._draw

@@ -41,14 +41,10 @@ LOCAL = (("grpc.use_local_subchannel_pool", 1),)
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
-def other(role: Role) -> Role:
-    return next(one for one in Role if one is not role)
-
-
 async def change(worker: Running, **changes: Any) -> str:
     """To the other role, as the launcher asks for it."""
     before = worker.program.context.config
-    role = other(worker.program.context.role)
+    role = worker.program.context.role.other
     return await change_role(worker.address, role, before, dataclasses.replace(before, **changes))
 
 

@@ -50,7 +50,7 @@ async def test_a_late_cancel_counts_no_failure(start: Any, attach: Any, ask: Any
     """The other worker ends the transfer before the router's Cancel arrives here."""
     p, d = start(Role.PREFILL, push="chunk", max_batch_tokens=4, toy_step_s=0.02), start(Role.DECODE)
     router, seen = await attach(p, d), outcomes(p, d)
-    last = Role.DECODE if first is Role.PREFILL else Role.PREFILL
+    last = first.other
     sequence = ask("a", PROMPT, max_tokens=4)
     await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=sequence))
     granted = await router.next("granted", "a")
