@@ -158,6 +158,14 @@ def role_to_proto(role: Role) -> worker_pb2.Role:
     return cast("worker_pb2.Role", _ROLES[role])
 
 
+def role_from_proto(number: int) -> Role:
+    """Raises InvalidRequest."""
+    found = next((role for role, known in _ROLES.items() if known == number), None)
+    if found is None:
+        raise InvalidRequest("role", number, "prefill or decode")
+    return found
+
+
 def finish_to_proto(reason: FinishReason) -> inference_pb2.FinishReason:
     return cast("inference_pb2.FinishReason", _FINISHES[reason])
 

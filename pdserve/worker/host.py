@@ -29,7 +29,7 @@ import grpc
 from pdserve.config import WorkerConfig
 from pdserve.core.access.proof import NONCE_BYTES, CallChecker, ClusterSecret
 from pdserve.core.durations import clamped_s
-from pdserve.core.errors import ConfigError, InvalidRequest, PdserveError, Unavailable
+from pdserve.core.errors import ConfigError, PdserveError, Unavailable
 from pdserve.core.kv.blocks import CacheChange
 from pdserve.core.types import Role
 from pdserve.engine.memory.plan import MemoryPlan
@@ -39,7 +39,7 @@ from pdserve.telemetry.logs import RecentLog
 from pdserve.telemetry.metrics import Metrics, make_metrics
 from pdserve.tls.certificates import certificates_of
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
-from pdserve.wire.convert import role_to_proto
+from pdserve.wire.convert import role_from_proto
 from pdserve.wire.peer_server import listen, make_health_servicer, make_peer_server, server_options
 from pdserve.worker.engine_thread import EngineThread, Watchdog, dump_and_exit
 from pdserve.worker.program import AnyProgram, Kept, ProgramContext
@@ -315,9 +315,7 @@ class WorkerHost:
     async def _change_role(self, request: worker_pb2.ChangeRoleRequest) -> worker_pb2.ChangeRoleResponse:
         """It goes on if the caller leaves. Raises InvalidRequest, ConfigError, and Unavailable."""
         assert self._servicer is not None
-        role = next((one for one in Role if role_to_proto(one) == request.role), None)
-        if role is None:
-            raise InvalidRequest("role", request.role, "prefill or decode")
+        role = role_from_proto(request.role)
         if self._is_leaving or self._is_fatal or self._changing is not None:
             raise Unavailable("the worker ends, or is changing its role")
         if role is self._role:

@@ -28,7 +28,7 @@ from pdserve.core.types import Role
 from pdserve.launch.supervisor import StartFailed
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc
 from pdserve.wire import status
-from pdserve.wire.convert import role_to_proto
+from pdserve.wire.convert import role_from_proto
 
 if TYPE_CHECKING:
     from pdserve.launch.changes.autoscale import Autoscaler
@@ -147,9 +147,7 @@ class ChangeServer(cluster_pb2_grpc.ClusterServiceServicer):
                 names = list(dict.fromkeys(roll.worker_ids))
                 return lambda: cluster.roll(names, roll.surge, roll.settings, is_undo=roll.is_undo, say=say)
             case "role":
-                role = next((one for one in Role if role_to_proto(one) == request.role.role), None)
-                if role is None:
-                    raise InvalidRequest("role", request.role.role, "prefill or decode")
+                role = role_from_proto(request.role.role)
                 return lambda: cluster.set_role(request.role.worker_id, role, say)
         raise InvalidRequest("change", "nothing", "scale, roll or role")
 
