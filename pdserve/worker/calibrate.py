@@ -65,10 +65,9 @@ def calibrate_again(engine: Engine, role: Role, config: WorkerConfig, cost: Cost
     wanted = max(config.max_batch, min(pool.num_free, config.max_batch + blocks_for(limit // 2, spec.block_size)))
     blocks = kv.extend(min(wanted, pool.num_available)) or []
     try:
-        base, per_row, per_context = _fit(_time(engine, _decode_steps(engine, config.max_batch, blocks), BUDGET_S / 2))
+        return _with_decode_steps(cost, engine, config.max_batch, blocks, BUDGET_S / 2)
     finally:
         kv.release(blocks)
-    return replace(cost, decode_base_s=base, decode_per_row_s=per_row, decode_per_context_token_s=per_context)
 
 
 def draw_one_token(engine: Engine) -> None:
@@ -113,8 +112,13 @@ def measure_cost(
     cost = replace(UNKNOWN, prefill_base_s=base, prefill_per_token_s=per_token, prefill_per_token_context_s=per_context)
     if role is Role.PREFILL:
         return cost
-    blocks = range(engine.spec.num_blocks)
-    base, per_row, per_context = _fit(_time(engine, _decode_steps(engine, max_batch, blocks), share_s))
+    return _with_decode_steps(cost, engine, max_batch, range(engine.spec.num_blocks), share_s)
+
+
+def _with_decode_steps(
+    cost: CostPrior, engine: Engine, max_batch: int, blocks: Sequence[int], budget_s: float
+) -> CostPrior:
+    base, per_row, per_context = _fit(_time(engine, _decode_steps(engine, max_batch, blocks), budget_s))
     return replace(cost, decode_base_s=base, decode_per_row_s=per_row, decode_per_context_token_s=per_context)
 
 
