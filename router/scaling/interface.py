@@ -6,6 +6,7 @@ of router/recording/replay.py store them without loss, and a recording of observ
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 from enum import Enum
@@ -156,6 +157,16 @@ class Change:
                 return f"change {self.count} from {self.role.other.value} to {self.role.value}"
 
 
+def resized(size: Size, change: Change) -> Size:
+    """The size after the change."""
+    sign = -1 if change.kind is ChangeKind.STOP else 1
+    own = sign * change.count
+    other = -change.count if change.kind is ChangeKind.CHANGE_ROLE else 0
+    if change.role is Role.PREFILL:
+        return Size(size.prefill + own, size.decode + other)
+    return Size(size.prefill + other, size.decode + own)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
     """One change that was compared."""
@@ -210,6 +221,11 @@ class Decision:
     alternatives: tuple[Alternative, ...] = ()  # the cheapest first
     outcome: Outcome | None = None  # of the last change, once its effect was seen
     capacity_share: float = 1.0  # what the cluster reaches of the predicted capacity, as learned from misses
+
+    @property
+    def wanted(self) -> Size:
+        """The size after the changes."""
+        return functools.reduce(resized, self.changes, self.size)
 
 
 class ScalingController(Protocol):

@@ -69,11 +69,11 @@ class DemandHistory:
         self._as_of_s: float | None = None
 
     def interval(self, answers: Mapping[str, RouterDemand], now_s: float) -> Interval | None:
-        """What arrived since the last call, at all routers together; None the first time. `answers` by the routers'
-        names, of all of them."""
+        """What arrived since the last call, at all routers together; None the first time, and if no time has passed.
+        `answers` by the routers' names, of all of them."""
         parts = [_since(self._last.get(name), one) for name, one in answers.items()]
         began_s, self._last, self._as_of_s = self._as_of_s, dict(answers), now_s
-        return None if began_s is None else together(parts, began_s, now_s)
+        return together(parts, began_s, now_s) if began_s is not None and now_s > began_s else None
 
 
 def _since(before: RouterDemand | None, now: RouterDemand) -> Interval:

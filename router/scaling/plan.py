@@ -19,7 +19,7 @@ from typing import Final, TypeAlias, final
 
 from pdserve.core.types import Role
 from router.scaling.attainment import LoadModel
-from router.scaling.interface import Alternative, Change, ChangeKind, Demand, Observed, ScalingSettings, Size
+from router.scaling.interface import Alternative, Change, ChangeKind, Demand, Observed, ScalingSettings, Size, resized
 
 REACH: Final = 16  # workers of a role more or fewer than now, that a plan considers
 COUNTS: Final = range(1, REACH + 1)  # workers in one change
@@ -216,16 +216,6 @@ class SizePlan:
                 attained = self._models[t].attainment(self._serving(there, t))
             total += self._demands[t].rate_rps * self._widths_s[t] * (1.0 - attained)
         return total
-
-
-def resized(size: Size, change: Change) -> Size:
-    """The size after the change."""
-    sign = -1 if change.kind is ChangeKind.STOP else 1
-    own = sign * change.count
-    other = -change.count if change.kind is ChangeKind.CHANGE_ROLE else 0
-    if change.role is Role.PREFILL:
-        return Size(size.prefill + own, size.decode + other)
-    return Size(size.prefill + other, size.decode + own)
 
 
 def _sum(sizes: Iterable[Size]) -> Size:

@@ -35,7 +35,6 @@ from router.scaling.demand import ArrivalLog
 from router.scaling.interface import Decision as ScalingDecision
 from router.scaling.interface import Interval, ScalingSettings, Size
 from router.scaling.observing import DemandHistory, RouterDemand, WorkerCapacity, observe
-from router.scaling.plan import resized
 from router.service.adapters import ClusterAdapters
 from router.service.router_group import RouterGroup
 from router.service.runtime import Runtime
@@ -301,7 +300,7 @@ class Advisor:
         """Raises Unavailable if no router answers."""
         answers = await self._ask()
         interval = self._history.interval(answers, now_s)
-        if interval is None or not interval.width_s > 0.0:
+        if interval is None:
             return
         observed = observe(interval, answers.values())
         # In a thread: with many workers it computes for tenths of a second, in which this router's answers would wait.
@@ -314,7 +313,7 @@ class Advisor:
 
     def _wanted(self, decision: ScalingDecision) -> Size:
         """At least the lower bound, also while no worker is ready."""
-        size = resized(decision.size, decision.changes[0]) if decision.changes else decision.size
+        size = decision.wanted
         return size._replace(decode=max(size.decode, self._settings.min_workers - size.prefill, 1))
 
 

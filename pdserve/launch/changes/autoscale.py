@@ -43,7 +43,6 @@ from router.scaling.interface import (
     ScalingSettings,
 )
 from router.scaling.observing import DemandHistory, RouterDemand, measured, observe, under_way, why_unsettled
-from router.scaling.plan import resized
 from router.service.cluster import EVERY_S, ask_demand
 
 log = logging.getLogger(__name__)
@@ -201,7 +200,7 @@ class Autoscaler:
 
     async def _decide(self, answers: Mapping[str, RouterDemand], now_s: float) -> None:
         interval = self._history.interval(answers, now_s)
-        if interval is None or not interval.width_s > 0.0:
+        if interval is None:
             return
         observed = self._observed(interval, list(answers.values()), now_s)
         # With many workers it takes a tenth of a second or more, in which the launcher has other work.
@@ -217,8 +216,7 @@ class Autoscaler:
         if self._record is not None:
             self._record.step(now_s, observed, decision)
         self._note(decision, observed)
-        wanted = resized(decision.size, decision.changes[0]) if decision.changes else decision.size
-        self._on_size({Role.PREFILL: wanted.prefill, Role.DECODE: wanted.decode})
+        self._on_size({Role.PREFILL: decision.wanted.prefill, Role.DECODE: decision.wanted.decode})
         for change in decision.changes:
             self._begin(change)
 
@@ -315,9 +313,8 @@ class Autoscaler:
 def change_text(decision: Decision, observed: Observed) -> str:
     """The line of `up`."""
     [change] = decision.changes
-    after = resized(decision.size, change)
     shares = {one.change: one.attainment for one in decision.alternatives}
-    text = f"{change}, from {decision.size} to {after} (prefill:decode): {decision.reason}"
+    text = f"{change}, from {decision.size} to {decision.wanted} (prefill:decode): {decision.reason}"
     text += f"; {observed.interval.requests / observed.interval.width_s:.1f} requests/s"
     if "keep" in shares and str(change) in shares:
         text += f", predicted to meet both targets: {shares[str(change)]:.0%} instead of {shares['keep']:.0%}"

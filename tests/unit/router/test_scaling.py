@@ -26,6 +26,7 @@ from router.scaling.interface import (
     Observed,
     ScalingSettings,
     Size,
+    resized,
 )
 from router.scaling.observing import (
     RouterDemand,
@@ -35,7 +36,7 @@ from router.scaling.observing import (
     ready_workers,
     why_unsettled,
 )
-from router.scaling.plan import Coming, SizePlan, resized, slice_edges_s
+from router.scaling.plan import Coming, SizePlan, slice_edges_s
 
 #: A worker decodes about 2.5 of the requests below per second, or prefills 10.
 COST = CostPrior(
