@@ -164,8 +164,7 @@ def on_transfer_ended(cluster: ClusterState, event: TransferEnded) -> Sequence[C
     cluster.fleet.measured(placement.prefill_worker, placement.decode_worker, event.num_bytes, event.busy_s)
     block_size = cluster.fleet.workers[placement.decode_worker].hello.block_size
     request.cached_blocks[placement.decode_worker] = attempt_tokens // block_size
-    sender = cluster.fleet.workers.get(placement.prefill_worker)
-    if sender is not None and sender.role is Role.DECODE:
+    if cluster.sender_of(request):
         cluster.counters["migrated_with_kv"] += 1
     if request.stage in IN_BATCH:
         _joined(cluster, request, placement)
@@ -334,7 +333,7 @@ def _emit(cluster: ClusterState, request: Request, tokens: Sequence[TokenOut]) -
     first_index = len(request.output)
     request.output.extend([token.token_id for token in tokens])
     if request.lost_attempts and _has_progressed(request):
-        request.lost_attempts = request.deaths = 0
+        request.lost_attempts = 0
     return EmitTokens(request_id=request.request_id, first_index=first_index, tokens=tuple(tokens))
 
 

@@ -60,9 +60,7 @@ class ClusterState:
         self.parked: set[str] = set()  # QUEUED requests in a backoff
         self.ended: set[str] = set()  # ended requests that wait for Released
         self.migrating: set[str] = set()  # requests that have left a draining worker, and have not arrived elsewhere
-        # When a migration last found no room to recompute an answer, and the earliest time for the next one unless a
-        # worker becomes free.
-        self.migration_asked_s = self.migrate_after_s = -math.inf
+        self.migration_asked_s = -math.inf  # when a migration last found no room to recompute an answer
         self.counters: Counter[str] = Counter()
         self.utilization = Utilization()
         self.demand = RecentDemand()
@@ -196,6 +194,12 @@ class ClusterState:
         request.charged_s = 0.0
 
     # -- reservations ------------------------------------------------------------------------------------------------
+
+    def sender_of(self, request: Request) -> str:
+        """The decode worker that sends the KV of the present attempt; empty if a prefill worker does, or none."""
+        worker_id = request.placement.prefill_worker if request.placement is not None else ""
+        view = self.fleet.workers.get(worker_id)
+        return worker_id if view is not None and view.role is Role.DECODE else ""
 
     def reservation(self, worker_id: str, request_id: str, attempt: int) -> Reservation | None:
         view = self.fleet.workers.get(worker_id)

@@ -25,13 +25,14 @@ The rules:
 
 from __future__ import annotations
 
+import functools
+import math
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
 from typing import Final, NamedTuple, final
 
 from pdserve.core.cost.latency import LONGEST_S
-from pdserve.core.types import Role
 from router.policy.availability import LONGEST_WAIT_S, unloaded_estimate
 from router.policy.interface import Choice, Decision, Obstacle, PolicyInput
 from router.state import placing
@@ -68,16 +69,9 @@ def _drop_arrived(cluster: ClusterState) -> None:
     for request_id in list(cluster.migrating):
         request = cluster.requests[request_id]
         if len(request.output) > request.attempt_output and not (
-            request.stage is Stage.MOVING and _sender_of(cluster, request)
+            request.stage is Stage.MOVING and cluster.sender_of(request)
         ):
             cluster.migrating.discard(request_id)
-
-
-def _sender_of(cluster: ClusterState, request: Request) -> str:
-    """The decode worker that sends the KV of the present attempt; empty if a prefill worker does, or none."""
-    worker_id = request.placement.prefill_worker if request.placement is not None else ""
-    view = cluster.fleet.workers.get(worker_id)
-    return worker_id if view is not None and view.role is Role.DECODE else ""
 
 
 class _Answer(NamedTuple):
@@ -106,15 +100,15 @@ class _Migration:
         self._cluster = cluster
         self._prefills = prefills
         self._decodes = decodes
-        waiting = islice(cluster.queue, placing.LOOKAHEAD)
         self._has_waiting = len(cluster.queue) + cluster.num_bound > 0
-        self._is_decode_short = any(
-            cluster.requests[one].waits_for in (Obstacle.DECODE, Obstacle.ROOM) for one in waiting
-        )
-        senders = [_sender_of(cluster, cluster.requests[one]) for one in cluster.migrating]
+        # When an event may last have made room on a worker that computes prompts.
+        self._freed_s = max((view.freed_s for view in prefills or decodes), default=-math.inf)
+        senders = [cluster.sender_of(cluster.requests[one]) for one in cluster.migrating]
         self._num_sending = Counter(filter(None, senders))
         self._room = len(prefills or decodes) - senders.count("")  # for answers to recompute
-        self._may_ask = cluster.now_s >= cluster.migrate_after_s or self._is_freed(cluster.migration_asked_s)
+        asked_s = cluster.migration_asked_s
+        # Not after each event.
+        self._may_ask = cluster.now_s >= asked_s + RETRY_S / MAX_ASKED or self._freed_s >= asked_s
 
     def run(self, draining: list[WorkerView]) -> list[Command]:
         cluster = self._cluster
@@ -137,14 +131,16 @@ class _Migration:
             elif request.waits_for is Obstacle.PREFILL:  # perhaps only for this answer
                 request.stays_until_s = cluster.now_s + RETRY_S
                 cluster.migration_asked_s = cluster.now_s
-                cluster.migrate_after_s = cluster.now_s + RETRY_S / MAX_ASKED  # not after each event
             else:  # the next passes consider others
                 request.stays_until_s = cluster.now_s + LONGEST_WAIT_S
         return commands
 
-    def _is_freed(self, since_s: float) -> bool:
-        """Whether an event may have made room on a worker that computes prompts."""
-        return any(view.freed_s >= since_s for view in self._prefills or self._decodes)
+    @functools.cached_property
+    def _is_decode_short(self) -> bool:
+        """Whether one of the next requests waits for decode room. The head of the queue is not free of charge."""
+        requests = self._cluster.requests
+        waiting = islice(self._cluster.queue, placing.LOOKAHEAD)
+        return any(requests[one].waits_for in (Obstacle.DECODE, Obstacle.ROOM) for one in waiting)
 
     def _movable(self, view: WorkerView) -> list[_Answer]:
         cluster = self._cluster
@@ -167,7 +163,7 @@ class _Migration:
     def _is_due(self, request: Request) -> bool:
         if request.stays_until_s <= self._cluster.now_s:
             return True
-        return request.waits_for is Obstacle.PREFILL and self._is_freed(request.asked_s)
+        return request.waits_for is Obstacle.PREFILL and self._freed_s >= request.asked_s
 
     def _is_urgent(self, view: WorkerView) -> bool:
         return self._cluster.now_s - view.drains_since_s >= PATIENCE_S
@@ -186,12 +182,12 @@ class _Migration:
         adapter = request.facts.adapter
         return (
             view.hello.sends_kv
-            and (not self._is_decode_short or self._is_urgent(view))
             and view.heard_s > cluster.now_s - cluster.fleet.silence_s
             and self._num_sending[view.worker_id] < SENDS_AT_ONCE
             and (not adapter or adapter in view.adapters)
             # A failed transfer is a lost attempt, which must not be the request's last one.
             and request.lost_attempts + 1 < cluster.settings.max_attempts
+            and (self._is_urgent(view) or not self._is_decode_short)
         )
 
     def _best(self, answer: _Answer, *, may_send: bool, may_recompute: bool) -> _Option | None:
