@@ -78,10 +78,10 @@ class AttemptSender:
         try:
             grant = decode_grant(message.grant)
         except InvalidRequest as error:
-            self._fail(key, FailureKind.TRANSFER, error.message)
+            self._fail(key, error.message)
             return None
         if any(grant.key == other.key for other in program.transfers.values()):
-            self._fail(key, FailureKind.TRANSFER, "grant: another attempt already writes to it")
+            self._fail(key, "grant: another attempt already writes to it")
             return None
         own, theirs, own_seed = program.fingerprint.shape, grant.fingerprint.shape, program.limits.hash_seed
         text = None
@@ -108,8 +108,10 @@ class AttemptSender:
                 self._program.outbox.report(effect)
                 self._program.context.metrics.add(metric_names.REUSED_TOKENS, effect.cached_tokens)
 
-    def _fail(self, key: AttemptKey, kind: FailureKind, message: str) -> None:
-        self._program.act([pr.AttemptFailed(key=key, kind=kind, message=message), pr.Released(key=key)])
+    def _fail(self, key: AttemptKey, message: str) -> None:
+        """Also because of a grant that cannot be read: it is no input of the client, and another way may be open."""
+        failed = pr.AttemptFailed(key=key, kind=FailureKind.TRANSFER, message=message)
+        self._program.act([failed, pr.Released(key=key)])
 
     def _start(self, effect: fx.SendStarted, outgoing: OutgoingTransfer) -> None:
         key, context = effect.key, self._program.context

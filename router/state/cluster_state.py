@@ -31,7 +31,7 @@ from router.state.queue import Queue
 from router.state.request import Request
 from router.state.view import WorkerView
 
-MAX_CRASHES: Final = 64  # that are remembered
+KEPT_CRASHES: Final = 64  # that are remembered
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class ClusterState:
         self.timers = Timers()
         self.now_s = self.started_s = 0.0
         self.has_started = False
-        self.crashes: deque[float] = deque(maxlen=MAX_CRASHES)  # when workers that did not drain were lost
+        self.crashes: deque[float] = deque(maxlen=KEPT_CRASHES)  # when workers that did not drain were lost
         self.is_closing = False
         self.is_placing_due = False
         self.shrunk_s = -math.inf  # when a worker last left: requests that wait for it must be placed elsewhere
