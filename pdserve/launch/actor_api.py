@@ -58,10 +58,10 @@ class ActorApi(Protocol):
     def complaint(self, call: Call) -> str | None:
         """Their result, empty if the worker can start there; None: it is not known yet."""
 
-    def create(self, one: WantedWorker, cluster: str, place: Place) -> Actor:
-        """Raises NameTaken."""
+    def create(self, one: WantedWorker, cluster: str, place: Place, bundles: Bundles) -> Actor:
+        """`bundles`: those of `place`. Raises NameTaken."""
 
-    def with_ranks(self, one: WantedWorker, place: Place, before: Any) -> Any:
+    def with_ranks(self, one: WantedWorker, place: Place, bundles: Bundles, before: Any) -> Any:
         """Starts the worker's ranks on other nodes; again if the address of the first rank is not as `before`."""
 
     def kill_ranks(self, ranks: Any) -> None: ...

@@ -263,17 +263,16 @@ class RayApi(ActorApi):
             return ""
         return None if time.monotonic() < until_s else ""
 
-    def create(self, one: WantedWorker, cluster: str, place: Group) -> Any:
-        first = self.bundles(one.config)[0]
+    def create(self, one: WantedWorker, cluster: str, place: Group, bundles: Bundles) -> Any:
         with _translated():
             return self._actor_class.options(
                 name=f"pdserve-{cluster}-{one.worker_id}",
                 max_restarts=-1,
                 max_task_retries=0,  # a generation is not idempotent
-                **_options(one.config, first, place, 0),
+                **_options(one.config, bundles[0], place, 0),
             ).remote(MODULES[one.role], to_flags(one.config), to_env(one.config), bool(self._is_on_many_hosts))
 
-    def with_ranks(self, one: WantedWorker, place: Group, before: Ranks | None) -> Ranks | None:
+    def with_ranks(self, one: WantedWorker, place: Group, bundles: Bundles, before: Ranks | None) -> Ranks | None:
         """Starts the ranks on other nodes, with the address of the first rank, which changes if its node is lost."""
         config = one.config
         if not config.rendezvous:
@@ -292,7 +291,7 @@ class RayApi(ActorApi):
                 ray.remote(RankActor)
                 .options(max_restarts=-1, **_options(config, needs, place, number))
                 .remote(address, count, config.model, to_env(config), WORKER_START_S, tls)
-                for number, (count, needs) in enumerate(zip(counts, self.bundles(config)[1:], strict=True), 1)
+                for number, (count, needs) in enumerate(zip(counts, bundles[1:], strict=True), 1)
             ]
         return address, ranks
 

@@ -377,7 +377,7 @@ class RayWorkers:
         for worker in self._turn:
             if worker.phase is Phase.UP and worker.actor is not None and worker.call is None:
                 try:
-                    worker.ranks = self._api.with_ranks(worker.wanted, worker.place, worker.ranks)
+                    worker.ranks = self._with_ranks(worker)
                     worker.call, worker.since_s = self._api.ask(worker.actor), now_s
                 except RayTrouble as error:
                     self._complain(f"{worker.worker_id} does not report ({error}); requests continue", now_s)
@@ -419,8 +419,11 @@ class RayWorkers:
         if worker.actor is None:
             assert self._cluster is not None
             with contextlib.suppress(NameTaken):
-                worker.actor = self._api.create(worker.wanted, self._cluster.cluster, worker.place)
-                worker.ranks = self._api.with_ranks(worker.wanted, worker.place, worker.ranks)
+                worker.actor = self._api.create(worker.wanted, self._cluster.cluster, worker.place, worker.bundles)
+                worker.ranks = self._with_ranks(worker)
+
+    def _with_ranks(self, worker: _Worker) -> Any:
+        return self._api.with_ranks(worker.wanted, worker.place, worker.bundles, worker.ranks)
 
     def _ask(self, worker: _Worker) -> ActorHealth | None:
         """The next answer, when it is there."""

@@ -63,6 +63,7 @@ class FakeRay(ActorApi):
         self.loads = loads
         self.errors: dict[str, str] = {}  # by worker: why it cannot start
         self.failing: Counter[str] = Counter()  # by method: how many of the next calls fail
+        self.calls: Counter[str] = Counter()  # by method
         self.has_ranks = False  # whether workers have ranks on other nodes
         self.ranks: list[FakeRanks] = []
         self.is_lost = False  # the control plane; actors still answer
@@ -139,7 +140,7 @@ class FakeRay(ActorApi):
     # -- ActorApi ------------------------------------------------------------------------------------------------
 
     def bundles(self, config: WorkerConfig) -> Bundles:
-        self._reach()
+        self._reach("bundles")
         return ({"CPU": float(config.threads)},)
 
     def nodes(self) -> Mapping[str, Resources]:
@@ -147,7 +148,7 @@ class FakeRay(ActorApi):
         return self.all_nodes
 
     def resources(self) -> tuple[Resources, Resources]:
-        self._reach()
+        self._reach("resources")
         return {"CPU": sum(self.free().values())}, {"CPU": sum(one["CPU"] for one in self.all_nodes.values())}
 
     def place(self, name: str, bundles: Bundles, strategy: str, node: str) -> FakeGroup:
@@ -163,7 +164,7 @@ class FakeRay(ActorApi):
         return bool(place.nodes)
 
     def node_of(self, place: FakeGroup) -> str:
-        self._reach()
+        self._reach("node_of")
         return place.nodes[0] if place.nodes else ""
 
     def release(self, place: FakeGroup) -> None:
@@ -176,8 +177,9 @@ class FakeRay(ActorApi):
     def complaint(self, call: Any) -> str | None:
         raise AssertionError("nothing was asked")
 
-    def create(self, one: WantedWorker, cluster: str, place: FakeGroup) -> FakeActor:
+    def create(self, one: WantedWorker, cluster: str, place: FakeGroup, bundles: Bundles) -> FakeActor:
         self._reach("create")
+        assert bundles == place.bundles
         name = f"{cluster}-{one.worker_id}"
         if any(actor.name == name and not actor.is_dead for actor in self.actors):
             raise NameTaken(name)
@@ -188,7 +190,8 @@ class FakeRay(ActorApi):
         self.actors.append(FakeActor(name, one, place))
         return self.actors[-1]
 
-    def with_ranks(self, one: WantedWorker, place: FakeGroup, before: Any) -> Any:
+    def with_ranks(self, one: WantedWorker, place: FakeGroup, bundles: Bundles, before: Any) -> Any:
+        assert bundles == place.bundles
         if before is not None or not self.has_ranks:
             return before
         self.ranks.append(FakeRanks(one.worker_id))
@@ -226,6 +229,7 @@ class FakeRay(ActorApi):
             actor.kill_in = KILL_ADVANCES
 
     def _reach(self, method: str = "") -> None:
+        self.calls[method] += 1
         if self.is_lost or self.failing[method] > 0:
             self.failing[method] -= 1
             raise RayTrouble("the control plane does not answer")

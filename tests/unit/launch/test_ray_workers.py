@@ -506,6 +506,17 @@ def test_a_worker_that_does_not_come_back_is_created_again() -> None:
     assert found.workers.states["d0"].phase is Phase.UP
 
 
+def test_a_name_that_is_taken_asks_ray_nothing_else() -> None:
+    found = driver()
+    found.ray.errors["d0"] = "the disk is full"
+    before = found.ray.calls.copy()
+    found.ray.crash("d0")
+    found.step(60)
+    calls = found.ray.calls - before
+    assert calls["create"] > KILL_ADVANCES, "it is created again once its name is free"
+    assert calls["bundles"] == 0, "its place has the same ones"
+
+
 def test_without_its_control_plane_workers_stay_and_changes_fail() -> None:
     found = driver()
     before = found.ray.running()
