@@ -89,6 +89,7 @@ class RayWorkers:
         self._workers: dict[str, _Worker] = {}
         self._is_first = True  # start of the cluster: no worker starts before all are placed
         self._is_arranged = False
+        self._has_placed_again = False  # in this tick
         self._turn: Iterator[_Worker] = iter(())
         self._turn_s = 0.0
         self._told_s: float | None = None
@@ -142,6 +143,7 @@ class RayWorkers:
             worker.target = named.get(name)
 
     def tick(self, now_s: float) -> None:
+        self._has_placed_again = False
         for worker in list(self._workers.values()):
             try:
                 self._step(worker, now_s)
@@ -245,6 +247,7 @@ class RayWorkers:
             others.append(here)
 
     def _place_again(self, now_s: float) -> None:
+        """All that move, because together they need what is free."""
         moving = [one for one in self._wanted if one.phase is Phase.PLACING and one.place is None]
         free, _ = self._api.resources()
         needs = [bundle for one in moving for bundle in one.bundles]
@@ -261,7 +264,9 @@ class RayWorkers:
     def _place_step(self, worker: _Worker, now_s: float) -> None:
         assert self._cluster is not None
         if worker.place is None:
-            self._place_again(now_s)
+            if not self._has_placed_again:
+                self._place_again(now_s)
+                self._has_placed_again = True
             return
         if not worker.is_placed and not self._api.is_placed(worker.place):
             if now_s - worker.since_s > PATIENCE_S:

@@ -171,6 +171,23 @@ def test_workers_are_spread_over_nodes_that_join_one_after_another() -> None:
     assert len(found.ray.groups) == 6
 
 
+def test_ray_is_asked_once_a_tick_for_all_workers_that_move() -> None:
+    found = Driver(FakeRay({"a": 2.0}), **{name: {} for name in ("p0", "p1", "d0", "d1")})
+    found.step(5)
+    found.ray.all_nodes |= {"b": {"CPU": 1.0}, "c": {"CPU": 1.0}}
+    while len(found.ray.groups) == 4:
+        assert found.now_s < 110.0, "none moves"
+        found.step()
+    nodes = dict(found.ray.all_nodes)
+    found.ray.all_nodes |= {name: {"CPU": 0.0} for name in nodes}  # others are faster
+    before = found.ray.calls["resources"]
+    found.step(10)
+    assert found.ray.calls["resources"] - before == 10
+    found.ray.all_nodes |= nodes
+    found.up()
+    assert found.ray.running().keys() == {"p0", "p1", "d0", "d1"}
+
+
 def test_a_cluster_that_does_not_fit_names_all_that_it_needs() -> None:
     found = Driver(FakeRay({"a": 3.0}), p0={}, d0={"threads": 4})
     error = found.until("d0", Phase.FAILED)
