@@ -275,6 +275,9 @@ class RayCluster(ChangingCluster):
         )
 
     def _processes(self) -> list[Process]:
+        return self._routers()
+
+    def _routers(self) -> list[Process]:
         return routers(self.spec, ())
 
     async def _start_workers(self, workers: Sequence[Process]) -> None:

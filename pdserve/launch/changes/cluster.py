@@ -203,7 +203,7 @@ class ChangingCluster(LaunchedCluster):
                 expected = f"{num_now} for {one}, as now: `pdserve up` divides the GPUs at its start"
                 raise ConfigError("worker.device", f"{wanted} GPUs", expected)
             workers.append(self._process(one, overlay))
-        check_reports([*workers, *split(self._processes(), self.spec)[1]])
+        check_reports([*workers, *self._routers()])
 
     async def _follow(
         self, steps: Sequence[RollStep], routers: Routers, target: Settings | None, counts: RollCounts, say: Say
@@ -363,6 +363,9 @@ class ChangingCluster(LaunchedCluster):
     what_follows: str  # if a worker cannot start with its former settings either
 
     @abstractmethod
+    def _routers(self) -> Sequence[Process]: ...
+
+    @abstractmethod
     def _with_worker(self, worker_id: str, role: Role, *, is_surge: bool) -> ClusterSpec:
         """The spec with a worker that has not started yet. Raises ConfigError if there is no place for it."""
 
@@ -399,7 +402,7 @@ class ChangingCluster(LaunchedCluster):
 
     def _told(self) -> None:
         """Tells the routers and Prometheus of the workers that there are."""
-        self._supervisor.reload(split(self._processes(), self.spec)[1])
+        self._supervisor.reload(self._routers())
         self._metrics.changed(self.spec)
 
 
@@ -422,7 +425,10 @@ class LocalCluster(ChangingCluster):
 
     def _processes(self) -> list[Process]:
         workers = [self._process(one, self._overlays[one]) for one in self.spec.worker_ids]
-        return [*workers, *split(processes(self.spec), self.spec)[1]]
+        return [*workers, *self._routers()]
+
+    def _routers(self) -> Sequence[Process]:
+        return split(processes(self.spec), self.spec)[1]
 
     async def _start_workers(self, workers: Sequence[Process]) -> None:
         await side_by_side(self._supervisor.start(supervised(process)) for process in workers)
