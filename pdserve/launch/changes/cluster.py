@@ -147,19 +147,23 @@ class ChangingCluster(LaunchedCluster):
         slot = self.spec.slots[index_of(self.spec, worker_id)]
         if slot.role is role:
             raise InvalidRequest("role", role.value, f"another role: {worker_id} has this one")
-        with_role(self.spec, worker_id, role)  # raises before it is drained
+        with_role(self.spec, worker_id, role)  # raises before a router is called
         async with Routers(self.spec, self._address) as routers:
-            await self._check_serving(worker_id, routers)
-            await self._replace(worker_id, routers, say, self._overlays[worker_id], role)
-        self._say_numbers(say)
+            await self._set_role(worker_id, role, routers, say)
 
     async def change_roles(self, role: Role, count: int, say: Say) -> None:
         """Gives this role to workers of the other one whose end costs least."""
         async with Routers(self.spec, self._address) as routers:
             seen = workers_of(await routers.frames())
-        other = next(one for one in Role if one is not role)
-        for worker_id in cheapest(self.spec.slots, {one.worker_id: one for one in seen}, other)[:count]:
-            await self.set_role(worker_id, role, say)
+            other = next(one for one in Role if one is not role)
+            for worker_id in cheapest(self.spec.slots, {one.worker_id: one for one in seen}, other)[:count]:
+                await self._set_role(worker_id, role, routers, say)
+
+    async def _set_role(self, worker_id: str, role: Role, routers: Routers, say: Say) -> None:
+        with_role(self.spec, worker_id, role)  # raises before the worker is drained
+        await self._check_serving(worker_id, routers)
+        await self._replace(worker_id, routers, say, self._overlays[worker_id], role)
+        self._say_numbers(say)
 
     async def roll(self, worker_ids: Sequence[str], surge: int, settings: str, *, is_undo: bool, say: Say) -> None:
         """Raises ChangeFailed if it has stopped before its end."""
