@@ -139,7 +139,6 @@ class WorkerActor:
         return ActorHealth(
             pid=os.getpid(),
             address=self._address,
-            is_healthy=started is not None and started.is_healthy(),
             error=self._error,
             memory="" if started is None else started.memory,
             stage=self._stage,

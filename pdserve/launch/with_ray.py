@@ -55,7 +55,6 @@ class ActorHealth:
 
     pid: int
     address: str  # empty until its worker listens
-    is_healthy: bool
     error: str
     memory: str = ""  # how it is divided, as JSON
     stage: str = ""  # of a worker that starts: IMPORTING, LOADING or WARMING

@@ -213,7 +213,7 @@ class FakeRay(ActorApi):
             case "dead":
                 raise ActorGone("it has ended")
         address = f"127.0.0.1:{call.pid}" if call.state == "alive" else ""
-        return ActorHealth(pid=call.pid, address=address, is_healthy=bool(address), error=call.error, stage=LOADING)
+        return ActorHealth(pid=call.pid, address=address, error=call.error, stage=LOADING)
 
     def drain(self, actor: FakeActor, limit_s: float) -> FakeActor:
         actor.is_drained = True

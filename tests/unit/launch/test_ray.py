@@ -96,7 +96,7 @@ async def test_a_database_that_redis_lacks_is_named(tmp_path: Path) -> None:
 
 
 def health(pid: int = 7, **facts: Any) -> ActorHealth:
-    return ActorHealth(**{"pid": pid, "address": "", "is_healthy": False, "error": "", **facts})
+    return ActorHealth(**{"pid": pid, "address": "", "error": "", **facts})
 
 
 def test_each_stage_of_a_worker_is_told_once() -> None:
