@@ -32,7 +32,7 @@ from pdserve.launch.with_ray import (
     PLACING,
     WORKER_START_S,
     ActorHealth,
-    ActorStarts,
+    ActorStart,
     Phase,
     WantedCluster,
     WantedWorker,
@@ -67,7 +67,7 @@ class _Worker:
     is_killed: bool = False  # of an actor that ends
     resumed: int | None = None  # the revision that a driver before this one had; no command waits for its start
     is_told: bool = False  # that it waits for a node
-    starts: ActorStarts | None = None
+    start: ActorStart | None = None
     since_s: float = 0.0  # when its phase, or its call, began
     last: ActorHealth | None = None
     error: str = ""
@@ -290,7 +290,7 @@ class RayWorkers:
             if complaint:
                 raise StartFailed(f"{worker.worker_id}, on its node: {complaint}")
         worker.phase, worker.since_s = Phase.STARTING, now_s
-        worker.starts = ActorStarts([worker.worker_id], now_s, WORKER_START_S)
+        worker.start = ActorStart(worker.worker_id, now_s, WORKER_START_S)
 
     def _why_not_placed(self, worker: _Worker, wait_s: float) -> str:
         """At the start of the cluster, of all workers: what some of them have is free without this cluster."""
@@ -301,18 +301,18 @@ class RayWorkers:
         return why_not_placed([bundle for one in starting for bundle in one.bundles], free, total, wait_s)
 
     def _start_step(self, worker: _Worker, now_s: float) -> None:
-        starts = worker.starts
-        assert starts is not None
+        start = worker.start
+        assert start is not None
         self._create(worker)
         health: ActorHealth | None = None
         if worker.actor is not None:
             try:
                 health = self._ask(worker)
             except ActorUnreachable as error:
-                starts.lost(worker.worker_id, str(error))
+                start.lost(str(error))
             except ActorGone as error:
                 raise StartFailed(f"{worker.worker_id}: {error}") from None
-        for text in starts.observe(worker.worker_id, health, now_s):
+        for text in start.observe(health, now_s):
             self._say(worker.worker_id, text)
         if health is not None and health.address:
             worker.phase = Phase.UP
@@ -321,7 +321,7 @@ class RayWorkers:
     def _begin_end(self, worker: _Worker, now_s: float) -> None:
         was_up, worker.call, worker.error = worker.phase is Phase.UP, None, ""
         worker.phase, worker.since_s = Phase.ENDING, now_s
-        worker.starts = worker.last = None
+        worker.start = worker.last = None
         worker.is_killed = False
         if worker.actor is None and worker.ranks is None:
             self._ended(worker)
@@ -364,7 +364,7 @@ class RayWorkers:
             self._say(
                 worker.worker_id, f"has not started again: {error}; `pdserve restart {worker.worker_id}` tries again"
             )
-        worker.call = worker.starts = None
+        worker.call = worker.start = None
         try:
             self._kill(worker)
             if not worker.is_placed:

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -62,47 +62,42 @@ class ActorHealth:
 
 
 @final
-class ActorStarts:
-    """Workers that start as actors. Pure: the caller asks each for its health, and emits what `observe` returns."""
+class ActorStart:
+    """The start of a worker as an actor. Pure: the caller asks for its health, and emits what `observe` returns."""
 
-    def __init__(self, worker_ids: Iterable[str], began_s: float, limit_s: float) -> None:
-        self._began_s, self._limit_s = began_s, limit_s
-        self._stages = dict.fromkeys(worker_ids, SPAWNING)
-        self._told: dict[str, set[str]] = {}
-        self._pids: dict[str, int] = {}
+    def __init__(self, worker_id: str, began_s: float, limit_s: float) -> None:
+        self._worker_id, self._began_s, self._limit_s = worker_id, began_s, limit_s
+        self._stage = SPAWNING
+        self._told: set[str] = set()
+        self._pid = 0  # 0: its first process has not answered yet
 
-    @property
-    def waiting(self) -> tuple[str, ...]:
-        return tuple(self._stages)
-
-    def observe(self, worker_id: str, health: ActorHealth | None, now_s: float) -> list[str]:
+    def observe(self, health: ActorHealth | None, now_s: float) -> list[str]:
         """What has changed. None: it has not answered. Raises StartFailed if it cannot start."""
         texts = []
         if health is not None:
             if health.error:
-                raise StartFailed(f"{worker_id}: {health.error}")
-            if self._pids.setdefault(worker_id, health.pid) != health.pid:
-                raise self._ended(worker_id)
-            self._stages[worker_id] = health.stage
+                raise StartFailed(f"{self._worker_id}: {health.error}")
+            self._pid = self._pid or health.pid
+            if self._pid != health.pid:
+                raise self._ended()
+            self._stage = health.stage
             texts = list(health.phases)
         if now_s - self._began_s > self._limit_s:
-            still = "; ".join(f"{name} {stage}" for name, stage in self._stages.items())
+            still = f"{self._worker_id} {self._stage}"
             raise StartFailed(f"not started within {self._limit_s:.0f} s: {still}{_LOGS}")
-        told = self._told.setdefault(worker_id, set())
-        changed = [one for one in (f"{NOW}{self._stages[worker_id]}", *texts) if one not in told]
-        told.update(changed)
+        changed = [one for one in (f"{NOW}{self._stage}", *texts) if one not in self._told]
+        self._told.update(changed)
         if health is not None and health.address:
-            del self._stages[worker_id]
             changed.append(f"{TOOK}{now_s - self._began_s:.2f} s")
         return changed
 
-    def lost(self, worker_id: str, why: str) -> None:
+    def lost(self, why: str) -> None:
         """Ray cannot reach the actor. Raises StartFailed, unless its first process has not answered yet."""
-        if worker_id in self._pids:
-            raise self._ended(worker_id, f": {why}")
+        if self._pid:
+            raise self._ended(f": {why}")
 
-    def _ended(self, worker_id: str, why: str = "") -> StartFailed:
-        return StartFailed(f"{worker_id}: its process ended while it {self._stages[worker_id]}{why}{_LOGS}")
+    def _ended(self, why: str = "") -> StartFailed:
+        return StartFailed(f"{self._worker_id}: its process ended while it {self._stage}{why}{_LOGS}")
 
 
 def emit(name: str, text: str) -> None:

@@ -21,7 +21,7 @@ from pdserve.launch.with_ray import (
     STATE,
     WARMING,
     ActorHealth,
-    ActorStarts,
+    ActorStart,
     Phase,
     WantedCluster,
     WantedFile,
@@ -100,10 +100,10 @@ def health(pid: int = 7, **facts: Any) -> ActorHealth:
 
 
 def test_each_stage_of_a_worker_is_told_once() -> None:
-    starts = ActorStarts(["p0", "d0"], 100.0, 600.0)
+    start, other = (ActorStart(name, 100.0, 600.0) for name in ("p0", "d0"))
     begun, over = "progress {begun}", "progress {over}"
     told = [
-        starts.observe("p0", one, 101.0)
+        start.observe(one, 101.0)
         for one in (
             None,
             None,
@@ -125,28 +125,30 @@ def test_each_stage_of_a_worker_is_told_once() -> None:
         ["now warms up"],
         ["took 1.00 s"],
     ]
-    assert starts.waiting == ("d0",)
+    assert other.observe(None, 101.0) == ["now waits for its process"]
 
 
 def test_a_worker_that_cannot_start_ends_the_start_with_its_cause() -> None:
-    def after(*before: ActorHealth) -> ActorStarts:
-        starts = ActorStarts(["p0", "d0"], 100.0, 600.0)
+    def after(*before: ActorHealth) -> ActorStart:
+        start = ActorStart("p0", 100.0, 600.0)
         for one in before:
-            starts.observe("p0", one, 100.0)
-        return starts
+            start.observe(one, 100.0)
+        return start
 
     loading = health(stage=LOADING)
     with pytest.raises(StartFailed, match=r"^p0: kv_memory_bytes: got 1"):
-        after(loading).observe("p0", health(error="kv_memory_bytes: got 1"), 101.0)
+        after(loading).observe(health(error="kv_memory_bytes: got 1"), 101.0)
     with pytest.raises(StartFailed, match=r"^p0: its process ended while it loads the model; the logs of Ray"):
-        after(loading).observe("p0", health(pid=8, stage=IMPORTING), 101.0)
+        after(loading).observe(health(pid=8, stage=IMPORTING), 101.0)
     with pytest.raises(StartFailed, match=r"^p0: its process ended while it loads the model: out of memory; "):
-        after(loading).lost("p0", "out of memory")
-    with pytest.raises(StartFailed, match="600 s: p0 loads the model; d0 waits for its process; "):
-        after(loading).observe("d0", None, 700.1)
-    starts = after()
-    starts.lost("p0", "not there yet")
-    assert starts.observe("p0", None, 700.0) == ["now waits for its process"]
+        after(loading).lost("out of memory")
+    with pytest.raises(StartFailed, match="600 s: p0 loads the model; "):
+        after(loading).observe(None, 700.1)
+    with pytest.raises(StartFailed, match="600 s: p0 waits for its process; "):
+        after().observe(None, 700.1)
+    start = after()
+    start.lost("not there yet")
+    assert start.observe(None, 700.0) == ["now waits for its process"]
 
 
 def test_phases_reach_a_listener(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
