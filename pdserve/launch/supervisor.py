@@ -331,11 +331,6 @@ class Supervisor:
     def drain_s(self, name: str) -> float:
         return self._processes[name].drain_s
 
-    def set_drain_s(self, name: str, drain_s: float) -> None:
-        """Of a process that has been started."""
-        if name in self._processes:
-            self._processes[name] = replace(self._processes[name], drain_s=drain_s)
-
     async def stop(self, names: Iterable[str], *, is_graceful: bool) -> None:
         """SIGTERM, time to drain, SIGKILL; all of `names` in parallel."""
         children = [self._children[name] for name in names if name in self._children]

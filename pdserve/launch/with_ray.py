@@ -355,7 +355,8 @@ class RayCluster(ChangingCluster):
         with os.fdopen(open_private(written), "w") as file:
             file.write(wanted.to_json())
         written.replace(self._file)
-        self._supervisor.set_drain_s(DRIVER, self._longest_drain_s())
+        self._driver = replace(self._driver, drain_s=self._longest_drain_s())
+        self._supervisor.replace(self._driver)
 
     async def _settled(self, wanted: WantedWorker, limit_s: float) -> WorkerState | None:
         """The state of a worker once the driver has done what is wanted. None: it has not in time."""
