@@ -13,6 +13,7 @@ from pdserve.core.setting import check_value, did_you_mean, nearest
 
 Value = str | int | float | bool | tuple[str, ...]
 Kind = Literal["worker", "prefill_worker", "decode_worker", "router", "gateway"]
+Settings = Mapping[Kind, Mapping[str, Value]]  # tables; an overlay has only what roll-outs set
 KINDS: Final[tuple[Kind, ...]] = ("worker", "prefill_worker", "decode_worker", "router", "gateway")
 
 # The launcher computes these itself. If a file could set them too, only part of the cluster would use the value.

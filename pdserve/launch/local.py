@@ -26,7 +26,7 @@ from pdserve.core.errors import ConfigError, Overloaded, PdserveError, Unavailab
 from pdserve.core.types import Role
 from pdserve.core.urls import hide_password
 from pdserve.launch.confine import make_certificates
-from pdserve.launch.keys import Kind, Value
+from pdserve.launch.keys import Settings
 from pdserve.launch.ports import HeldPorts, check_free, free_ports, with_user_of_port
 from pdserve.launch.report import LauncherReport
 from pdserve.launch.spec import (
@@ -282,7 +282,7 @@ class LaunchedCluster(ABC):
         self.spec, self._certificates = make_certificates(spec)
         self._metrics = LauncherMetrics(self.spec)
         self._supervisor = Supervisor(report, self._held, self._metrics.process_started)
-        self.overlay: Mapping[Kind, Mapping[str, Value]] = {}  # what roll-outs have set over `spec.settings`
+        self.overlay: Settings = {}  # what roll-outs have set over `spec.settings`
 
     async def start(self) -> str:
         """Returns the router's address after a real token has come through it. Raises the error otherwise."""
@@ -307,7 +307,7 @@ class LaunchedCluster(ABC):
         """Returns when `stop` is set; restarts processes that die until then."""
         await self._supervisor.run(stop)
 
-    def reload(self, settings: Mapping[Kind, Mapping[str, Value]], log_level: str) -> None:
+    def reload(self, settings: Settings, log_level: str) -> None:
         """Gives the processes of this host new values of the settings that may change."""
         self.spec = dataclasses.replace(self.spec, settings=settings)
         os.environ[LOG_LEVEL_ENV] = log_level  # of processes that are started later

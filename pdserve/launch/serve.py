@@ -6,7 +6,7 @@ import asyncio
 import importlib.util
 import math
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -24,7 +24,7 @@ from pdserve.engine.memory.plan import PoolUnit, host_blocks
 from pdserve.engine.model.config import ModelConfig, read_config
 from pdserve.engine.toy import CELL_BYTES
 from pdserve.launch.changes.cluster import LocalCluster
-from pdserve.launch.keys import Kind, Value
+from pdserve.launch.keys import Settings, Value
 from pdserve.launch.local import LaunchedCluster, degradations
 from pdserve.launch.report import LauncherReport
 from pdserve.launch.settings import Asked, merge
@@ -253,7 +253,7 @@ async def _follow_hangups(
             report.say("launcher", f"SIGHUP: WARNING: these settings change at the next start only: {', '.join(fixed)}")
 
 
-def _by_name(settings: Mapping[Kind, Mapping[str, Value]]) -> dict[str, Value]:
+def _by_name(settings: Settings) -> dict[str, Value]:
     return {f"{kind}.{name}": value for kind, values in settings.items() for name, value in values.items()}
 
 

@@ -26,7 +26,7 @@ from pdserve.core.durations import DAY_S
 from pdserve.core.errors import ConfigError
 from pdserve.core.setting import AUTO, CA, CERT, KEY, Range
 from pdserve.core.types import Role
-from pdserve.launch.keys import Kind, Value, check_settings
+from pdserve.launch.keys import Kind, Settings, Value, check_settings
 from pdserve.model_source import model_name
 
 # --- TLS files of the processes -------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class ClusterSpec:
     unix_socket: str = ""  # of the router, for the gateway
     group: str = ""  # folder of the routers, if there are several
     inject_faults: str = ""  # for tests: faults to inject into KV transfers
-    settings: Mapping[Kind, Mapping[str, Value]] = field(default_factory=dict)
+    settings: Settings = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, count in (("prefill", self.prefill), ("decode", self.decode)):

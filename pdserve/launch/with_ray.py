@@ -28,8 +28,9 @@ from pdserve.core.progress import phase_of
 from pdserve.core.types import Role
 from pdserve.core.urls import place
 from pdserve.launch.changes.cluster import ChangingCluster
-from pdserve.launch.changes.plans import Settings, add_worker, index_of, overlaid
+from pdserve.launch.changes.plans import add_worker, index_of, overlaid
 from pdserve.launch.changes.server import Say
+from pdserve.launch.keys import Settings
 from pdserve.launch.local import redis_trouble, start_steps
 from pdserve.launch.report import LauncherReport, memory_of
 from pdserve.launch.spec import ClusterSpec, Process, routers, worker_config

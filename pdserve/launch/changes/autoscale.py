@@ -27,6 +27,7 @@ from pdserve.config import bounds_of
 from pdserve.core.errors import InvalidRequest, PdserveError, Unavailable
 from pdserve.core.setting import Range
 from pdserve.core.types import Role
+from pdserve.launch.changes.server import Say
 from pdserve.launch.local import targets_of_routers
 from pdserve.launch.spec import ClusterSpec, router_config, scaling_recording
 from pdserve.v1 import cluster_pb2
@@ -56,7 +57,6 @@ SHOWN: Final = 20
 LIMITS: Final = Range(0, KEPT)
 
 Ask = Callable[[], Awaitable[Mapping[str, RouterDemand]]]
-Say = Callable[[str, str], None]
 
 
 class Workers(Protocol):

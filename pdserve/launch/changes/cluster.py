@@ -25,7 +25,6 @@ from pdserve.core.types import Role
 from pdserve.launch.changes.plans import (
     RollCounts,
     RollStep,
-    Settings,
     add_worker,
     cheapest,
     check_serving,
@@ -43,6 +42,7 @@ from pdserve.launch.changes.plans import (
 )
 from pdserve.launch.changes.routers import ATTACH_S, Routers
 from pdserve.launch.changes.server import ChangeServer, Say
+from pdserve.launch.keys import Settings
 from pdserve.launch.local import LaunchedCluster, split
 from pdserve.launch.ports import free_ports
 from pdserve.launch.report import LauncherReport

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, final
 from pdserve.core.errors import ConfigError, InvalidRequest, NotFound
 from pdserve.core.live import LiveFrame, LiveTotals, LiveWorker
 from pdserve.core.types import Role
-from pdserve.launch.keys import Kind, Value, check_settings, fields_of
+from pdserve.launch.keys import Kind, Settings, Value, check_settings, fields_of
 from pdserve.launch.spec import NUM_WORKERS, ClusterSpec, WorkerSlot, gpus_of, num_gpus, worker_config
 
 # --- which workers --------------------------------------------------------------------------------------------
@@ -256,7 +256,6 @@ def stopped_text(why: str, done: Sequence[str], left: Sequence[str], *, has_sett
 # --- settings of a roll-out -----------------------------------------------------------------------------------
 # A caller with the operator's token may not choose a program, a file or an address of the launcher's host.
 
-Settings = Mapping[Kind, Mapping[str, Value]]  # tables; an overlay has only what roll-outs set
 _TABLES: Final[tuple[Kind, ...]] = ("worker", "prefill_worker", "decode_worker")
 FIXED: Final = frozenset(
     {
