@@ -27,6 +27,7 @@ from pdserve.config import bounds_of
 from pdserve.core.errors import InvalidRequest, PdserveError, Unavailable
 from pdserve.core.setting import Range
 from pdserve.core.types import Role
+from pdserve.launch.changes.plans import why_failed
 from pdserve.launch.changes.server import Say
 from pdserve.launch.local import targets_of_routers
 from pdserve.launch.spec import ClusterSpec, router_config, scaling_recording
@@ -183,7 +184,7 @@ class Autoscaler:
         except PdserveError as error:
             self._troubled(error.message)
         except Exception as error:
-            if self._trouble != (text := f"{type(error).__name__}: {error}"):
+            if self._trouble != (text := why_failed(error)):
                 log.exception("no decision about the number of workers")
             self._troubled(text)
         else:
@@ -264,7 +265,7 @@ class Autoscaler:
         try:
             await self._make(change)
         except Exception as error:
-            entry.failure = error.message if isinstance(error, PdserveError) else f"{type(error).__name__}: {error}"
+            entry.failure = why_failed(error)
             self._paused_s = min(max(2.0 * self._paused_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
             self._paused_until_s = self._clock() + self._paused_s
             self._workers.say(NAME, f"{change} failed; the next change in {self._paused_s:g} s at the earliest")

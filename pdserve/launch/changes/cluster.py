@@ -36,6 +36,7 @@ from pdserve.launch.changes.plans import (
     slot_for,
     stopped_text,
     vacate,
+    why_failed,
     with_role,
     with_slots,
     workers_of,
@@ -238,7 +239,7 @@ class ChangingCluster(LaunchedCluster):
             if added in self._overlays:
                 await self._end_stand_in(added, routers, say)
             left = [one.worker_id for one in steps if one.kind == "replace" and one.worker_id not in done]
-            text = stopped_text(_why(error), done, left, has_settings=target is not None)
+            text = stopped_text(why_failed(error), done, left, has_settings=target is not None)
             raise ChangeFailed(text) from None
 
     async def _end_stand_in(self, worker_id: str, routers: Routers, say: Say) -> None:
@@ -280,7 +281,7 @@ class ChangingCluster(LaunchedCluster):
             self._told()
             await self._attached(worker_id, "", routers)
         except Exception as error:  # also of the system, such as no memory for a process
-            say(worker_id, f"is not ready: {_why(error)}")
+            say(worker_id, f"is not ready: {why_failed(error)}")
             await self._end_worker(worker_id)
             self._forget(worker_id, keeps_ports=False)
             raise
@@ -312,7 +313,7 @@ class ChangingCluster(LaunchedCluster):
                 await self._start_worker(worker_id, overlay, say)
             await self._attached(worker_id, incarnation, routers)
         except Exception as error:  # as above
-            say(worker_id, f"is not ready: {_why(error)}; starting it as before")
+            say(worker_id, f"is not ready: {why_failed(error)}; starting it as before")
             await self._end_worker(worker_id)
             self._restore_workers(before)
             self._overlays[worker_id] = former
@@ -320,7 +321,7 @@ class ChangingCluster(LaunchedCluster):
                 await self._start_worker(worker_id, former, say, is_retried=True)
                 await self._attached(worker_id, incarnation, routers)
             except Exception as again:
-                say(worker_id, f"is not ready as before either: {_why(again)}; {self.what_follows}")
+                say(worker_id, f"is not ready as before either: {why_failed(again)}; {self.what_follows}")
             raise
         finally:
             self._told()
@@ -408,10 +409,6 @@ class ChangingCluster(LaunchedCluster):
         """Tells the routers and Prometheus of the workers that there are."""
         self._supervisor.reload(self._routers())
         self._metrics.changed(self.spec)
-
-
-def _why(error: Exception) -> str:
-    return error.message if isinstance(error, PdserveError) else str(error)
 
 
 def _is_empty(one: Worker | None) -> bool:

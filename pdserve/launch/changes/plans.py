@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist, fmean, variance
 from typing import Any, Final, Literal, final
 
-from pdserve.core.errors import ConfigError, InvalidRequest, NotFound
+from pdserve.core.errors import ConfigError, InvalidRequest, NotFound, PdserveError
 from pdserve.core.live import LiveFrame, LiveTotals, LiveWorker
 from pdserve.core.types import Role
 from pdserve.launch.keys import Kind, Settings, Value, check_settings, fields_of
@@ -241,6 +241,13 @@ class RollCounts:
             getattr(totals, outcome) - getattr(self._first.get(incarnation, none), outcome)
             for incarnation, totals in self._last.items()
         )
+
+
+def why_failed(error: Exception) -> str:
+    """An error that is not ours may have no text, such as a TimeoutError."""
+    if isinstance(error, PdserveError):
+        return error.message
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def stopped_text(why: str, done: Sequence[str], left: Sequence[str], *, has_settings: bool) -> str:

@@ -25,6 +25,7 @@ from pdserve.core.errors import (
     Unavailable,
 )
 from pdserve.core.types import Role
+from pdserve.launch.changes.plans import why_failed
 from pdserve.launch.supervisor import StartFailed
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc
 from pdserve.wire import status
@@ -163,7 +164,7 @@ class ChangeServer(cluster_pb2_grpc.ClusterServiceServicer):
             raise Unavailable("the launcher ends") from None
         except Exception as error:
             log.exception("a change failed")
-            raise InternalError(f"the change failed: {type(error).__name__}: {error}") from error
+            raise InternalError(f"the change failed: {why_failed(error)}") from error
         finally:
             if steps is not None:
                 steps.put_nowait(None)

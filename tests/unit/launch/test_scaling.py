@@ -43,6 +43,7 @@ from pdserve.launch.changes.plans import (
     read_settings,
     stopped_text,
     vacate,
+    why_failed,
     with_role,
     with_slots,
     workers_of,
@@ -382,6 +383,18 @@ def test_a_stopped_roll_out_says_how_to_undo_it() -> None:
     assert stopped_text("why", ["d0"], ["d1"], has_settings=True).endswith(f"not replaced: d1); {undo}")
     assert "all workers have the settings from before" in stopped_text("why", [], ["d1"], has_settings=True)
     assert stopped_text("why", ["d0"], [], has_settings=False).endswith("(replaced: d0; not replaced: none)")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (Unavailable("a router does not answer"), "a router does not answer"),
+        (OSError(12, "Cannot allocate memory"), "OSError: [Errno 12] Cannot allocate memory"),
+        (TimeoutError(), "TimeoutError"),
+    ],
+)
+def test_an_error_always_has_a_text(error: Exception, text: str) -> None:
+    assert why_failed(error) == text
 
 
 def test_settings_of_a_roll_out_replace_those_of_its_tables() -> None:
