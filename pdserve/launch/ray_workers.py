@@ -77,6 +77,10 @@ class _Worker:
         assert self.now is not None
         return self.now
 
+    @property
+    def is_resumed(self) -> bool:
+        return self.resumed == self.wanted.revision
+
 
 @final
 class RayWorkers:
@@ -151,12 +155,12 @@ class RayWorkers:
                 self._fail(worker, error.message)
             except RayTrouble as error:
                 is_starting = worker.phase in (Phase.PLACING, Phase.STARTING)
-                if is_starting and worker.resumed == worker.wanted.revision:
+                if is_starting and worker.is_resumed:
                     self._complain(f"{worker.worker_id} has not started again ({error}); trying again", now_s)
                 elif is_starting:
                     self._fail(worker, f"{worker.worker_id}: {error}")
                 elif worker.phase is Phase.UP and not worker.must_kill:
-                    self._complain(f"{worker.worker_id} does not report ({error}); requests continue", now_s)
+                    self._complain_of_silence(worker, str(error), now_s)
                 else:
                     self._complain(f"{worker.worker_id} has not ended ({error}); trying again", now_s)
         self._watch(now_s)
@@ -271,7 +275,7 @@ class RayWorkers:
         if not worker.is_placed and not self._api.is_placed(worker.place):
             if now_s - worker.since_s > PATIENCE_S:
                 self._tell_wait(worker)
-            has_limit = worker.resumed != worker.wanted.revision  # nodes may come back later than the driver
+            has_limit = not worker.is_resumed  # nodes may come back later than the driver
             if has_limit and now_s - worker.since_s > self._cluster.wait_s:
                 raise StartFailed(self._why_not_placed(worker, self._cluster.wait_s))
             return
@@ -360,7 +364,7 @@ class RayWorkers:
     def _fail(self, worker: _Worker, error: str) -> None:
         """Nothing of it runs any more, and no node is sought for it."""
         worker.phase, worker.error = Phase.FAILED, error
-        if worker.resumed == worker.wanted.revision:
+        if worker.is_resumed:
             self._say(
                 worker.worker_id, f"has not started again: {error}; `pdserve restart {worker.worker_id}` tries again"
             )
@@ -385,7 +389,7 @@ class RayWorkers:
                     worker.ranks = self._with_ranks(worker)
                     worker.call, worker.since_s = self._api.ask(worker.actor), now_s
                 except RayTrouble as error:
-                    self._complain(f"{worker.worker_id} does not report ({error}); requests continue", now_s)
+                    self._complain_of_silence(worker, str(error), now_s)
                 return
         self._turn = iter(list(self._workers.values()))
 
@@ -408,9 +412,7 @@ class RayWorkers:
             if health is None:
                 if now_s - worker.since_s > HEALTH_S:
                     worker.call = None
-                    self._complain(
-                        f"{name} does not report (no answer within {HEALTH_S:g} s); requests continue", now_s
-                    )
+                    self._complain_of_silence(worker, f"no answer within {HEALTH_S:g} s", now_s)
             elif health.error:
                 self._say(name, f"did not come back: {health.error}; it is created again")
                 self._kill(worker)
@@ -476,6 +478,9 @@ class RayWorkers:
             self._api.release(worker.place)
         worker.place, worker.is_placed = None, False
         worker.bundles, worker.planned_node = (), ""
+
+    def _complain_of_silence(self, worker: _Worker, why: str, now_s: float) -> None:
+        self._complain(f"{worker.worker_id} does not report ({why}); requests continue", now_s)
 
     def _complain(self, text: str, now_s: float) -> None:
         if self._told_s is None or now_s - self._told_s > QUIET_S:
