@@ -104,13 +104,13 @@ def with_bounds(settings: ScalingSettings, spec: ClusterSpec) -> ScalingSettings
     return replace(settings, min_workers=low, max_workers=high)
 
 
-def record_of(spec: ClusterSpec, start_s: float) -> ScalingRecord | None:
+def record_of(spec: ClusterSpec, settings: ScalingSettings) -> ScalingRecord | None:
     """Beside the routers' recordings, if there are any."""
     config = router_config(spec, ())
     if not (file := spec.settings.get("router", {}).get("record")):
         return None
     path = str(scaling_recording(Path(str(file))))
-    return ScalingRecord(path, first_settings(spec, start_s), config.record_mib * 2**20)
+    return ScalingRecord(path, settings, config.record_mib * 2**20)
 
 
 # --- routers --------------------------------------------------------------------------------------------------

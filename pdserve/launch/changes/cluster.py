@@ -103,13 +103,13 @@ class ChangingCluster(LaunchedCluster):
             record_of,
         )
 
-        start_s = max(map(self._supervisor.start_s, self.spec.worker_ids))
+        settings = first_settings(self.spec, max(map(self._supervisor.start_s, self.spec.worker_ids)))
         return Autoscaler(
             self,
             self._changing,
-            first_settings(self.spec, start_s),
+            settings,
             lambda: ask_routers(self.spec, self._address),
-            record=record_of(self.spec, start_s),
+            record=record_of(self.spec, settings),
             on_size=self._metrics.wanted,
         )
 

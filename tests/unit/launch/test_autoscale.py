@@ -103,12 +103,13 @@ class Scene:
         self.sums = {f"router-{number}": true_interval(0.0, 0.0, []) for number in range(routers)}
         self.incarnations = dict.fromkeys(self.sums, "first")
         self.silent: list[str] = []
+        first = first_settings(self.cluster.spec, 20.0)
         self.scaler = self.cluster.autoscaler = Autoscaler(
             self.cluster,
             self.changes,
-            first_settings(self.cluster.spec, 20.0),
+            first,
             self.ask,
-            record=record_of(self.cluster.spec, 20.0),
+            record=record_of(self.cluster.spec, first),
             on_size=self.sizes.append,
             clock=lambda: self.now_s,
         )
