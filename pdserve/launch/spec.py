@@ -88,7 +88,7 @@ class WorkerSlot:
     port: int
     gpus: tuple[str, ...] = ()
     is_vacant: bool = False
-    is_surge: bool = False  # it only stands in for others, so it has no share of the cores
+    is_surge: bool = False  # an additional worker of a roll-out, which has no share of the cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -214,21 +214,21 @@ class ChangingCluster(LaunchedCluster):
         self, steps: Sequence[RollStep], routers: Routers, target: Settings | None, counts: RollCounts, say: Say
     ) -> None:
         done: list[str] = []
-        added = ""
+        surge = ""  # the additional worker, while it runs
         try:
             for step in steps:
                 overlay = self._overlays.get(step.worker_id, self.overlay) if target is None else target
                 match step.kind:
                     case "add":
                         self._take_slot(step.worker_id, step.role, overlay, is_surge=True)
-                        added = step.worker_id
+                        surge = step.worker_id
                         await self._start_added(step.worker_id, routers, say)
                     case "replace":
                         await self._check_serving(step.worker_id, routers)
                         await self._replace(step.worker_id, routers, say, overlay)
                         done.append(step.worker_id)
                     case "end":
-                        added = ""  # if an operator has drained the others, it stays
+                        surge = ""  # if an operator has drained the others, it stays
                         await self._check_serving(step.worker_id, routers)
                         await self._end(step.worker_id, routers, say)
                 await asyncio.sleep(SETTLE_S)
@@ -236,13 +236,13 @@ class ChangingCluster(LaunchedCluster):
                 if counts.why_to_stop:
                     raise ChangeFailed(counts.why_to_stop)
         except (PdserveError, OSError) as error:
-            if added in self._overlays:
-                await self._end_stand_in(added, routers, say)
+            if surge in self._overlays:
+                await self._end_surge(surge, routers, say)
             left = [one.worker_id for one in steps if one.kind == "replace" and one.worker_id not in done]
             text = stopped_text(why_failed(error), done, left, has_settings=target is not None)
             raise ChangeFailed(text) from None
 
-    async def _end_stand_in(self, worker_id: str, routers: Routers, say: Say) -> None:
+    async def _end_surge(self, worker_id: str, routers: Routers, say: Say) -> None:
         """After a roll-out that has stopped. The worker stays if no other decode worker serves."""
         try:
             await self._check_serving(worker_id, routers)

@@ -110,7 +110,7 @@ SURGES: Final = (0, 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollStep:
-    """`add` starts a worker that stands in for the others of its role, `replace` one worker, and `end` ends the first
+    """`add` starts an additional worker of this role, `replace` one of the others, and `end` ends the additional one
     again. It is also the first to try new settings, before a worker is drained."""
 
     kind: StepKind
@@ -142,8 +142,8 @@ def plan_roll(
         own.sort(key=lambda one: (one in loads, loss(loads[one]) if one in loads else ()))
         replacing = [RollStep(kind="replace", role=role, worker_id=one) for one in own]
         if replacing and surge:
-            extra = free_id(role, running)
-            add, end = (RollStep(kind=kind, role=role, worker_id=extra) for kind in ("add", "end"))  # type: ignore[arg-type]
+            surge_id = free_id(role, running)
+            add, end = (RollStep(kind=kind, role=role, worker_id=surge_id) for kind in ("add", "end"))  # type: ignore[arg-type]
             replacing = [add, *replacing, end]
         steps += replacing
     return steps
