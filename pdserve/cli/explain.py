@@ -13,7 +13,14 @@ from collections.abc import Sequence
 from typing import Final
 
 from pdserve.cli import table
-from pdserve.client.results import ExplainedCandidate, Explanation, Scaling, ScalingAlternative, ScalingDecision
+from pdserve.client.results import (
+    MOST_DECISIONS,
+    ExplainedCandidate,
+    Explanation,
+    Scaling,
+    ScalingAlternative,
+    ScalingDecision,
+)
 from pdserve.client.target_flags import add_target_flags, connect
 from pdserve.core.errors import ConfigError, NotFound, PdserveError
 from pdserve.core.json_text import to_json
@@ -183,7 +190,6 @@ def _ms(seconds: float | None) -> str:
 
 # --- number of workers ----------------------------------------------------------------------------------------
 
-MOST_DECISIONS: Final = 200
 SHOWN_DECISIONS: Final = 5
 SCALING_HEAD: Final = ("", "CHANGE", "PREFILL", "DECODE", "IN TARGETS", "COST", "OF THE CHANGE", "REFUSED")
 

@@ -202,6 +202,9 @@ class ScalingDecision:
     capacity_share: float  # of the predicted capacity, that the cluster reaches
 
 
+MOST_DECISIONS: Final = 200  # that a launcher keeps, and that a call may ask for
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
     """The last decisions about the number of workers."""

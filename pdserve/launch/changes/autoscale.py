@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol, final
 from pdserve.client.connect import CONNECT_S
 from pdserve.client.connect import target as target_of
 from pdserve.client.results import (
+    MOST_DECISIONS,
     SCALING,
     Scaling,
     ScalingAlternative,
@@ -53,9 +54,8 @@ NAME: Final = "autoscale"  # in the lines of `up`
 FIRST_DRAIN_S: Final = 5.0  # assumed until a worker has drained
 FIRST_PAUSE_S: Final = 30.0  # after a change that failed; twice as long after another one
 LONGEST_PAUSE_S: Final = 600.0
-KEPT: Final = 200  # decisions with a change or a failure
 SHOWN: Final = 20
-LIMITS: Final = Range(0, KEPT)
+LIMITS: Final = Range(0, MOST_DECISIONS)
 
 Ask = Callable[[], Awaitable[Mapping[str, RouterDemand]]]
 
@@ -164,7 +164,7 @@ class Autoscaler:
         self._under_way: Change | None = None
         self._paused_s, self._paused_until_s = 0.0, 0.0  # after the last change, if it failed
         self._trouble = ""
-        self._kept: deque[Entry] = deque(maxlen=KEPT)
+        self._kept: deque[Entry] = deque(maxlen=MOST_DECISIONS)  # those with a change
         self._last: Entry | None = None
 
     async def run(self) -> None:
