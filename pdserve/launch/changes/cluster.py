@@ -156,8 +156,7 @@ class ChangingCluster(LaunchedCluster):
         """Gives this role to workers of the other one whose end costs least."""
         async with Routers(self.spec, self._address) as routers:
             seen = workers_of(await routers.frames())
-            other = next(one for one in Role if one is not role)
-            for worker_id in cheapest(self.spec.slots, {one.worker_id: one for one in seen}, other)[:count]:
+            for worker_id in cheapest(self.spec.slots, {one.worker_id: one for one in seen}, role.other)[:count]:
                 await self._set_role(worker_id, role, routers, say)
 
     async def _set_role(self, worker_id: str, role: Role, routers: Routers, say: Say) -> None:
