@@ -151,9 +151,9 @@ class ClusterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ChangeWorkers(self, request, context):
-        """Adds, ends or restarts workers, or changes a role. The router passes the call to its launcher, which serves only this
-        method, at a socket of their user. It makes one change at a time. The stream tells its steps, and ends when the
-        cluster is ready. The change goes on if its caller leaves.
+        """Adds, ends or restarts workers, or changes a role. The router passes the call to its launcher, which listens at a
+        socket of their user. It makes one change at a time. The stream tells its steps, and ends when the cluster is ready.
+        The change goes on if its caller leaves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
