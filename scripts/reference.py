@@ -361,6 +361,7 @@ def http_page() -> str:
         "chat": "/v1/chat/completions",
         "text": "/v1/completions",
         "responses": "/v1/responses",
+        "messages": "/v1/messages",
     }
     for endpoint, path in paths.items():
         lines += ["", f"## {path}", ""]

@@ -40,15 +40,16 @@ MAX_CHAT_CALLS: Final = 8192  # of all messages of a chat
 MAX_TOOLS: Final = 128
 MAX_TOOLS_BYTES: Final = 524_288  # of all tools of a chat, as JSON
 MAX_SEED: Final = 2**64 - 1
-# Before a request's id in its answer over HTTP: of a text, a chat and a response.
+# Before a request's id in its answer over HTTP: of a text, a chat, a response and a message.
 TEXT_ID_PREFIX: Final = "cmpl-"
 CHAT_ID_PREFIX: Final = "chatcmpl-"
 RESPONSE_ID_PREFIX: Final = "resp_"
+MESSAGE_ID_PREFIX: Final = "msg_"
 
 
 def request_id_of(answer_id: str) -> str:
     """The request's id in the id of an answer over HTTP; other ids stay as they are."""
-    prefixes = (TEXT_ID_PREFIX, CHAT_ID_PREFIX, RESPONSE_ID_PREFIX)
+    prefixes = (TEXT_ID_PREFIX, CHAT_ID_PREFIX, RESPONSE_ID_PREFIX, MESSAGE_ID_PREFIX)
     prefix = next((one for one in prefixes if answer_id.startswith(one)), "")
     return answer_id.removeprefix(prefix)
 

@@ -45,6 +45,7 @@ from pdserve.gateway import endpoints
 from pdserve.gateway.api import errors, http_input, openapi, replies, sse
 from pdserve.gateway.api.errors import BodyTooLarge, ErrorReply
 from pdserve.gateway.api.field_support import Endpoint
+from pdserve.gateway.api.messages import messages_call
 from pdserve.gateway.api.openapi import OPERATIONS, docs_page
 from pdserve.gateway.api.responses import responses_call
 from pdserve.gateway.api.sdk_call import SdkCall, chat_call, check_model, text_call
@@ -137,12 +138,16 @@ _CALLS: Final[Mapping[Endpoint, Callable[[Mapping[str, Any], Model, Options], Sd
     "chat": chat_call,
     "text": text_call,
     "responses": responses_call,
+    "messages": messages_call,
 }
 GENERATION_PATHS: Final[Mapping[str, Endpoint]] = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "text",
     "/v1/responses": "responses",
+    "/v1/messages": "messages",
 }
+ANTHROPIC_PATHS: Final = ("/v1/messages", "/v1/messages/count_tokens")  # whose errors have Anthropic's form
+_TOKENS: Final = (b"authorization", http_input.API_KEY.encode())
 _SHED_URLS: Final = {path.encode(): path for path in GENERATION_PATHS}
 QUICK_BYTES: Final = 65_536  # a smaller body is validated on the event loop: a thread would take longer
 LEAST_ANSWER_BYTES: Final = 2**20  # allowed whatever the limit
@@ -211,6 +216,11 @@ class Gateway:
                     "/detokenize",
                     "POST",
                     self._unary(endpoints.detokenize_request, endpoints.detokenize, endpoints.detokenize_bytes),
+                ),
+                self._route(
+                    "/v1/messages/count_tokens",
+                    "POST",
+                    self._unary(endpoints.count_request, endpoints.count, endpoints.count_bytes),
                 ),
                 self._route("/version", "GET", self._version),
                 self._route("/load", "GET", self._load),
@@ -388,21 +398,21 @@ class Gateway:
         path = _SHED_URLS.get(url)
         if path is None or self._shutdown.is_draining:
             return None
-        given = next((value for name, value in headers if name == b"authorization"), None)
+        given = {name.decode(): value.decode("latin-1") for name, value in headers if name in _TOKENS}
         try:
-            caller = self._door.known(http_input.bearer_token(None if given is None else given.decode("latin-1")))
+            caller = self._door.known(http_input.token_of(given))
         except Unauthenticated:
             return None
         error = None if caller is None else self.gate.check(caller.share)
         if error is None:
             return None
-        found = errors.reply(error)
+        found = _reply(path, error)
         self._metrics.add(metric_names.HTTP_SHED, cause=error.cause)
         self._metrics.add(metric_names.HTTP_REQUESTS, path=path, status=str(found.status))
         return found
 
     async def _admitted(self, scope: Any, given: Headers) -> Caller:
-        caller = await self._door.admit(http_input.bearer_token(given.get("authorization")))
+        caller = await self._door.admit(http_input.token_of(given))
         if (why := http_input.foreign(given, scope["scheme"])) and await self._door.is_open():
             expected = "call it by its address or as localhost, or give the cluster a token (PDSERVE_TOKEN)"
             raise PermissionDenied(f"{why}, and the cluster needs no token: {expected}")
@@ -487,11 +497,11 @@ class Gateway:
         except asyncio.CancelledError:
             raise
         except PdserveError as error:
-            status = await self._fail(sent, error, is_unread=has_body and not received.is_complete)
+            status = await self._fail(path, sent, error, is_unread=has_body and not received.is_complete)
         except Exception:  # the traceback is logged, and the caller gets an error
             log.exception("a request crashed", extra={"trace_id": trace_id_of(given.get(HEADER, ""))})
             failure = InternalError("the gateway failed; its log has the reason")
-            status = await self._fail(sent, failure, is_unread=has_body and not received.is_complete)
+            status = await self._fail(path, sent, failure, is_unread=has_body and not received.is_complete)
         finally:
             self._running -= 1
             self._generating -= path in GENERATION_PATHS
@@ -503,8 +513,8 @@ class Gateway:
     def _is_last(self) -> bool:
         return self._shutdown.is_draining
 
-    async def _fail(self, sent: Sender, error: PdserveError, *, is_unread: bool) -> int:
-        found = errors.reply(error)
+    async def _fail(self, path: str, sent: Sender, error: PdserveError, *, is_unread: bool) -> int:
+        found = _reply(path, error)
         if sent.has_begun and not sent.has_ended and sent.error_frame is not None:
             await sent.fail(found)
             return found.status
@@ -554,6 +564,11 @@ class _Received:
         if not message.get("more_body", False):
             self.is_complete = True
         return message
+
+
+def _reply(path: str, error: PdserveError) -> ErrorReply:
+    found = errors.reply(error)
+    return errors.as_anthropic(found) if path in ANTHROPIC_PATHS else found
 
 
 def _make(body: bytes, model: Model, make: Callable[[Mapping[str, Any], Model], AnyRequest]) -> AnyRequest:

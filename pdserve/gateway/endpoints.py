@@ -1,4 +1,5 @@
-"""Endpoints beside OpenAI's API: /tokenize and /detokenize, as in vLLM, and those of the live view."""
+"""Endpoints that generate nothing: /tokenize and /detokenize, as in vLLM, Anthropic's count of tokens, and those of the
+live view."""
 
 from __future__ import annotations
 
@@ -13,13 +14,14 @@ from pdserve.client.results import Model
 from pdserve.core.errors import Cancelled, InvalidRequest, PermissionDenied
 from pdserve.core.live import PERIOD_S, LiveFrame, frame_to_json
 from pdserve.gateway.api import sse
+from pdserve.gateway.api.messages import messages_call
 from pdserve.gateway.api.request_models import (
     DetokenizeRequest,
     LoadLoraRequest,
     TokenizeRequest,
     UnloadLoraRequest,
 )
-from pdserve.gateway.api.sdk_call import check_model, sdk_messages, validated
+from pdserve.gateway.api.sdk_call import SdkCall, check_model, sdk_messages, validated
 from pdserve.gateway.door import Caller
 from pdserve.gateway.respond import EVENT_STREAM, Sender, TokenTable, disconnected
 from pdserve.gateway.tools.plan import check_tools_bytes
@@ -86,6 +88,29 @@ def detokenize_request(given: Mapping[str, Any], model: Model) -> DetokenizeRequ
         expected = f"at most {model.max_context_tokens} tokens, the context window"
         raise InvalidRequest("tokens", f"{len(request.tokens)} tokens", expected)
     return request
+
+
+def count_bytes(call: SdkCall, body_bytes: int) -> int:
+    return body_bytes * ID_BYTES
+
+
+def count_request(given: Mapping[str, Any], model: Model) -> SdkCall:
+    """Raises InvalidRequest and UnknownModel."""
+    return messages_call(given, model, {})
+
+
+async def count(call: SdkCall, caller: Caller) -> dict[str, Any]:
+    """Raises InvalidRequest."""
+    options = call.options
+    try:
+        ids = await caller.client.tokenize(
+            call.prompts[0],  # type: ignore[arg-type]
+            tools=options.get("tools"),
+            chat_template_kwargs=options.get("chat_template_kwargs"),
+        )
+    except InvalidRequest as error:
+        raise call.renamed(error) from None
+    return {"input_tokens": len(ids)}
 
 
 async def detokenize(request: DetokenizeRequest, caller: Caller) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from pdserve.gateway.api.errors import ErrorReply
 from pdserve.gateway.api.field_support import Endpoint
 from pdserve.gateway.api.http_input import IGNORED, REQUEST_ID
 from pdserve.gateway.api.logprobs import EchoedPrompt
+from pdserve.gateway.api.messages import MessagesWriter
 from pdserve.gateway.api.replies import ChatWriter, Head, TextWriter, Writer
 from pdserve.gateway.api.responses import ResponsesWriter
 from pdserve.gateway.api.sdk_call import SdkCall
@@ -203,6 +204,7 @@ WRITERS: Final[Mapping[Endpoint, Callable[[Head, SdkCall, TokenTable], Writer]]]
     "chat": ChatWriter,
     "text": TextWriter,
     "responses": ResponsesWriter,
+    "messages": MessagesWriter,
 }
 EVENT_STREAM: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -293,7 +295,7 @@ class Responder:
                 tokens=self._tokens,
                 watch=watch,
                 send=send,
-                headers=_headers(answers.request_id, call.ignored),
+                headers=_headers(answers.request_id, call.ignored, endpoint),
             )
             return await (answer.stream(first, pieces) if call.shown.is_streamed else answer.whole(pieces))
         finally:
@@ -393,9 +395,13 @@ class _Answer:
             await asyncio.sleep(delay_s)
 
 
-def _headers(request_id: str, ignored: Iterable[str]) -> tuple[tuple[bytes, bytes], ...]:
-    named = ", ".join(ignored).encode()
-    return ((REQUEST_ID.encode(), request_id.encode()), *([(IGNORED.encode(), named)] if named else ()))
+def _headers(request_id: str, ignored: Iterable[str], endpoint: Endpoint) -> tuple[tuple[bytes, bytes], ...]:
+    found = [(REQUEST_ID.encode(), request_id.encode())]
+    if endpoint == "messages":
+        found.append((b"request-id", request_id.encode()))  # where Anthropic's clients read it
+    if named := ", ".join(ignored).encode():
+        found.append((IGNORED.encode(), named))
+    return tuple(found)
 
 
 async def encoded(value: Mapping[str, Any]) -> bytes:

@@ -66,6 +66,20 @@ def check_results(script: AgentScript) -> None:
     assert set(results) - {"Final result processed."} == {"5"}
 
 
+@pytest.fixture
+def run_node(need_node: Callable[[str], Path], url: str, tmp_path: Path) -> Callable[[str, str], Any]:
+    """Runs a program of Node, and returns the object in its last line."""
+
+    def run(environment: str, name: str) -> Any:
+        folder = need_node(environment)
+        program = tmp_path / name  # Node looks for packages beside the program
+        program.write_text((PROGRAMS / name).read_text())
+        (tmp_path / "node_modules").symlink_to(folder)
+        return json.loads(run_client(["node", str(program), url, "m"], tmp_path).strip().splitlines()[-1])
+
+    return run
+
+
 def forms(script: AgentScript) -> set[str | None]:
     return {one.sampling.structured_output.WhichOneof("kind") for one in script.requests}
 
@@ -103,17 +117,67 @@ def test_autogen_gets_a_typed_result(run: Callable[[str, str], Any], script: Age
     check_results(script)
 
 
-def test_the_ai_sdk_gets_a_typed_result(
-    need_node: Callable[[str], Path], url: str, script: AgentScript, tmp_path: Path
-) -> None:
-    folder = need_node("ai_sdk")
-    program = tmp_path / "ai_sdk.mjs"  # Node looks for packages beside the program
-    program.write_text((PROGRAMS / "ai_sdk.mjs").read_text())
-    (tmp_path / "node_modules").symlink_to(folder)
-    found = json.loads(run_client(["node", str(program), url, "m"], tmp_path).strip().splitlines()[-1])
+def test_the_ai_sdk_gets_a_typed_result(run_node: Callable[[str, str], Any], script: AgentScript) -> None:
+    found = run_node("ai_sdk", "ai_sdk.mjs")
     assert found == {key: [5, 5, 5, 5, ADDED] for key in ("responses", "chat", "compatible")}
     assert forms(script) == {EITHER, FORCED}
     check_results(script)
+
+
+@pytest.mark.parametrize("program", ["anthropic_sdk.py", "anthropic_sdk.mjs"])
+def test_anthropic_s_client_completes_a_tool_loop(
+    program: str,
+    run: Callable[[str, str], Any],
+    run_node: Callable[[str, str], Any],
+    script: AgentScript,
+) -> None:
+    found = run("anthropic", program) if program.endswith(".py") else run_node("anthropic_js", program)
+    answer = {"text": '{"total": 5}', "stop": "end_turn", "calls": ADDED[:1]}
+    whole = dict.fromkeys(("create", "stream", "runner", *(["async"] if program.endswith(".py") else [])), answer)
+    assert found == {
+        **whole,
+        "models": ["m"],
+        "count": 0,  # the scripted router has no tokens for a chat
+        "errors": {"model": [404, "not_found_error"], "image": [400, "invalid_request_error"]},
+    }
+    assert forms(script) == {None}
+    check_results(script)
+
+
+def test_claude_code_runs_a_command(need_node: Callable[[str], Path], tmp_path: Path) -> None:
+    program = need_node("claude_code") / ".bin" / "claude"
+    home, work = tmp_path / "home", tmp_path / "work"
+    home.mkdir()
+    work.mkdir()
+    command = {"command": "echo 42 > found.txt; echo written", "description": "Writes a file"}
+    script = AgentScript("Bash", command, "All done.")
+    with scripted_gateway(script) as url:
+        given = {
+            "HOME": home,
+            "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": "none",
+            "ANTHROPIC_MODEL": "m",
+            "ANTHROPIC_SMALL_FAST_MODEL": "m",
+            "ANTHROPIC_DEFAULT_HAIKU_MODEL": "m",
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "DISABLE_AUTOUPDATER": "1",
+        }
+        words = [
+            *("env", "-C", str(work), *(f"{name}={value}" for name, value in given.items())),
+            *(str(program), "-p", "Write 42 to the file found.txt.", "--output-format", "json"),
+            *("--allowedTools", "Bash", "--model", "m"),
+        ]
+        out = run_client(words, tmp_path)
+    ended = json.loads(out.strip().splitlines()[-1])
+    assert (ended["result"], ended["is_error"], ended["num_turns"]) == ("All done.", False, 2)
+    assert (work / "found.txt").read_text().strip() == "42"
+    turns = [one for one in script.requests if any("Bash" in tool for tool in one.chat.tools)]
+    first, last = turns[0], turns[-1]
+    assert "Write 42 to the file found.txt." in first.chat.messages[-1].content
+    assert (last.chat.messages[-1].role, "written" in last.chat.messages[-1].content) == ("tool", True)
+    systems = {one.chat.messages[0].content for one in turns}
+    assert len(systems) == 1  # without what differs in each request, so that the prefix is found in the cache
+    assert {one.session_id for one in turns} == {ended["session_id"]}
 
 
 def test_codex_runs_a_command(need_node: Callable[[str], Path], tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
-"""OpenAI's form of an error: HTTP status, body and headers. Pure."""
+"""OpenAI's and Anthropic's forms of an error: HTTP status, body and headers. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from pdserve.core.errors import (
@@ -100,6 +100,28 @@ def reply(error: PdserveError) -> ErrorReply:
         body=body(error.message, kind, code, _PARAMS.get(field, field) if field else None),
         headers=(*_retry_headers(getattr(error, "retry_after_s", None)), *_challenge(row.status)),
     )
+
+
+#: Anthropic's type of an error, by its status.
+_ANTHROPIC_TYPES: Final[Mapping[int, str]] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def as_anthropic(found: ErrorReply) -> ErrorReply:
+    """The same error in the form of Anthropic's API, whose clients also choose the exception by the status."""
+    error = found.body["error"]
+    kind = _ANTHROPIC_TYPES.get(found.status, "invalid_request_error" if found.status < 500 else "api_error")
+    shown = {"type": kind, "message": error["message"]}
+    if error["param"] == "thread":  # their tool runner then sends the whole conversation
+        shown["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return replace(found, body={"type": "error", "error": shown})
 
 
 def wrong_method(method: str, path: str, headers: Mapping[str, str] | None) -> ErrorReply:

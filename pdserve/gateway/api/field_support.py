@@ -1,4 +1,4 @@
-"""Whether each field of OpenAI's and vLLM's requests is supported, ignored or rejected. Pure.
+"""Whether each field of OpenAI's, Anthropic's and vLLM's requests is supported, ignored or rejected. Pure.
 
 A field that cannot change the answer may be ignored. Any other unsupported field is rejected, unless its value requests
 the default behaviour. A name that is in no table is rejected as unknown (docs/decisions/0017-http-gateway.md).
@@ -15,13 +15,15 @@ from pydantic import BaseModel
 
 from pdserve.core.setting import did_you_mean, nearest
 from pdserve.gateway.api.errors import UnknownField, UnsupportedField
+from pdserve.gateway.api.message_models import MessagesRequest
 from pdserve.gateway.api.request_models import ChatRequest, ResponsesRequest, TextRequest
 
-Endpoint = Literal["chat", "text", "responses"]
+Endpoint = Literal["chat", "text", "responses", "messages"]
 MODELS: Final[Mapping[Endpoint, type[BaseModel]]] = {
     "chat": ChatRequest,
     "text": TextRequest,
     "responses": ResponsesRequest,
+    "messages": MessagesRequest,
 }
 
 
@@ -50,6 +52,18 @@ IGNORED: Final[Mapping[Endpoint, Mapping[str, str]]] = {
     "chat": _IGNORED_CHAT,
     "text": _IGNORED,
     "responses": {**_IGNORED_CHAT, "client_metadata": "the client's own labels"},
+    "messages": {
+        "metadata": _NOT_STORED,
+        "billing_policy": "of Anthropic's accounts",
+        "fallbacks": "there is one model",
+        "fallback_credit_token": "of Anthropic's accounts",
+        "cache_control": "prefixes are found by their content",
+        "context_management": "the messages are used as they are",
+        "diagnostics": "`explain` says where a request was placed",
+        "inference_geo": "the workers are where they are",
+        "service_tier": "there are no tiers; see priority",
+        "speed": "there are no tiers; see priority",
+    },
 }
 
 _TEMPLATE: Final = "the chat template is the model's own"
@@ -105,10 +119,18 @@ _REJECTED_RESPONSES: Final[Mapping[str, Rejected]] = {
     "store": Rejected("nothing is stored", (False,)),
     "truncation": Rejected("an input over the context window is an error", ("disabled",)),
 }
+_REJECTED_MESSAGES: Final[Mapping[str, Rejected]] = {
+    "compaction": Rejected("the messages are used as they are"),
+    "container": Rejected("of Anthropic's own tools"),
+    "mcp_servers": Rejected("of Anthropic's own tools", ([],)),
+    "thread": Rejected("nothing is stored; the messages hold the whole conversation"),
+    "user_profile_id": Rejected("of Anthropic's accounts"),
+}
 REJECTED: Final[Mapping[Endpoint, Mapping[str, Rejected]]] = {
     "chat": _REJECTED_CHAT,
     "text": _REJECTED_TEXT,
     "responses": _REJECTED_RESPONSES,
+    "messages": _REJECTED_MESSAGES,
 }
 
 

@@ -19,6 +19,16 @@ if TYPE_CHECKING:
 
 REQUEST_ID: Final = "x-request-id"
 SESSION_ID: Final = "x-session-id"
+#: In which clients say what session a request belongs to. The first one that is present counts.
+SESSION_IDS: Final = (
+    SESSION_ID,
+    "x-claude-code-session-id",
+    "session-id",  # Codex
+    "session_id",  # Codex before, and clients that follow it
+    "x-session-affinity",  # OpenCode, Crush
+    "x-opencode-session",
+)
+API_KEY: Final = "x-api-key"
 IGNORED: Final = "x-pdserve-ignored"  # of an answer: parts of its request that had no effect
 TARGETS: Final[Mapping[str, str]] = {"x-slo-ttft-ms": "ttft_s", "x-slo-tpot-ms": "tpot_s"}
 _SCHEME: Final = "bearer "
@@ -34,6 +44,18 @@ def bearer_token(authorization: str | None) -> str | None:
     if not is_bearer or not is_token(token):
         raise Unauthenticated("no bearer token in the authorization header")
     return token
+
+
+def token_of(headers: Mapping[str, str]) -> str | None:
+    """The caller's token: OpenAI's clients send it as a bearer token, and Anthropic's as `x-api-key`. None without
+    either. Raises Unauthenticated."""
+    token = bearer_token(headers.get("authorization"))
+    if token is not None:
+        return token
+    key = headers.get(API_KEY, "")
+    if key and not is_token(key):
+        raise Unauthenticated(f"no token in the header {API_KEY}")
+    return key or None
 
 
 def foreign(headers: Mapping[str, str], scheme: str = "http") -> str:
@@ -76,9 +98,10 @@ def is_own_host(host: str) -> bool:
 def options(headers: Mapping[str, str]) -> Options:
     """Raises InvalidRequest. A malformed traceparent is ignored, as W3C's rules ask."""
     found: dict[str, Any] = {}
-    for header, name in ((REQUEST_ID, "request_id"), (SESSION_ID, "session_id")):
-        if header in headers:
-            found[name] = _text(header, headers[header])
+    if REQUEST_ID in headers:
+        found["request_id"] = _text(REQUEST_ID, headers[REQUEST_ID])
+    if (header := next((one for one in SESSION_IDS if one in headers), None)) is not None:
+        found["session_id"] = _text(header, headers[header])
     targets = {name: _seconds(header, headers[header]) for header, name in TARGETS.items() if header in headers}
     if targets:
         found["slo"] = targets

@@ -18,7 +18,8 @@ from pydantic.json_schema import models_json_schema
 from pdserve.gateway.api import response_models as answers
 from pdserve.gateway.api.errors import ROWS
 from pdserve.gateway.api.field_support import IGNORED, MODELS
-from pdserve.gateway.api.http_input import REQUEST_ID, SESSION_ID, TARGETS
+from pdserve.gateway.api.http_input import API_KEY, REQUEST_ID, SESSION_ID, TARGETS
+from pdserve.gateway.api.message_models import MessagesRequest
 from pdserve.gateway.api.request_models import (
     ChatRequest,
     DetokenizeRequest,
@@ -53,6 +54,7 @@ class Operation:
     answers: Mapping[int, type[BaseModel] | str | None] = field(default_factory=dict)
     is_streamed: bool = False  # on request, with server-sent events
     headers: tuple[str, ...] = ()  # that the endpoint requires
+    error: type[BaseModel] = ErrorAnswer
 
 
 _HEALTH: Final = {200: answers.HealthAnswer, 503: answers.HealthAnswer}
@@ -80,6 +82,21 @@ OPERATIONS: Final[Mapping[tuple[str, str], Operation]] = {
         request=ResponsesRequest,
         answers={200: answers.ResponseAnswer},
         is_streamed=True,
+    ),
+    ("POST", "/v1/messages"): Operation(
+        summary="Answers in the form of Anthropic's messages; nothing is stored",
+        tag="generation",
+        request=MessagesRequest,
+        answers={200: answers.MessageAnswer},
+        is_streamed=True,
+        error=answers.MessagesErrorAnswer,
+    ),
+    ("POST", "/v1/messages/count_tokens"): Operation(
+        summary="Counts the prompt tokens of a request to /v1/messages",
+        tag="tokens",
+        request=MessagesRequest,
+        answers={200: answers.CountAnswer},
+        error=answers.MessagesErrorAnswer,
     ),
     ("GET", "/v1/models"): Operation(
         summary="Lists the served model and its LoRA adapters", answers={200: answers.ModelsAnswer}
@@ -216,14 +233,18 @@ def document() -> dict[str, Any]:
         "info": {
             "title": "pdserve",
             "version": API_VERSION,
-            "description": "OpenAI's API for text, and the gateway's own endpoints. docs/http.md describes them.",
+            "description": "OpenAI's and Anthropic's APIs for text, and the gateway's own endpoints. docs/http.md "
+            "describes them.",
         },
         "paths": paths,
         "components": {
             "schemas": _schemas(),
-            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "token": {"type": "http", "scheme": "bearer"},
+                "key": {"type": "apiKey", "in": "header", "name": API_KEY},
+            },
         },
-        "security": [{"token": []}, {}],  # a cluster may need no token
+        "security": [{"token": []}, {"key": []}, {}],  # a cluster may need no token
     }
 
 
@@ -239,7 +260,7 @@ def _operation(method: str, path: str, operation: Operation) -> dict[str, Any]:
         "tags": [operation.tag],
         "responses": {str(status): _answer(operation, status) for status in operation.answers}
         | {
-            str(status): _error(status)
+            str(status): _error(operation)
             for status in sorted(_errors(operation, path))
             if status not in operation.answers
         },
@@ -276,8 +297,8 @@ def _answer(operation: Operation, status: int) -> dict[str, Any]:
     return found
 
 
-def _error(status: int) -> dict[str, Any]:
-    return {"description": "an error", "content": {JSON: {"schema": _reference(ErrorAnswer)}}}
+def _error(operation: Operation) -> dict[str, Any]:
+    return {"description": "an error", "content": {JSON: {"schema": _reference(operation.error)}}}
 
 
 def _errors(operation: Operation, path: str) -> frozenset[int]:
@@ -296,7 +317,7 @@ def _schemas() -> dict[str, Any]:
     requests = [one.request for one in OPERATIONS.values() if one.request is not None]
     replies = [one for operation in OPERATIONS.values() for one in operation.answers.values() if isinstance(one, type)]
     found = _definitions(requests, "validation")
-    written = _definitions([*replies, ErrorAnswer], "serialization")
+    written = _definitions([*replies, *(one.error for one in OPERATIONS.values())], "serialization")
     assert not found.keys() & written.keys(), "two models of one name"
     for model, ignored in _IGNORED.items():
         found[model.__name__]["properties"] |= {

@@ -10,6 +10,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, ClassVar, final
 
 from pdserve.client.results import Choice, Completion, Model, Piece, TokenLogprob
@@ -56,7 +57,7 @@ class Writer(ABC):
 
     @abstractmethod
     def error(self, reply: ErrorReply) -> Iterable[bytes]:
-        """The last frame of a stream that failed, in pieces."""
+        """The last frame of a stream that failed, in pieces. The reply has the form of the endpoint's errors."""
 
 
 class ReplyWriter(Writer):
@@ -390,18 +391,24 @@ def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None
 
 
 def models(served: Model, created_s: int) -> dict[str, Any]:
-    return {"object": "list", "data": [model(name, served, created_s) for name in served.names]}
+    """In OpenAI's and Anthropic's forms at once."""
+    names = served.names
+    data = [model(name, served, created_s) for name in names]
+    return {"object": "list", "data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]}
 
 
 def model(name: str, served: Model, created_s: int) -> dict[str, Any]:
-    """`name` is one of the model's or of an adapter. `max_model_len`, `root` and `parent` are vLLM's; the folder of an
-    adapter is not shown."""
+    """`name` is one of the model's or of an adapter. `max_model_len`, `root` and `parent` are vLLM's, and `type`,
+    `display_name` and `created_at` are Anthropic's; the folder of an adapter is not shown."""
     is_adapter = name in served.adapters
     return {
         "id": name,
         "object": "model",
         "created": created_s,
         "owned_by": "pdserve",
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(created_s, UTC).isoformat(),
         "root": name if is_adapter else served.name,
         "parent": served.name if is_adapter else None,
         "max_model_len": served.max_context_tokens,

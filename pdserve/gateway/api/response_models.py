@@ -151,17 +151,61 @@ class ResponseAnswer(Answer):
     incomplete_details: dict[str, Any] | None
 
 
+class ContentBlock(Answer):
+    """A text, a call of a function, or thinking."""
+
+    type: Literal["text", "tool_use", "thinking"]
+
+
+class MessageUsage(Answer):
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessageAnswer(Answer):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[ContentBlock]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class CountAnswer(Answer):
+    input_tokens: int
+
+
+class MessagesErrorDetail(Answer):
+    type: str
+    message: str
+
+
+class MessagesErrorAnswer(Answer):
+    type: Literal["error"]
+    error: MessagesErrorDetail
+
+
 class ModelAnswer(Answer):
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
+    type: Literal["model"]
+    display_name: str
+    created_at: str
     max_model_len: int
 
 
 class ModelsAnswer(Answer):
     object: Literal["list"]
     data: list[ModelAnswer]
+    has_more: Literal[False]
+    first_id: str
+    last_id: str
 
 
 class TokenizeAnswer(Answer):

@@ -95,6 +95,9 @@ def _messages(
         given = {name: value for name, value in item.items() if value is not None}
         if added := _add(messages, place := f"input[{index}]", given):
             places[added] = place
+    for message in messages:
+        if "reasoning_content" in message:
+            message["reasoning_content"] = "\n".join(message["reasoning_content"])
     return messages, places
 
 
@@ -117,9 +120,7 @@ def _add(messages: list[dict[str, Any]], place: str, item: dict[str, Any]) -> st
         text = _reasoning(one)
         if not text:
             return ""
-        message = _assistant(messages)
-        earlier = message.get("reasoning_content")
-        message["reasoning_content"] = text if earlier is None else f"{earlier}\n{text}"
+        _assistant(messages).setdefault("reasoning_content", []).append(text)
     elif isinstance(one, InputResult):
         messages.append({"role": "tool", "tool_call_id": one.call_id, "content": _text(one.output)})
     elif one.role == "assistant" and messages and messages[-1]["role"] == "assistant" and _is_bare(messages[-1]):

@@ -34,6 +34,7 @@ from pdserve.gateway.tools.plan import ToolPlan, plan_tools
 
 _STRUCTURES: Final = {one.value for one in GrammarKind}
 _MESSAGES: Final = ("prompt", "chat", "messages")
+_PARTS: Final = ("'refusal'", "'document'")  # a union with one of these types is that of the parts of a content
 MAX_KIND_CHARS: Final = 32  # of a text in an error, in place of one of a few names
 _EMBEDDED: Final = "%json"  # begins a schema in a Lark grammar
 _OPTIONS: Final = "x-guidance"  # llguidance's, of a schema within a grammar
@@ -255,7 +256,9 @@ def validated(kind: type[AnyModel], given: Mapping[str, Any]) -> AnyModel:
     except ValidationError as error:
         errors = error.errors(include_url=False)
         # A union has errors of all its alternatives, of which this one says most.
-        first = next((one for one in errors if one["type"] in (TOO_MANY, "union_tag_invalid")), errors[0])
+        first = next((one for one in errors if one["type"] in (TOO_MANY, "union_tag_invalid")), None)
+        if first is None:  # that parts are no text says nothing about what is wrong in them
+            first = next((one for one in errors if not _is_parts_for_text(one)), errors[0])
         parts = _parts(first["loc"], given, is_missing=first["type"] == "missing")
         place = "".join(parts).removeprefix(".")
         if first["type"] == "missing":
@@ -282,9 +285,16 @@ def validated(kind: type[AnyModel], given: Mapping[str, Any]) -> AnyModel:
         ) from None
 
 
+def _is_parts_for_text(error: Any) -> bool:
+    given = error["input"]
+    return error["type"] == "string_type" and isinstance(given, list) and bool(given) and isinstance(given[0], dict)
+
+
 def _wrong_kind(place: str, first: Any) -> InvalidRequest | None:
     """For a short text that is not one of a few names: it is no prompt, so the message may repeat it."""
-    if first["type"] == "union_tag_invalid" and "'refusal'" in first["ctx"]["expected_tags"]:  # part of a content
+    if first["type"] == "union_tag_invalid" and any(
+        one in first["ctx"]["expected_tags"] for one in _PARTS
+    ):  # part of a content
         field, seen = first["ctx"]["discriminator"].strip("'"), str(first["ctx"]["tag"])
         place = f"{place}.{field}"
         expected = first["ctx"]["expected_tags"].partition(",")[0] + ": this server takes text only"

@@ -23,11 +23,13 @@ PATHS: Mapping[Endpoint, str] = {
     "chat": "/v1/chat/completions",
     "text": "/v1/completions",
     "responses": "/v1/responses",
+    "messages": "/v1/messages",
 }
 PROMPTS: Mapping[Endpoint, dict[str, Any]] = {
     "chat": {"messages": [{"role": "user", "content": "hi"}]},
     "text": {"prompt": "hi"},
     "responses": {"input": "hi"},
+    "messages": {"messages": [{"role": "user", "content": "hi"}]},
 }
 BESIDE: Mapping[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
@@ -89,12 +91,15 @@ def value_of(endpoint: Endpoint, name: str, one: Bounds, number: float) -> Any:
     if one.unit == "characters":
         return "x" * int(number)
     if one.unit == "items":
+        tools: Mapping[str, Callable[[str], Any]] = {
+            "chat": lambda name: {"type": "function", "function": {"name": name}},
+            "responses": lambda name: {"type": "function", "name": name},
+            "messages": lambda name: {"name": name, "input_schema": {"type": "object"}},
+        }
         makers: Mapping[str, Callable[[int], Any]] = {
             "stop": lambda index: f"stop {index}",
-            "tools": lambda index: {
-                "type": "function",
-                **({"name": f"f{index}"} if endpoint == "responses" else {"function": {"name": f"f{index}"}}),
-            },
+            "stop_sequences": lambda index: f"stop {index}",
+            "tools": lambda index: tools[endpoint](f"f{index}"),
         }
         return [makers.get(name, lambda index: index)(index) for index in range(int(number))]
     return int(number) if number == int(number) else number
@@ -110,7 +115,10 @@ def refused(served: Served, endpoint: Endpoint, name: str, value: Any) -> str | 
     """The field that the answer names; None if the request is answered."""
     status, answer = served.post(PATHS[endpoint], fields_of(endpoint, name, value))
     assert status in (200, 400), answer
-    return None if status == 200 else str(json.loads(answer)["error"]["param"])
+    if status == 200:
+        return None
+    error = json.loads(answer)["error"]
+    return str(error["param"] if "param" in error else error["message"].partition(":")[0])  # of Anthropic's messages
 
 
 @pytest.fixture
@@ -137,6 +145,7 @@ def test_the_reference_documents_these_bounds() -> None:
     for endpoint in ("chat", "text"):
         assert {(endpoint, name) for name in (*numbers, "logit_bias", "stop", "stop_token_ids", "cache_salt")} <= found
     assert {("chat", "top_logprobs"), ("text", "logprobs"), ("responses", "top_p"), ("chat", "tools")} <= found
+    assert {("messages", "stop_sequences"), ("messages", "tools")} <= found
 
 
 @pytest.mark.parametrize("name", OTHER)

@@ -14,6 +14,7 @@ from pdserve.client.results import Model
 from pdserve.core import grammar
 from pdserve.core.errors import PdserveError
 from pdserve.gateway.api import http_input
+from pdserve.gateway.api.messages import messages_call
 from pdserve.gateway.api.openapi import OPERATIONS
 from pdserve.gateway.api.request_models import ITEMS, MAX_NAMES
 from pdserve.gateway.api.responses import responses_call
@@ -39,6 +40,8 @@ READ: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "/v1/chat/completions": lambda given: chat_call(given, MODEL, {}),
     "/v1/completions": lambda given: text_call(given, MODEL, {}),
     "/v1/responses": lambda given: responses_call(given, MODEL, {}),
+    "/v1/messages": lambda given: messages_call(given, MODEL, {}),
+    "/v1/messages/count_tokens": lambda given: messages_call(given, MODEL, {}),
     "/tokenize": lambda given: tokenize_request(given, MODEL),
     "/detokenize": lambda given: detokenize_request(given, MODEL),
 }
@@ -109,6 +112,8 @@ BESIDE: Mapping[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
     "/v1/completions": {"prompt": "x"},
     "/v1/responses": {"input": "x"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "x"}]},
 }
 
 
