@@ -27,6 +27,8 @@ USE_ONE = frozenset(
         "pdserve.engine.model.parameters",
         "pdserve.gateway.api.field_support",
         "pdserve.gateway.api.logprobs",
+        "pdserve.gateway.api.message_models",
+        "pdserve.gateway.api.messages",
         "pdserve.gateway.api.openapi",
         "pdserve.gateway.api.replies",
         "pdserve.gateway.api.request_models",
