@@ -388,8 +388,8 @@ class RouterConfig(CallerTlsSettings):
         "",
     )
     scaling_routers: str = setting(
-        "HOST:PORT whose addresses are those of all routers of the cluster, whose arrivals count for `scaling`; this "
-        "router and its group when empty",
+        "HOST:PORT whose addresses are those of all routers of the cluster, whose arrivals count for `scaling` and "
+        "`up --autoscale`; this router and its group when empty",
         "",
     )
     scaling_start_s: float = setting(

@@ -186,7 +186,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=keep,
         metavar="SECONDS",
-        help="with --ray: how long Ray may take to place the workers; more if it starts nodes on demand (10.0)",
+        help="with --ray: how long Ray may take to place the workers; more if it starts nodes on demand, and 300.0 "
+        "unless given with --autoscale and an ADDRESS (10.0)",
     )
     add("--transport", choices=TRANSPORTS, default=keep, help="transport for KV blocks (auto)")
     add(

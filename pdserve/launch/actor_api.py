@@ -38,15 +38,17 @@ class ActorApi(Protocol):
     def bundles(self, config: WorkerConfig) -> Bundles:
         """What the worker needs: on its first node, then on each further one."""
 
-    def nodes(self) -> Mapping[str, Resources]: ...
+    def nodes(self, config: WorkerConfig) -> Mapping[str, Resources]:
+        """Those that a worker with that configuration may use."""
 
     def resources(self) -> tuple[Resources, Resources]:
         """Those that are free, and all."""
 
     def place(self, name: str, bundles: Bundles, strategy: str, node: str) -> Place:
-        """On `node` if possible. Empty: Ray chooses."""
+        """On `node` if possible. Empty: Ray chooses. Asks Ray nothing yet, so it cannot fail."""
 
-    def is_placed(self, place: Place) -> bool: ...
+    def is_placed(self, place: Place) -> bool:
+        """The first call asks Ray for the place."""
 
     def node_of(self, place: Place) -> str: ...
 

@@ -14,6 +14,7 @@ import dataclasses
 import logging
 import os
 import re
+import secrets
 import signal
 import sys
 import threading
@@ -36,11 +37,11 @@ from pdserve.launch.ports import listeners, session_of
 from pdserve.launch.rank_actor import RankActor
 from pdserve.launch.ray_workers import RayWorkers
 from pdserve.launch.spec import MODULES, Resources, ray_resources, remote_ranks, waiting_env
-from pdserve.launch.supervisor import StartFailed
 from pdserve.launch.with_ray import (
     BEGINS,
     IMPORTING,
     LOADING,
+    PLACEMENT,
     STATE,
     TOOK,
     WARMING,
@@ -69,7 +70,7 @@ if __name__ == "__main__":  # before the import of ray, which reads its environm
         FOLDER = confine.confine(os.environ)
 
 import ray
-from ray.util.placement_group import placement_group
+from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 log = logging.getLogger(__name__)
@@ -98,7 +99,7 @@ def _make_host(module: str, config: WorkerConfig) -> WorkerHost:
 class WorkerActor:
     """One worker process under Ray. The constructor runs again at each restart; health has its own thread."""
 
-    def __init__(self, module: str, flags: Sequence[str], hidden: Mapping[str, str], is_on_many_hosts: bool) -> None:
+    def __init__(self, module: str, flags: Sequence[str], hidden: Mapping[str, str], is_on_network: bool) -> None:
         """Returns at once, so that `health` can be asked how far the start is."""
         self._host: WorkerHost | None = None
         self._address = ""
@@ -107,15 +108,15 @@ class WorkerActor:
         self._phases: dict[str, str] = {}  # the last line of each
         PhaseReport.listener = self._phase_changed
         log_to_stderr(module)  # Ray writes it into its session's log files
-        arguments = (module, flags, hidden, is_on_many_hosts)
+        arguments = (module, flags, hidden, is_on_network)
         threading.Thread(target=self._start, args=arguments, name="start", daemon=True).start()
 
-    def _start(self, module: str, flags: Sequence[str], hidden: Mapping[str, str], is_on_many_hosts: bool) -> None:
+    def _start(self, module: str, flags: Sequence[str], hidden: Mapping[str, str], is_on_network: bool) -> None:
         try:
             config = parse_flags(WorkerConfig, flags, prog=module, environ=hidden)
             confine.check_redis_socket(config.redis)
             here = ray.util.get_node_ip_address()
-            if is_on_many_hosts:
+            if is_on_network:
                 config = dataclasses.replace(config, host=here)
             if config.rendezvous:  # the node was not known before
                 rendezvous = f"{here}:{config.rendezvous.rpartition(':')[2]}"
@@ -167,12 +168,36 @@ def _translated() -> Iterator[None]:
         raise RayTrouble(last_line(error)) from None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, kw_only=True)
 class Group:
-    """A placement group. `ready` is an object that exists once it is placed."""
+    """A placement group, which the first `RayApi.is_placed` creates. So it is known, and can be removed, also if that
+    call fails halfway."""
 
-    group: Any
-    ready: Any
+    name: str
+    bundles: Bundles
+    strategy: str
+    node: str
+    is_asked: bool = False
+    group: Any = None
+    ready: Any = None  # an object that exists once it is placed
+
+    def create(self) -> None:
+        if self.is_asked:
+            self.remove()
+        self.is_asked = True
+        self.group = placement_group(
+            [dict(one) for one in self.bundles],
+            strategy=self.strategy.upper() if len(self.bundles) > 1 else "STRICT_PACK",
+            name=self.name,
+            _soft_target_node_id=self.node or None,  # Ray has it for STRICT_PACK alone
+        )
+
+    def remove(self) -> None:
+        if self.group is not None:
+            remove_placement_group(self.group)
+        elif self.is_asked:
+            with contextlib.suppress(ValueError):  # there is none of that name
+                remove_placement_group(get_placement_group(self.name))
 
 
 @final
@@ -181,8 +206,8 @@ class RayApi(ActorApi):
 
     def __init__(self, address: str, redis: str) -> None:
         self._address, self._redis = address, redis
-        self._is_on_many_hosts: bool | None = None
-        self._only_node = ""  # on whose loopback the workers listen
+        self._suffix = secrets.token_hex(4)  # of placement groups: another launcher's may be called the same
+        self._unknown: set[str] = set()  # names of actors whose creation failed, perhaps only after they were created
         self._actor_class = ray.remote(concurrency_groups={"health": 1})(WorkerActor)
 
     def bundles(self, config: WorkerConfig) -> Bundles:
@@ -196,27 +221,31 @@ class RayApi(ActorApi):
             found.append(needs)
         return tuple(found)
 
-    def nodes(self) -> Mapping[str, Resources]:
+    def nodes(self, config: WorkerConfig) -> Mapping[str, Resources]:
         with _translated():
             alive = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
-        return {name: one for name, one in alive.items() if self._only_node in ("", name)}
+            if not self._is_on_network(config):
+                here = ray.get_runtime_context().get_node_id()
+                alive = {name: one for name, one in alive.items() if name == here}
+        return alive
+
+    def _is_on_network(self, config: WorkerConfig) -> bool:
+        """Whether the worker listens on its node's address instead of loopback. The settings decide about it, and not
+        the nodes that are there: others may join later, or come back later than this driver."""
+        return bool(self._address and not _LOOPBACK.match(self._redis) and (config.insecure or config.tls_cert))
 
     def resources(self) -> tuple[Resources, Resources]:
         with _translated():
             return ray.available_resources(), ray.cluster_resources()
 
     def place(self, name: str, bundles: Bundles, strategy: str, node: str) -> Group:
-        with _translated():
-            group = placement_group(
-                [dict(one) for one in bundles],
-                strategy=strategy.upper() if len(bundles) > 1 else "STRICT_PACK",
-                name=name,
-                _soft_target_node_id=node or None,  # Ray has it for STRICT_PACK alone
-            )
-            return Group(group, group.ready())
+        return Group(name=f"{name}-{self._suffix}", bundles=bundles, strategy=strategy, node=node)
 
     def is_placed(self, place: Group) -> bool:
         with _translated():
+            if place.group is None:
+                place.create()
+            place.ready = place.ready or place.group.ready()
             if not ray.wait([place.ready], timeout=0)[0]:
                 return False
             ray.get(place.ready)  # raises the error, if it is one
@@ -228,22 +257,16 @@ class RayApi(ActorApi):
 
     def release(self, place: Group) -> None:
         with _translated():
-            ray.util.remove_placement_group(place.group)
+            place.remove()
 
     def check(self, one: WantedWorker, place: Group) -> tuple[Any, float] | None:
         """Begins a check of the worker's Python, which Ray would start again and again if it is absent, and tell
-        nobody. Raises StartFailed and ConfigError."""
-        if self._is_on_many_hosts is None:  # nodes may have joined while the workers waited for them
-            nodes = list(self.nodes())
-            self._is_on_many_hosts = len(nodes) > 1
-            self._only_node = "" if len(nodes) > 1 else self.node_of(place)
-        elif self._only_node and self.node_of(place) != self._only_node:
-            raise StartFailed(
-                f"{one.worker_id}: Ray has placed it on another node. There was one node when the cluster started, so "
-                "the other workers listen on its loopback; start `pdserve up` again"
-            )
-        if self._is_on_many_hosts and _LOOPBACK.match(self._redis):
-            raise ConfigError("redis", self._redis, "a URL that every host of the Ray cluster reaches")
+        nobody. Raises ConfigError."""
+        if not self._is_on_network(one.config) and self.node_of(place) not in self.nodes(one.config):
+            if _LOOPBACK.match(self._redis):
+                raise ConfigError("redis", self._redis, "a URL that every host of the Ray cluster reaches")
+            expected = "--tls DIR or --insecure: workers on other hosts than the launcher's listen beyond loopback"
+            raise ConfigError("tls", "nothing", expected)
         if not self._address or not one.config.engine_python:
             return None
         with _translated():
@@ -263,13 +286,25 @@ class RayApi(ActorApi):
         return None if time.monotonic() < until_s else ""
 
     def create(self, one: WantedWorker, cluster: str, place: Group, bundles: Bundles) -> Any:
-        with _translated():
-            return self._actor_class.options(
-                name=f"pdserve-{cluster}-{one.worker_id}",
-                max_restarts=-1,
-                max_task_retries=0,  # a generation is not idempotent
-                **_options(one.config, bundles[0], place, 0),
-            ).remote(MODULES[one.role], to_flags(one.config), to_env(one.config), bool(self._is_on_many_hosts))
+        name, is_on_network = f"pdserve-{cluster}-{one.worker_id}", self._is_on_network(one.config)
+        try:
+            with _translated():
+                actor = self._actor_class.options(
+                    name=name,
+                    max_restarts=-1,
+                    max_task_retries=0,  # a generation is not idempotent
+                    **_options(one.config, bundles[0], place, 0),
+                ).remote(MODULES[one.role], to_flags(one.config), to_env(one.config), is_on_network)
+        except NameTaken:
+            if name in self._unknown:
+                with _translated(), contextlib.suppress(ValueError):  # it has ended
+                    ray.kill(ray.get_actor(name), no_restart=True)
+            raise
+        except RayTrouble:
+            self._unknown.add(name)
+            raise
+        self._unknown.discard(name)
+        return actor
 
     def with_ranks(self, one: WantedWorker, place: Group, bundles: Bundles, before: Ranks | None) -> Ranks | None:
         """Starts the ranks on other nodes, with the address of the first rank, which changes if its node is lost."""
@@ -280,23 +315,29 @@ class RayApi(ActorApi):
         with _translated():
             alive = {each["NodeID"]: each["NodeManagerAddress"] for each in ray.nodes() if each["Alive"]}
             address = f"{alive.get(node)}:{config.rendezvous.rpartition(':')[2]}"
-            if node not in alive or (before is not None and address == before[0]):
+            if node not in alive or (before is not None and before[1] and address == before[0]):
                 return before
             if before is not None:
                 self.kill_ranks(before)
             tls = {name: getattr(config, name) for name in ("tls_cert", "tls_key", "tls_ca", "tls_peer_name")}
             counts = remote_ranks(config)
-            ranks = [
-                ray.remote(RankActor)
-                .options(max_restarts=-1, **_options(config, needs, place, number))
-                .remote(address, count, config.model, to_env(config), WORKER_START_S, tls)
-                for number, (count, needs) in enumerate(zip(counts, bundles[1:], strict=True), 1)
-            ]
-        return address, ranks
+            found: Ranks = (address, [])
+            try:
+                for number, (count, needs) in enumerate(zip(counts, bundles[1:], strict=True), 1):
+                    options = _options(config, needs, place, number)
+                    rank = ray.remote(RankActor).options(max_restarts=-1, **options)
+                    found[1].append(rank.remote(address, count, config.model, to_env(config), WORKER_START_S, tls))
+            except BaseException:
+                with contextlib.suppress(RayTrouble):  # Ray ends them later, because they have no name and no handle
+                    self.kill_ranks(found)
+                raise
+        return found
 
     def kill_ranks(self, ranks: Ranks) -> None:
-        for one in ranks[1]:
-            self.kill(one)
+        """Those that are left, if a kill fails, are known."""
+        while ranks[1]:
+            self.kill(ranks[1][-1])
+            ranks[1].pop()
 
     def ask(self, actor: Any) -> Any:
         with _translated():
@@ -350,7 +391,7 @@ class RayDriver:
         workers = self._workers
         with _step("ray_init"):
             self._init()
-        with _step("placement"):
+        with _step(PLACEMENT):
             self._tick_while(lambda: workers.is_starting and not workers.are_placed)
         self._tick_while(lambda: workers.is_starting)
         for warning in confine.warnings(os.environ, self._open_ports(), is_own=not self._address):

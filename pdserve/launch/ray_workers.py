@@ -230,7 +230,9 @@ class RayWorkers:
         if len(worker.bundles) > 1:
             return ""
         packs = self._strategy(worker) == "pack"
-        return choose_node(self._api.nodes(), list(others), worker.wanted.role, worker.bundles[0], packs=packs)
+        return choose_node(
+            self._api.nodes(worker.wanted.config), list(others), worker.wanted.role, worker.bundles[0], packs=packs
+        )
 
     def _placed(self, worker: _Worker) -> PlacedWorker:
         node = self._api.node_of(worker.place) if worker.is_placed else worker.planned_node

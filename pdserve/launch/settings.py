@@ -45,6 +45,7 @@ from pdserve.launch.spec import (
 )
 from pdserve.model_source import BUNDLED, TOY, TOY_MODELS, find_model, is_on_hub
 
+NODE_START_S: Final = 300.0  # how long Ray may take to start a node for a worker that the controller adds
 _TLS_FILES: Final = {"tls_cert", "tls_key", "tls_ca", "tls_client_ca", "router_cert", "router_key"}
 _NOT_ASKED: Final = {"settings", "cores", "gpus"}  # of a ClusterSpec, that `merge` does not compare
 _OF_WORKER_TABLES: Final[tuple[Kind, ...]] = ("worker", "prefill_worker", "decode_worker")
@@ -213,17 +214,12 @@ def read(
 
 
 def _fit_bounds(found: dict[str, Any]) -> None:
-    """More decode workers than the default if the bounds ask for them. Raises ConfigError if the numbers of workers are
-    not within the bounds."""
-    automatic = next((name for name in ("autoscale", "roles") if found.get(name) not in (None, "", "fixed")), "")
-    if not automatic:
-        return
-    if found.get("ray") is not None:
-        raise ConfigError(
-            automatic, found[automatic], "no --ray beside it: the controller is not available with Ray yet"
-        )
+    """More decode workers than the default if the bounds ask for them, and time for nodes that Ray starts. Raises
+    ConfigError if the numbers of workers are not within the bounds."""
     if not (bounds := found.get("autoscale")):
         return
+    if found.get("ray"):
+        found.setdefault("ray_wait_s", NODE_START_S)
     low, high = bounds_of("autoscale", bounds)
     prefill = found.get("prefill", 1)
     decode = found.setdefault("decode", max(low - prefill, 1))

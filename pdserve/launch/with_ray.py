@@ -232,7 +232,8 @@ def states_from_json(text: str) -> dict[str, WorkerState]:
 # --- cluster --------------------------------------------------------------------------------------------------
 
 DRIVER: Final = "ray"
-DRIVER_START_S: Final = 600.0
+PLACEMENT: Final = "placement"  # a step of the driver
+DRIVER_START_S: Final = 600.0  # without the wait for nodes
 WORKER_START_S: Final = 600.0  # once it is placed
 ENDING_S: Final = 30.0  # until a worker that has drained is gone
 REPORT_S: Final = 30.0  # until the driver reports what it has done
@@ -260,11 +261,12 @@ class RayCluster(ChangingCluster):
         self._states: Mapping[str, WorkerState] = {}  # as the driver reports them
         self._has_changed = asyncio.Event()
         self._listeners: dict[str, Say] = {}  # by the worker that starts during a change
+        self._took_s: dict[str, float] = {}  # by the worker or the step of the driver that was started last
         self._driver = SupervisedProcess(
             name=DRIVER,
             program=("pdserve.launch.ray_cluster", address, str(self._file)),
             env=tuple(_driver_env(self.spec).items()),
-            start_s=DRIVER_START_S,
+            start_s=DRIVER_START_S + self.spec.ray_wait_s,
             drain_s=self._longest_drain_s(),
             on_line=self._on_line,
         )
@@ -283,6 +285,10 @@ class RayCluster(ChangingCluster):
 
     def _names_of_workers(self) -> Sequence[str]:
         return [DRIVER]
+
+    def _first_start_s(self) -> float:
+        """With the wait for their nodes, which a worker that is added may need too."""
+        return self._took_s.get(PLACEMENT, 0.0) + max(self._took_s.get(one, 0.0) for one in self.spec.worker_ids)
 
     def _steps(self) -> list[str]:
         return ray_start_steps(self.spec, has_own_redis=self._has_own_redis)
@@ -377,6 +383,8 @@ class RayCluster(ChangingCluster):
             self._states = states_from_json(text.removeprefix(STATE))
             self._has_changed.set()
             return
+        if took := _TOOK.match(text):
+            self._took_s[name] = float(took.group(1))
         if text.startswith(NOW) and name in self._listeners:
             self._listeners[name](name, text.removeprefix(NOW))
         show(self._report, line)
@@ -432,7 +440,7 @@ def ray_start_steps(spec: ClusterSpec, *, has_own_redis: bool) -> list[str]:
     steps = start_steps(spec, has_own_redis=has_own_redis)
     begin = 1 if has_own_redis else 0
     end = begin + len(spec.worker_ids)
-    return [*steps[:begin], "ray_init", "placement", *steps[begin:end], DRIVER, *steps[end:]]
+    return [*steps[:begin], "ray_init", PLACEMENT, *steps[begin:end], DRIVER, *steps[end:]]
 
 
 def _driver_env(spec: ClusterSpec) -> dict[str, str]:

@@ -6,6 +6,7 @@ Rules, in this order:
    `starts_overlap`, more workers can be started while others start, or drain to end.
 3. Of all changes, the one whose best plan costs least is chosen (`plan.py`), if it costs less than keeping the size.
 4. A drain that would make requests miss their targets is refused.
+5. After a change that failed, changes of its kind wait, each time twice as long.
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ FEWEST_JUDGED: Final = 40  # requests
 LOST_FACTOR: Final = 0.97  # of the capacity share, each time more requests missed than predicted
 REGAINED: Final = 0.002  # each time a nearly full cluster missed no more than predicted
 INFORMATIVE_LOAD: Final = 0.8  # a cluster with less load says nothing about its capacity
+FIRST_PAUSE_S: Final = 30.0  # after a change that failed; what it lacked, such as a node, is probably still missing
+LONGEST_PAUSE_S: Final = 600.0
+#: Of equal costs, relative. A start now may have its effect in the same slice of the plan as one at the next decision.
+#: It is due then: the next decision would see the same.
+ROUNDING: Final = 1e-9
 
 
 @dataclass(slots=True)
@@ -64,6 +70,7 @@ class Controller:
         self._history = ArrivalHistory()
         self._pending: list[_Pending] = []  # the oldest first
         self._capacity = _CapacityShare()
+        self._pauses = _Pauses()
 
     def decide(self, observed: Observed, now_s: float) -> Decision:
         """Called with consecutive intervals. The caller carries the changes out, and reports their workers as
@@ -71,6 +78,10 @@ class Controller:
         self._history.add(observed.interval)
         if observed.settings is not None:
             self._settings = observed.settings
+        if observed.failed is not None:
+            self._pauses.begin(observed.failed.kind, now_s)
+            if failed := next((one for one in self._pending if one.change == observed.failed), None):
+                self._pending.remove(failed)
         if observed.busy_because:
             self._capacity.forget()
             return self._kept(observed, now_s, f"nothing changes during a {observed.busy_because}")
@@ -134,6 +145,7 @@ class Controller:
         for one in self._pending:
             if one.completed_s is not None and one.completed_s < now_s:
                 self._pending.remove(one)
+                self._pauses.forget(one.change.kind)
                 return _outcome(one, one.completed_s, observed)
         return None
 
@@ -162,20 +174,37 @@ class Controller:
 
     def _chosen(self, plan: SizePlan, observed: Observed, demands: list[Demand], now_s: float) -> Decision:
         # Until the effect of the last changes was seen, only more workers.
-        ranked = plan.alternatives((ChangeKind.START,) if self._pending else tuple(ChangeKind))
+        kinds = (ChangeKind.START,) if self._pending else tuple(ChangeKind)
+        pauses = self._pauses.left_s(now_s)
+        ranked: list[tuple[Alternative, Change | None]] = []
+        waiting: list[Alternative] = []
+        for one, change in plan.alternatives(kinds):
+            left_s = 0.0 if change is None else pauses.get(change.kind, 0.0)
+            if left_s:
+                waiting.append(one := replace(one, refused=f"such a change failed; again in {left_s:.0f} s"))
+            ranked.append((one, change))
         keep = next(one for one, change in ranked if change is None)
         bounds = self._settings
-        best, change = next(
+        is_too_large = observed.ready.total > bounds.max_workers
+        allowed = [
             (one, change)
             for one, change in ranked
-            if not one.refused or (change is not None and observed.ready.total > bounds.max_workers)
-        )
-        if change is None or best.cost_s >= keep.cost_s:
-            best, change = keep, None
+            if not one.refused or (is_too_large and change is not None and one not in waiting)
+        ]
+        best, change = allowed[0]
+        if change is None:
+            due_s = keep.cost_s * (1.0 + ROUNDING)
+            starts = [pair for pair in allowed if pair[1] is not None and pair[1].kind is ChangeKind.START]
+            best, change = next((pair for pair in starts if pair[0].cost_s <= due_s), (keep, None))
+        if change is None:
             reason = "no change costs less than keeping the size"
+            if waiting and waiting[0].cost_s < keep.cost_s:
+                reason = f"{waiting[0].change} would cost less than keeping the size, but {waiting[0].refused}"
         else:
             saved_s = keep.cost_s - best.cost_s
             reason = f"saves {saved_s:.0f} worker-seconds, with misses and changes, in {bounds.horizon_s:.0f} s"
+            if saved_s < keep.cost_s * ROUNDING:
+                reason = "costs as much as at the next decision"
             self._pending.append(_Pending(change, best.size, now_s, best.attainment, demands[0].rate_rps, change.count))
         return Decision(
             at_s=now_s,
@@ -210,6 +239,30 @@ def _outcome(pending: _Pending, completed_s: float, observed: Observed) -> Outco
         seen_rate_rps=interval.requests / interval.width_s,
         took_s=completed_s - pending.decided_s,
     )
+
+
+# --- changes that failed --------------------------------------------------------------------------------------
+
+
+@final
+class _Pauses:
+    """Of each kind of change: a cluster that gets no node for a start can still stop workers or change roles."""
+
+    def __init__(self) -> None:
+        self._lengths_s: dict[ChangeKind, float] = {}
+        self._ends_s: dict[ChangeKind, float] = {}
+
+    def begin(self, kind: ChangeKind, now_s: float) -> None:
+        """A change of the kind has failed."""
+        length_s = min(max(2.0 * self._lengths_s.get(kind, 0.0), FIRST_PAUSE_S), LONGEST_PAUSE_S)
+        self._lengths_s[kind], self._ends_s[kind] = length_s, now_s + length_s
+
+    def forget(self, kind: ChangeKind) -> None:
+        """A change of the kind was made."""
+        self._lengths_s.pop(kind, None)
+
+    def left_s(self, now_s: float) -> dict[ChangeKind, float]:
+        return {kind: end_s - now_s for kind, end_s in self._ends_s.items() if end_s > now_s}
 
 
 # --- what misses say about the capacity -----------------------------------------------------------------------

@@ -125,6 +125,7 @@ class Observed:
     max_batch: int = 256
     max_batch_tokens: int = 2048
     busy_because: str = ""  # what runs that must not be disturbed, such as "roll-out"; empty: nothing
+    failed: Change | None = None  # a change of the controller that has failed since its last decision
     settings: ScalingSettings | None = None  # from now on, with measured times; None: as before
     future: tuple[Interval, ...] = ()
 

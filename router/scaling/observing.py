@@ -106,6 +106,7 @@ def observe(
     starting: Size = NONE,
     draining: Size = NONE,
     busy_because: str = "",
+    failed: Change | None = None,
     settings: ScalingSettings | None = None,
 ) -> Observed:
     """A worker is ready if it is at each router."""
@@ -125,6 +126,7 @@ def observe(
         tokens_so_far=sum(one.answer_tokens for one in held) / begun if begun else 0.0,
         decode_rows=sum(one.rows for one in decodes) / len(decodes) if decodes else 0.0,
         busy_because=busy_because,
+        failed=failed,
         settings=settings,
     )
     if decodes:

@@ -92,7 +92,8 @@ class SizePlan:
             ChangeKind.CHANGE_ROLE: settings.drain_s + settings.change_role_s,
         }
         next_s = decide_every_s + settings.start_s
-        self._after_keep = self._values(self._edge(next_s), self._edge(next_s))
+        role_s = decide_every_s + settings.drain_s + settings.change_role_s  # of the next decision, if it is longer
+        self._after_keep = self._values(self._edge(max(next_s, role_s)), self._edge(next_s))
         self._after_start = self._values(
             self._edge(next_s), self._edge(settings.start_s + next_s), as_before=self._after_keep
         )

@@ -132,7 +132,7 @@ def hosts(client: Client) -> dict[str, list[str]]:
 
 def test_a_lost_node_costs_its_workers_alone(nodes: RayNodes) -> None:
     words, env = flags(nodes, len(NODES))
-    with Cluster(*words, "--ray-wait-s=60", start_s=200, env=env) as cluster:
+    with Cluster(*words, "--ray-wait-s=200", start_s=300, env=env) as cluster:
         assert hosts(cluster.client) == {address: ["d", "p"] for address in nodes._network.addresses.values()}
         nodes.kill("b")
         until_s = time.monotonic() + LOST_S

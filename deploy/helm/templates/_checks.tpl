@@ -4,14 +4,14 @@
 {{- $count := add $workers.prefill $workers.decode -}}
 {{- $gpus := int $workers.resources.gpus -}}
 {{- $ranks := int $workers.tensorParallel -}}
-{{- $pods := ternary (int .Values.autoscaling.maxPods) (int $workers.pods) .Values.autoscaling.enabled -}}
+{{- $pods := int $workers.pods -}}
 {{- if and (eq $workers.device "cuda") (lt $gpus $ranks) -}}
 {{- fail (printf "workers.resources.gpus: is %d, expected at least workers.tensorParallel (%d)" $gpus $ranks) -}}
 {{- end -}}
 {{- if and $gpus (ne $workers.device "cuda") -}}
 {{- fail "workers.resources.gpus: needs workers.device: cuda" -}}
 {{- end -}}
-{{- if and $gpus (lt (mul $pods (div $gpus $ranks)) $count) -}}
+{{- if and $gpus (not .Values.autoscaling.enabled) (lt (mul $pods (div $gpus $ranks)) $count) -}}
 {{- fail (printf "workers: %d workers of %d GPUs do not fit on %d pods of %d GPUs" $count $ranks $pods $gpus) -}}
 {{- end -}}
 {{- if and (eq $workers.device "cuda") (eq .Values.model.path "/models/bundled") -}}
@@ -20,8 +20,16 @@
 {{- if gt (int .Values.router.minReplicas) (int .Values.router.maxReplicas) -}}
 {{- fail "router.minReplicas: is greater than router.maxReplicas" -}}
 {{- end -}}
-{{- if gt (int .Values.autoscaling.minPods) (int .Values.autoscaling.maxPods) -}}
-{{- fail "autoscaling.minPods: is greater than autoscaling.maxPods" -}}
+{{- with .Values.autoscaling -}}
+{{- if and .enabled (or (lt (int $count) (int .minWorkers)) (gt (int $count) (int .maxWorkers))) -}}
+{{- fail (printf "autoscaling: %d workers at the start, expected %v to %v (minWorkers to maxWorkers)" $count .minWorkers .maxWorkers) -}}
+{{- end -}}
+{{- if and .enabled $.Values.keda.enabled -}}
+{{- fail "keda.enabled: expected false beside autoscaling.enabled, which changes the number of workers too" -}}
+{{- end -}}
+{{- end -}}
+{{- if and .Values.autoscaling.enabled (lt (int (include "pdserve.workersOfPod" .)) 1) -}}
+{{- fail "workers.resources: hold no worker; a pod needs workers.threads CPUs, and a GPU for each of workers.tensorParallel ranks" -}}
 {{- end -}}
 {{- with .Values.keda -}}
 {{- if gt (int .minWorkers) (int .maxWorkers) -}}

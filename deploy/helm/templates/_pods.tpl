@@ -70,6 +70,25 @@ resources:
     {{- end }}
 {{- end }}
 
+{{/* The workers that Ray places on a pod: it reserves a CPU for each thread, which ranks with GPUs share. */}}
+{{- define "pdserve.workersOfPod" -}}
+{{- $workers := .Values.workers -}}
+{{- $ranks := int $workers.tensorParallel -}}
+{{- $cpu := toString $workers.resources.cpu -}}
+{{- $cpus := ternary (div (add (int (trimSuffix "m" $cpu)) 999) 1000) (int (ceil (float64 $cpu))) (hasSuffix "m" $cpu) -}}
+{{- if int $workers.resources.gpus -}}
+{{- min (div $workers.resources.gpus $ranks) (div $cpus $workers.threads) -}}
+{{- else -}}
+{{- div $cpus (mul $workers.threads $ranks) -}}
+{{- end -}}
+{{- end }}
+
+{{/* The pods that this number of workers needs. */}}
+{{- define "pdserve.pods" -}}
+{{- $each := int (include "pdserve.workersOfPod" (index . 0)) -}}
+{{- div (sub (add (index . 1) $each) 1) $each -}}
+{{- end }}
+
 {{- define "pdserve.secretEnv" -}}
 - name: PDSERVE_TOKEN_FILE
   value: /run/secrets/pdserve/token

@@ -34,7 +34,7 @@ from pdserve.launch.local import targets_of_routers
 from pdserve.launch.spec import ClusterSpec, router_config, scaling_recording
 from pdserve.v1 import cluster_pb2
 from router.recording.recording import ScalingRecord
-from router.scaling.controller import Controller
+from router.scaling.controller import FIRST_PAUSE_S, Controller
 from router.scaling.interface import (
     LONGEST_CHANGE_S,
     Change,
@@ -46,14 +46,12 @@ from router.scaling.interface import (
     ScalingSettings,
 )
 from router.scaling.observing import DemandHistory, RouterDemand, measured, observe, under_way, why_unsettled
-from router.service.cluster import EVERY_S, ask_demand
+from router.service.cluster import EVERY_S, ask_addresses, ask_demand
 
 log = logging.getLogger(__name__)
 
 NAME: Final = "autoscale"  # in the lines of `up`
 FIRST_DRAIN_S: Final = 5.0  # assumed until a worker has drained
-FIRST_PAUSE_S: Final = 30.0  # after a change that failed; twice as long after another one
-LONGEST_PAUSE_S: Final = 600.0
 SHOWN: Final = 20
 LIMITS: Final = Range(0, MOST_DECISIONS)
 
@@ -117,7 +115,8 @@ def record_of(spec: ClusterSpec, settings: ScalingSettings) -> ScalingRecord | N
 
 
 async def ask_routers(spec: ClusterSpec, address: str) -> dict[str, RouterDemand]:
-    """What each router has seen since its start. Raises Unavailable, with their names, unless all answer."""
+    """What each router has seen since its start. Raises Unavailable, with their names, unless all of this launcher's
+    answer. Of those that others have started (`scaling_routers`), those that answer count."""
     config = router_config(spec, ())
     token, targets = config.token or None, {}
     for name, (where, tls) in zip(spec.router_names, targets_of_routers(spec, address), strict=True):
@@ -125,6 +124,10 @@ async def ask_routers(spec: ClusterSpec, address: str) -> dict[str, RouterDemand
     answers, failures = await ask_demand(targets)
     if failures:
         raise Unavailable(f"{', '.join(failures)} did not answer ({next(iter(failures.values())).message})")
+    if config.scaling_routers:
+        own = {one.incarnation for one in answers.values()}
+        found = await ask_addresses(config)
+        answers |= {name: one for name, one in found.items() if one.incarnation not in own}
     return answers
 
 
@@ -162,7 +165,7 @@ class Autoscaler:
         self._controller = Controller(settings)
         self._history = DemandHistory()
         self._under_way: Change | None = None
-        self._paused_s, self._paused_until_s = 0.0, 0.0  # after the last change, if it failed
+        self._failed: Change | None = None  # which the controller has not seen yet
         self._trouble = ""
         self._kept: deque[Entry] = deque(maxlen=MOST_DECISIONS)  # those with a change
         self._last: Entry | None = None
@@ -203,12 +206,13 @@ class Autoscaler:
         interval = self._history.interval(answers, now_s)
         if interval is None:
             return
-        observed = self._observed(interval, list(answers.values()), now_s)
+        observed = self._observed(interval, list(answers.values()))
         # With many workers it takes a tenth of a second or more, in which the launcher has other work.
         try:
             decision = await asyncio.to_thread(self._controller.decide, observed, now_s)
         except Exception:
             self._controller = Controller(self._settings)  # it has seen an interval that no recording has
+            self._failed = self._failed or observed.failed
             if self._record is not None:
                 self._workers.say(NAME, "the recording of the decisions ends")
                 self._record.close()
@@ -221,22 +225,27 @@ class Autoscaler:
         for change in decision.changes:
             self._begin(change)
 
-    def _observed(self, interval: Interval, answers: list[RouterDemand], now_s: float) -> Observed:
+    def _observed(self, interval: Interval, answers: list[RouterDemand]) -> Observed:
         starting, draining = under_way(self._under_way)
         busy = ""
         if self._under_way is None:
-            busy = self._why_busy(answers, now_s)
+            busy = self._why_busy(answers)
         self._settings = with_bounds(self._settings, self._workers.spec)
+        failed, self._failed = self._failed, None
         return observe(
-            interval, answers, starting=starting, draining=draining, busy_because=busy, settings=self._settings
+            interval,
+            answers,
+            starting=starting,
+            draining=draining,
+            busy_because=busy,
+            failed=failed,
+            settings=self._settings,
         )
 
-    def _why_busy(self, answers: list[RouterDemand], now_s: float) -> str:
+    def _why_busy(self, answers: list[RouterDemand]) -> str:
         if running := self._changes.running:
             return f"change by an operator ({running})"
-        if found := why_unsettled(answers, frozenset(self._workers.spec.worker_ids)):
-            return found
-        return f"pause of {self._paused_s:g} s after a failed change" if now_s < self._paused_until_s else ""
+        return why_unsettled(answers, frozenset(self._workers.spec.worker_ids))
 
     def _note(self, decision: Decision, observed: Observed) -> None:
         outcome = decision.outcome
@@ -265,13 +274,10 @@ class Autoscaler:
         try:
             await self._make(change)
         except Exception as error:
-            entry.failure = why_failed(error)
-            self._paused_s = min(max(2.0 * self._paused_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
-            self._paused_until_s = self._clock() + self._paused_s
-            self._workers.say(NAME, f"{change} failed; the next change in {self._paused_s:g} s at the earliest")
+            entry.failure, self._failed = why_failed(error), change
+            self._workers.say(NAME, f"{change} failed; such a change waits for {FIRST_PAUSE_S:g} s or more")
             raise
         else:
-            self._paused_s = 0.0
             self._settings = measured(self._settings, change, self._clock() - began_s)
         finally:
             self._under_way = None

@@ -103,7 +103,7 @@ class ChangingCluster(LaunchedCluster):
             record_of,
         )
 
-        settings = first_settings(self.spec, max(map(self._supervisor.start_s, self.spec.worker_ids)))
+        settings = first_settings(self.spec, self._first_start_s())
         return Autoscaler(
             self,
             self._changing,
@@ -367,6 +367,10 @@ class ChangingCluster(LaunchedCluster):
     what_follows: str  # if a worker cannot start with its former settings either
 
     @abstractmethod
+    def _first_start_s(self) -> float:
+        """How long the slowest of the first workers took."""
+
+    @abstractmethod
     def _routers(self) -> Sequence[Process]: ...
 
     @abstractmethod
@@ -422,6 +426,9 @@ class LocalCluster(ChangingCluster):
     """The workers are processes of this host."""
 
     what_follows = "it is started again until it runs"
+
+    def _first_start_s(self) -> float:
+        return max(map(self._supervisor.start_s, self.spec.worker_ids))
 
     def _processes(self) -> list[Process]:
         workers = [self._process(one, self._overlays[one]) for one in self.spec.worker_ids]

@@ -24,7 +24,7 @@ EXTRAS = [(), ("tls",), ("tenants",), ("tls", "tenants")]
 COMBINATIONS = [(*engine, *extra) for engine in ENGINES for extra in EXTRAS]
 
 #: Values that no component has.
-AUTOSCALED = {"autoscaling": {"enabled": True, "minPods": 0, "maxPods": 4, "idleTimeoutS": 120}}
+AUTOSCALED = {"autoscaling": {"enabled": True, "minWorkers": 2, "maxWorkers": 6, "roles": "auto", "idleTimeoutS": 120}}
 LARGE = {
     "image": {"repository": "registry.example.com/pdserve", "tag": "0.1.1", "pullSecrets": ["registry"]},
     "secret": "other",
@@ -128,7 +128,6 @@ def test_autoscaling_gives_the_head_and_nothing_else_access_to_the_api_server() 
     [cluster] = named(manifests, "RayCluster").values()
     [group] = cluster["spec"]["workerGroupSpecs"]
     assert cluster["spec"]["enableInTreeAutoscaling"] is True
-    assert (group["minReplicas"], group["maxReplicas"]) == (0, 4)
     assert "replicas" not in group, "an upgrade of the release would set it back"
     can = {name: one["spec"]["automountServiceAccountToken"] for name, one in pod_templates(manifests)}
     assert {name for name, has in can.items() if has} == {"ray-head"}
@@ -136,6 +135,30 @@ def test_autoscaling_gives_the_head_and_nothing_else_access_to_the_api_server() 
     assert egress["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "ray-head"
     names = {one["name"] for one in cluster["spec"]["autoscalerOptions"]["env"]}
     assert names == {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"}, "Ray asks its autoscaler for the token too"
+
+
+@pytest.mark.parametrize(
+    ("workers", "pods"),
+    [
+        ({}, (2, 7)),
+        ({"resources": {"cpu": "8"}}, (1, 2)),
+        ({"resources": {"cpu": "4500m"}}, (1, 4)),
+        ({"resources": {"cpu": 4}, "tensorParallel": 2}, (2, 7)),
+        ({"device": "cuda", "resources": {"cpu": 32, "gpus": 8}, "tensorParallel": 2}, (1, 2)),
+        ({"device": "cuda", "resources": {"cpu": 4, "gpus": 8}, "tensorParallel": 2}, (1, 4)),
+    ],
+)
+def test_pods_hold_as_many_workers_as_the_launcher_may_start(workers: dict[str, Any], pods: tuple[int, int]) -> None:
+    """And one more, which a roll-out adds."""
+    values = merged(AUTOSCALED, {"workers": workers, "model": {"path": "/models/served"}})
+    manifests = render(values)
+    spec = asked(manifests).spec
+    assert (spec.autoscale, spec.roles, spec.ray_wait_s) == ("2:6", "auto", 300.0)
+    [cluster] = named(manifests, "RayCluster").values()
+    [group] = cluster["spec"]["workerGroupSpecs"]
+    assert (group["minReplicas"], group["maxReplicas"]) == pods
+    ports = {one["containerPort"] for one in container(manifests, "ray-workers")["ports"]}
+    assert ports == set(range(9501, 9501 + 7))
 
 
 def test_keda_starts_the_workers_that_the_routers_want_beside_the_launchers() -> None:
@@ -189,7 +212,10 @@ def test_the_schema_rejects(values: dict[str, Any], message: str) -> None:
         ({"workers": {"device": "cuda", "resources": {"gpus": 1}}}, "need a checkpoint of yours"),
         (merged(values_of(["gpu"]), {"workers": {"decode": 5}}), "6 workers of 1 GPUs do not fit on 2 pods of 1 GPUs"),
         ({"router": {"minReplicas": 9}}, "greater than router.maxReplicas"),
-        ({"autoscaling": {"minPods": 9}}, "greater than autoscaling.maxPods"),
+        ({"autoscaling": {"enabled": True, "minWorkers": 9}}, "2 workers at the start, expected 9 to 8"),
+        ({"autoscaling": {"enabled": True, "maxWorkers": 1}}, "2 workers at the start, expected 2 to 1"),
+        (merged(AUTOSCALED, {"workers": {"threads": 3}}), "hold no worker"),
+        (merged(AUTOSCALED, {"keda": {"enabled": True, "decode": {"name": "d"}}}), "expected false beside autoscaling"),
         ({"keda": {"minWorkers": 9}}, "greater than keda.maxWorkers"),
         ({"keda": {"enabled": True}}, "expected the workload of your decode workers"),
         ({"workers": {"minAvailable": 2}}, "must be less than workers.pods"),
@@ -201,10 +227,7 @@ def test_the_chart_rejects_values_that_would_not_run(values: dict[str, Any], mes
 
 
 def test_more_workers_fit_on_gpu_pods_of_the_autoscaler() -> None:
-    values = merged(merged(values_of(["gpu"]), {"workers": {"decode": 5}}), AUTOSCALED)
-    with pytest.raises(helm_python.HelmError, match="do not fit on 4 pods"):
-        rendered(values)
-    assert rendered(merged(values, {"autoscaling": {"maxPods": 6}}))
+    assert rendered(merged(merged(values_of(["gpu"]), {"workers": {"decode": 5}}), AUTOSCALED))
 
 
 def test_helm_lint_finds_nothing_but_the_missing_icon() -> None:

@@ -143,7 +143,7 @@ class FakeRay(ActorApi):
         self._reach("bundles")
         return ({"CPU": float(config.threads)},)
 
-    def nodes(self) -> Mapping[str, Resources]:
+    def nodes(self, config: WorkerConfig) -> Mapping[str, Resources]:
         self._reach()
         return self.all_nodes
 
@@ -152,15 +152,17 @@ class FakeRay(ActorApi):
         return {"CPU": sum(self.free().values())}, {"CPU": sum(one["CPU"] for one in self.all_nodes.values())}
 
     def place(self, name: str, bundles: Bundles, strategy: str, node: str) -> FakeGroup:
-        self._reach("place")
-        if any(one.name == name and not one.is_removed for one in self.groups):
-            raise RayTrouble(f"a placement group {name} exists")
-        self.groups.append(FakeGroup(name, bundles, node))
-        return self.groups[-1]
+        return FakeGroup(name, bundles, node)
 
     def is_placed(self, place: FakeGroup) -> bool:
         if place.is_removed:
             raise RayTrouble("the placement group was removed")
+        if place not in self.groups:
+            self._reach("place")
+            if any(one.name == place.name and not one.is_removed for one in self.groups):
+                raise RayTrouble(f"a placement group {place.name} exists")
+            self.groups.append(place)
+            self._reach("place halfway")
         return bool(place.nodes)
 
     def node_of(self, place: FakeGroup) -> str:
@@ -194,6 +196,7 @@ class FakeRay(ActorApi):
         assert bundles == place.bundles
         if before is not None or not self.has_ranks:
             return before
+        self._reach("with_ranks")
         self.ranks.append(FakeRanks(one.worker_id))
         return self.ranks[-1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +18,12 @@ from pdserve.config import bounds_of
 from pdserve.core.cost.latency import CostPrior
 from pdserve.core.errors import ChangeFailed, ConfigError, InvalidRequest, Unauthenticated, Unavailable
 from pdserve.core.types import Role, Slo
-from pdserve.launch.changes.autoscale import EVERY_S, FIRST_PAUSE_S, Autoscaler, first_settings, record_of
+from pdserve.launch.changes.autoscale import EVERY_S, Autoscaler, first_settings, record_of
 from pdserve.launch.changes.server import ChangeServer
 from pdserve.launch.spec import ClusterSpec
 from pdserve.v1 import cluster_pb2
 from router.recording.replay_command import run as replay
-from router.scaling.controller import Controller
+from router.scaling.controller import FIRST_PAUSE_S, Controller
 from router.scaling.demand import true_interval
 from router.scaling.observing import RouterDemand, WorkerCapacity, together
 from router.service.cluster import LauncherLink
@@ -279,20 +280,24 @@ async def test_nothing_changes_while_a_worker_is_not_ready(tmp_path: Path, kind:
 
 
 async def test_a_change_that_fails_is_tried_again_ever_later(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
-    scene.cluster.error = ChangeFailed("no memory for d2")
+    scene = Scene(tmp_path, record=str(tmp_path / "run.jsonl"))
+    scene.cluster.error = ChangeFailed("Ray did not place d2")
     await scene.pass_time(2.0, 40.0)
     await scene.pass_time(12.0, FIRST_PAUSE_S)
     assert len(scene.cluster.made) == 1
-    assert [one.failure for one in scene.told.decisions if one.change] == ["no memory for d2"]
-    reason = f"nothing changes during a pause of {FIRST_PAUSE_S:g} s after a failed change"
-    assert scene.told.decisions[-1].reason == reason
+    assert [one.failure for one in scene.told.decisions if one.change] == ["Ray did not place d2"]
+    assert re.fullmatch(
+        r"start \d decode would cost less than keeping the size, but such a change failed; again in \d+ s",
+        scene.told.decisions[-1].reason,
+    )
     await scene.pass_time(12.0, 300.0)
     assert 3 <= len(scene.cluster.made) <= 4, "after 30, 60 and 120 s"
     scene.cluster.error = None
     await scene.pass_time(12.0, 300.0)
     assert scene.cluster.spec.decode > 2
     assert not any(one.outcome for one in scene.told.decisions if one.failure), "nothing came of it"
+    scene.scaler.close()
+    assert replay(SimpleNamespace(file=str(tmp_path / "run-scaling.jsonl"), json=False)) == 0  # type: ignore[arg-type]
 
 
 async def test_only_roles_change_where_no_bounds_are_given(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,10 @@ import pytest
 from pdserve.config import REDIS_ENV, SECRET_ENV
 from pdserve.core.errors import ConfigError, Unavailable
 from pdserve.core.progress import PhaseProgress
+from pdserve.launch import ray_cluster
+from pdserve.launch.actor_api import NameTaken, RayTrouble
 from pdserve.launch.ports import free_ports
+from pdserve.launch.ray_cluster import RayApi
 from pdserve.launch.report import LauncherReport
 from pdserve.launch.spec import ClusterSpec, ClusterTls, worker_config
 from pdserve.launch.supervisor import MAX_LINE_BYTES, StartFailed
@@ -157,3 +162,175 @@ def test_phases_reach_a_listener(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     PhaseReport("d0", "weights", "bytes", clock=lambda: 5.0)(1, 4)
     assert heard == [PhaseProgress(phase="weights", done=1, total=4, unit="bytes", seconds=0.0)]
     assert capsys.readouterr().err == ""
+
+
+# --- calls of Ray that fail halfway ---------------------------------------------------------------------------
+
+
+class HalfRay:
+    """The functions of Ray that RayApi calls. `failing` names those that fail once they have done their work."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.groups: dict[str, Any] = {}
+        self.actors: dict[str, Any] = {}
+        self.failing: list[str] = []
+        self.most_actors = 10
+        self.name = ""
+        ray = SimpleNamespace(
+            exceptions=ray_cluster.ray.exceptions,
+            wait=lambda objects, timeout: (objects, []),
+            get=lambda one: one,
+            nodes=lambda: [
+                {"NodeID": node, "Alive": True, "Resources": {}, "NodeManagerAddress": f"10.0.0.{at}"}
+                for at, node in enumerate("ab")
+            ],
+            get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: "a"),
+            util=SimpleNamespace(placement_group_table=lambda group: {"bundles_to_node_id": {0: "b"}}),
+            remote=lambda *args, **options: self if args else lambda kind: self,
+            get_actor=self.get_actor,
+            kill=self.kill,
+        )
+        monkeypatch.setattr(ray_cluster, "ray", ray)
+        for name in ("placement_group", "get_placement_group", "remove_placement_group"):
+            monkeypatch.setattr(ray_cluster, name, getattr(self, name))
+
+    def done(self, call: str) -> None:
+        if call in self.failing:
+            self.failing.remove(call)
+            raise RuntimeError(f"{call} failed")
+
+    def placement_group(self, bundles: Any, *, name: str, **options: Any) -> Any:
+        assert name not in self.groups
+        self.groups[name] = group = SimpleNamespace(name=name, ready=lambda: self.done("ready") or "placed")
+        self.done("placement_group")
+        return group
+
+    def get_placement_group(self, name: str) -> Any:
+        if name not in self.groups:
+            raise ValueError(name)
+        return self.groups[name]
+
+    def remove_placement_group(self, group: Any) -> None:
+        self.done("remove")
+        del self.groups[group.name]
+
+    def options(self, *, name: str = "", **options: Any) -> HalfRay:
+        self.name = name
+        return self
+
+    def remote(self, *args: Any) -> Any:
+        if self.name in self.actors:
+            raise ray_cluster.ray.exceptions.ActorAlreadyExistsError("it exists")
+        if len(self.actors) == self.most_actors:
+            raise RuntimeError("no room")
+        self.actors[self.name or f"rank {len(self.actors)}"] = actor = SimpleNamespace()
+        self.done("create")
+        return actor
+
+    def get_actor(self, name: str) -> Any:
+        return self.actors[name]
+
+    def kill(self, actor: Any, *, no_restart: bool) -> None:
+        self.actors = {name: one for name, one in self.actors.items() if one is not actor}
+
+
+@pytest.fixture
+def half(monkeypatch: pytest.MonkeyPatch) -> HalfRay:
+    return HalfRay(monkeypatch)
+
+
+@pytest.mark.parametrize("failing", [["placement_group"], ["ready"], ["placement_group", "remove"]])
+@pytest.mark.parametrize("follows", ["release", "again"])
+def test_a_placement_group_of_a_failed_call_is_removed_or_replaced(
+    failing: list[str], follows: str, half: HalfRay
+) -> None:
+    api = RayApi("head:6379", "redis://10.0.0.1/0")
+    place = api.place("pdserve-c-d0", ({"CPU": 1.0},), "spread", "")
+    assert not half.groups, "nothing is asked yet"
+    half.failing = list(failing)
+    with pytest.raises(RayTrouble, match="failed"):
+        api.is_placed(place)
+    assert len(half.groups) == 1
+    if "remove" in failing:
+        with pytest.raises(RayTrouble, match="remove failed"):
+            api.release(place)
+    if follows == "again":
+        assert api.is_placed(place)
+        assert list(half.groups) == [place.name]
+    api.release(place)
+    assert not half.groups
+
+
+def test_placement_groups_of_two_launchers_have_different_names(half: HalfRay) -> None:
+    places = [RayApi("head:6379", "").place("pdserve-c-d0", ({"CPU": 1.0},), "spread", "") for _ in range(2)]
+    assert all(RayApi("head:6379", "").is_placed(one) for one in places)
+    assert len(half.groups) == 2
+
+
+def test_an_actor_of_a_failed_call_is_ended_before_the_next_one(half: HalfRay) -> None:
+    """Nobody else's: its name may be that of another launcher's."""
+    [one, *_] = wanted().workers
+    api, needs = RayApi("", ""), ({"CPU": 1.0},)
+    place = api.place("pdserve-c-p0", needs, "spread", "")
+    half.actors["pdserve-c-p0"] = theirs = SimpleNamespace()
+    with pytest.raises(NameTaken):
+        api.create(one, "c", place, needs)
+    assert half.actors["pdserve-c-p0"] is theirs
+    half.actors.clear()
+    half.failing = ["create"]
+    with pytest.raises(RayTrouble, match="create failed"):
+        api.create(one, "c", place, needs)
+    assert half.actors
+    with pytest.raises(NameTaken):
+        api.create(one, "c", place, needs)
+    assert not half.actors
+    assert api.create(one, "c", place, needs) is half.actors["pdserve-c-p0"]
+
+
+def test_ranks_of_a_failed_call_are_ended(half: HalfRay) -> None:
+    [one, *_] = wanted().workers
+    config = replace(one.config, tensor_parallel=3, local_ranks=1, rendezvous="10.0.0.9:7000", host="10.0.0.9")
+    one, needs = replace(one, config=config), ({"CPU": 1.0},) * 3
+    api = RayApi("", "")
+    place = api.place("pdserve-c-p0", needs, "pack", "")
+    half.most_actors = 1
+    with pytest.raises(RayTrouble, match="no room"):
+        api.with_ranks(one, place, needs, None)
+    assert not half.actors
+    half.most_actors = 2
+    ranks = api.with_ranks(one, place, needs, None)
+    assert ranks is not None
+    assert (ranks[0], len(ranks[1]), len(half.actors)) == ("10.0.0.1:7000", 2, 2)
+    assert api.with_ranks(one, place, needs, ranks) is ranks, "the address is the same"
+    api.kill_ranks(ranks)
+    assert not half.actors
+    assert api.with_ranks(one, place, needs, ranks) is not ranks, "they were killed"
+
+
+@pytest.mark.parametrize(
+    ("address", "redis", "settings", "nodes"),
+    [
+        ("", "redis://10.0.0.1/0", {"insecure": True}, ["a"]),
+        ("head:6379", "redis://10.0.0.1/0", {}, ["a"]),
+        ("head:6379", "unix:/tmp/redis", {"insecure": True}, ["a"]),
+        ("head:6379", "redis://:p@127.0.0.1/0", {"insecure": True}, ["a"]),
+        ("head:6379", "redis://10.0.0.1/0", {"insecure": True}, ["a", "b"]),
+        ("head:6379", "redis://10.0.0.1/0", {"tls_cert": "/c", "tls_key": "/k", "tls_ca": "/a"}, ["a", "b"]),
+    ],
+)
+def test_settings_decide_whether_workers_may_be_on_other_hosts(
+    address: str, redis: str, settings: dict[str, Any], nodes: list[str], half: HalfRay
+) -> None:
+    """The nodes that are there do not: others may join later."""
+    [one, *_] = wanted().workers
+    config = replace(one.config, tls_cert="", tls_key="", tls_ca="", tls_peer_name="")
+    one = replace(one, config=replace(config, **settings))
+    api = RayApi(address, redis)
+    assert list(api.nodes(one.config)) == nodes
+    place = api.place("pdserve-c-p0", ({"CPU": 1.0},), "spread", "")
+    assert api.is_placed(place)
+    if "b" in nodes:
+        assert api.check(one, place) is None
+    else:
+        with pytest.raises(ConfigError, match="redis: got" if "10.0.0.1" not in redis else "tls: got nothing"):
+            api.check(one, place)

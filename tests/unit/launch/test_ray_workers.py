@@ -460,6 +460,16 @@ def test_ranks_whose_kill_fails_are_killed_later(how: str) -> None:
     assert [one.is_killed for one in found.ray.ranks if one.worker_id == "d1"] == expected
 
 
+def test_a_placement_group_that_is_created_by_a_failed_call_is_removed() -> None:
+    found = driver()
+    found.ray.failing["place halfway"] = 1
+    found.ray.failing["release"] = 5
+    found.start("d1")
+    assert found.until("d1", Phase.FAILED).startswith("d1: the control plane does not answer")
+    found.step(20)
+    assert [one.name for one in found.ray.groups] == ["pdserve-c-p0", "pdserve-c-d0"]
+
+
 @pytest.mark.parametrize("how", ["forget", "not placed", "not wanted"])
 def test_a_release_that_fails_is_tried_again(how: str) -> None:
     found = driver(2.0 if how != "forget" else 3.0)
@@ -570,7 +580,7 @@ def test_nothing_is_left_after_any_changes(seed: int) -> None:
         name = rng.choice(names)
         match rng.choice(["start", "end", "forget", "crash", "give up", "error", "node", "wait", "trouble"]):
             case "trouble":
-                for method in ("kill", "kill_ranks", "release", "place", "create"):
+                for method in ("kill", "kill_ranks", "with_ranks", "release", "place", "place halfway", "create"):
                     found.ray.failing[method] = rng.choice([0, 1, 30])
             case "start":
                 found.start(name, threads=rng.choice([1, 1, 2]))
@@ -688,6 +698,14 @@ async def test_the_launcher_starts_and_ends_workers() -> None:
         cluster._forget("d1")
         await found.until(lambda: len(found.ray.groups) == 2)
         assert cluster.spec.worker_ids == ("p0", "d0")
+
+
+async def test_the_first_start_says_how_long_the_next_one_may_take() -> None:
+    """Ray may have started nodes for the workers, as it does for those that are added."""
+    async with launched(4.0) as found:
+        for line in ("@placement took 90.50 s", "@p0 took 2.00 s", "@d0 took 3.00 s"):
+            found.cluster._on_line(line)
+        assert found.cluster._first_start_s() == 93.5
 
 
 async def test_the_launcher_tells_what_an_added_worker_waits_for() -> None:

@@ -91,11 +91,25 @@ def test_bounds_of_the_number_of_workers(tmp_path: Path) -> None:
         ({"autoscale": "1:1"}, "autoscale: got 1:1"),
         ({"autoscale": "8"}, "autoscale: got '8', expected MIN:MAX"),
         ({"roles": "some"}, "roles: got some"),
-        ({"autoscale": "2:4", "ray": ""}, "autoscale: got 2:4, expected no --ray beside it: the controller is not"),
-        ({"roles": "auto", "ray": ""}, "roles: got auto, expected no --ray"),
     ):
         with pytest.raises(ConfigError, match=re.escape(field)):
             read({"model": "toy", **flags}, folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "wait_s"),
+    [
+        ({"ray": "head:6379"}, 300.0),
+        ({"ray": "head:6379", "ray_wait_s": 20.0}, 20.0),
+        ({"ray": "head:6379", "autoscale": ""}, 10.0),
+        ({"ray": ""}, 10.0),
+    ],
+)
+def test_ray_has_time_to_start_nodes_that_a_controller_asks_for(
+    flags: dict[str, Any], wait_s: float, tmp_path: Path
+) -> None:
+    spec = read({"model": "toy", "autoscale": "2:4", "roles": "auto", **flags}, folder=tmp_path).spec
+    assert (spec.is_automatic, spec.ray_wait_s) == (True, wait_s)
 
 
 def test_the_token_may_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -14,7 +15,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role, Slo
 from router.recording.replay import decode_value, encode_value
 from router.scaling.attainment import LoadModel, expected_attainment
-from router.scaling.controller import Controller
+from router.scaling.controller import FIRST_PAUSE_S, Controller
 from router.scaling.demand import ArrivalHistory, Bin, newest_line, true_interval
 from router.scaling.interface import (
     NONE,
@@ -200,6 +201,17 @@ def test_a_full_cluster_gets_workers() -> None:
     assert found[0].alternatives[0].cost_s < next(one.cost_s for one in found[0].alternatives if one.change == "keep")
 
 
+@pytest.mark.parametrize("start_s", [0.5, 2.0, 5.0, 11.68, 15.0, 25.0, 40.0, 60.0, 95.0, 120.0, 300.0])
+@pytest.mark.parametrize("rate_rps", [6.0, 12.0, 40.0])
+def test_a_full_cluster_does_not_wait_for_the_next_decision(start_s: float, rate_rps: float) -> None:
+    """Also where the plan has a start now and one at the next decision in the same slice."""
+    settings = replace(SETTINGS, start_s=start_s)
+    found = list(decisions(Controller(settings), lambda now_s: rate_rps, Size(0, 2), 60.0))
+    assert found[-1].size.decode > 2 or found[-1].changes
+    fits = list(decisions(Controller(settings), lambda now_s: 4.0, Size(0, 3), 60.0))
+    assert not any(change.kind is ChangeKind.START for one in fits for change in one.changes)
+
+
 def test_an_idle_cluster_loses_workers_down_to_the_minimum() -> None:
     sizes = [one.size for one in decisions(Controller(SETTINGS), lambda now_s: 1.0, Size(2, 8), 200.0)]
     assert sizes[-1].total == SETTINGS.min_workers
@@ -328,6 +340,59 @@ def test_a_change_that_failed_has_no_outcome() -> None:
     assert decision.changes
 
 
+def starts(controller: Controller, size: Size, seconds: float, began_s: float, *, fail: bool) -> list[float]:
+    """When workers are started, if each start takes an interval and fails, or is made."""
+    found: list[float] = []
+    failed: Change | None = None
+    for number in range(1, int(seconds / EVERY_S) + 1):
+        now_s = began_s + number * EVERY_S
+        decision = controller.decide(seen(now_s, 30.0, size, failed=failed), now_s)
+        failed = None
+        for change in decision.changes:
+            found.append(now_s)
+            failed = change if fail else None
+            size = size if fail else resized(size, change)
+    return found
+
+
+def test_a_change_that_failed_is_decided_again_ever_later() -> None:
+    controller = Controller(SETTINGS)
+    at_s = starts(controller, Size(0, 2), 260.0, 0.0, fail=True)
+    pauses_s = [later_s - earlier_s for earlier_s, later_s in pairwise(at_s)]
+    assert pauses_s == [EVERY_S + FIRST_PAUSE_S * factor for factor in (1.0, 2.0, 4.0)]
+    assert starts(controller, Size(0, 2), 260.0, 260.0, fail=False), "it is made"
+    again_s = starts(controller, Size(0, 2), 60.0, 520.0, fail=True)
+    assert again_s[1] - again_s[0] == EVERY_S + FIRST_PAUSE_S, "the pause is short again"
+
+
+def test_a_pause_after_failed_changes_has_a_limit() -> None:
+    controller = Controller(SETTINGS)
+    failed = Change(kind=ChangeKind.START, role=Role.DECODE, count=1)
+    for number in range(1, 11):
+        now_s = number * EVERY_S
+        controller.decide(seen(now_s, 30.0, Size(0, 2), failed=failed, busy_because="roll-out"), now_s)
+    reason = controller.decide(seen(55.0, 30.0, Size(0, 2)), 55.0).reason
+    assert reason.endswith("such a change failed; again in 595 s")
+
+
+def test_workers_are_stopped_or_change_their_role_after_a_start_failed() -> None:
+    """Also the reason for keeping a size is told."""
+    failed = Change(kind=ChangeKind.START, role=Role.DECODE, count=1)
+    for size, rate_rps, kind in (
+        (Size(0, 8), 2.0, ChangeKind.STOP),
+        (Size(6, 2), 12.0, ChangeKind.CHANGE_ROLE),
+        (Size(0, 2), 12.0, None),
+    ):
+        controller = Controller(SETTINGS)
+        for number in range(1, 6):
+            assert not controller.decide(seen(number * EVERY_S, rate_rps, size), number * EVERY_S).changes
+        decision = controller.decide(seen(30.0, rate_rps, size, failed=failed), 30.0)
+        assert [one.kind for one in decision.changes] == ([] if kind is None else [kind])
+        starts = [one for one in decision.alternatives if one.change.startswith("start")]
+        assert all(one.refused == "such a change failed; again in 30 s" for one in starts)
+    assert decision.reason.endswith("would cost less than keeping the size, but such a change failed; again in 30 s")
+
+
 def plan(size: Size, rates: Callable[[float], float], settings: ScalingSettings = SETTINGS) -> SizePlan:
     edges_s = slice_edges_s(settings.horizon_s)
     demands = [replace(demand(rates(at_s)), at_s=at_s) for at_s in edges_s[:-1]]
@@ -380,8 +445,11 @@ def test_what_a_change_costs_decides_whether_a_dip_is_used() -> None:
     assert best(plan(Size(0, 6), dip, dear)) == "keep"
 
 
-def test_idle_prefill_workers_become_decode_workers() -> None:
-    assert best(plan(Size(4, 2), lambda at_s: 10.0)).startswith("change")
+@pytest.mark.parametrize("change_role_s", [2.0, 10.0, 40.0, 60.0])
+def test_idle_prefill_workers_become_decode_workers(change_role_s: float) -> None:
+    """Also if a change of role takes as long as a start, as with Ray."""
+    settings = replace(SETTINGS, min_workers=6, max_workers=6, change_role_s=change_role_s)
+    assert best(plan(Size(4, 2), lambda at_s: 10.0, settings)).startswith("change")
 
 
 def test_roles_stay_if_they_may_not_change() -> None:
@@ -421,6 +489,7 @@ def test_more_misses_than_predicted_lower_the_capacity_that_is_counted_on() -> N
 
 def test_a_recording_of_observations_decides_the_same() -> None:
     observed = [seen(EVERY_S * number, 2.0 * number, Size(1, 2), queued=number) for number in range(1, 15)]
+    observed[7] = replace(observed[7], failed=Change(kind=ChangeKind.START, role=Role.DECODE, count=1))
     stored = [json.dumps(encode_value(one)) for one in observed]
     live, again = Controller(SETTINGS), Controller(SETTINGS)
     for one, line in zip(observed, stored, strict=True):

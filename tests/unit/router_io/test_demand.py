@@ -7,7 +7,9 @@ import pytest
 from pdserve.config import RouterConfig
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
 from pdserve.core.types import Role
+from pdserve.launch.changes.autoscale import ask_routers
 from pdserve.launch.ports import free_ports
+from pdserve.launch.spec import ClusterSpec
 from pdserve.telemetry.metrics import Metrics
 from pdserve.v1 import cluster_pb2
 from router.scaling.observing import RouterDemand
@@ -95,6 +97,18 @@ async def test_advice_waits_for_routers_that_answer(connect: Connect, decode: Pr
         await advisor.step(0.0)
     assert told == []
     assert front.server.is_healthy, "its own advisor runs too"
+
+
+async def test_a_launcher_counts_the_arrivals_of_routers_that_others_started(connect: Connect, decode: Program) -> None:
+    own_port, other_port = free_ports(2)
+    own, other = await connect(decode, port=own_port), await connect(decode, port=other_port)
+    for front in (own, other, other):
+        await front.client.generate(PROMPT, max_tokens=2, temperature=0, ignore_eos=True)
+    for port, requests in ((None, [1]), (own_port, [1]), (other_port, [1, 2])):
+        router = {} if port is None else {"scaling_routers": f"127.0.0.1:{port}"}
+        spec = ClusterSpec(model="toy", port=own_port, settings={"router": router})
+        answers = await ask_routers(spec, f"127.0.0.1:{own_port}")
+        assert [one.sums.requests for one in answers.values()] == requests
 
 
 @pytest.mark.parametrize("wrong", [{"scaling": "4"}, {"scaling": "1:2", "scaling_routers": "nowhere"}])
