@@ -9,18 +9,23 @@ half of the requests were sent, each time with other settings. A request belongs
 
 Bars: no request fails, no token is wrong, and the attainment during and after the roll-outs is at most 2 points below
 that before. A rejection is no failure, but attains no target.
+
+With `--launcher` the cluster runs with `up --detach`, and its launcher is replaced instead of its workers: in turn by
+`pdserve adopt`, and by SIGKILL and `pdserve adopt` a few seconds later. Then an answer that was resumed counts as
+interrupted too, and none may be.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import random
 import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -31,8 +36,9 @@ from benchmarks.openloop import closed_loop, drive, percentile
 from benchmarks.toy_load import Sent, ToyClients, toy_requests
 from pdserve import AsyncClient
 from pdserve.client.results import ChangeStep
+from pdserve.core.errors import InvalidRequest
 from pdserve.core.types import Slo
-from pdserve.launch.running import Running
+from pdserve.launch.running import Running, RunningDetached
 
 PHASES: Final = ("before", "during", "after")
 CALLERS: Final = (8, 16, 32)  # of the closed loops
@@ -40,6 +46,7 @@ UNLIMITED: Final = Slo(ttft_s=60.0, tpot_s=60.0)
 SETTINGS: Final = ("[worker]\nheartbeat_s = 0.2\n", "[worker]\nheartbeat_s = 0.25\n")  # of roll-outs in turn
 MOST_POINTS: Final = 2.0
 POLL_S: Final = 0.1
+WITHOUT_S: Final = 3.0  # a launcher, after it was killed
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,6 +82,8 @@ class RolloutResult:
     sent: list[Sent]
     rolls_s: list[float]
     drains: list[Drain]
+    what: str = "roll-outs"  # or changes of launcher
+    may_resume: bool = True  # an answer, after an interruption
 
     def of(self, phase: str) -> list[Sent]:
         return [one for one in self.sent if one.phase == phase]
@@ -89,11 +98,16 @@ class RolloutResult:
         failed, wrong = sum(one.is_failed for one in self.sent), sum(bool(one.wrong) for one in self.sent)
         found = [f"{failed} failed"] if failed else []
         found += [f"{wrong} with wrong tokens"] if wrong else []
+        found += [f"{self.num_resumed} interrupted"] if self.num_resumed and not self.may_resume else []
         before = self.attainment("before", slo)
         for phase in PHASES[1:]:
             if (below := before - self.attainment(phase, slo)) > MOST_POINTS:
-                found.append(f"attainment {phase} the roll-outs {below:.1f} points below")
+                found.append(f"attainment {phase} the {self.what} {below:.1f} points below")
         return found
+
+    @property
+    def num_resumed(self) -> int:
+        return sum(one.is_resumed for one in self.sent)
 
 
 def render(result: RolloutResult, slo: Slo) -> str:
@@ -115,6 +129,7 @@ def render(result: RolloutResult, slo: Slo) -> str:
     by = Counter(one.request.by.value for one in result.sent)
     drains = ", ".join(f"{one.worker_id} {one.seconds:.1f}" for one in result.drains)
     unfinished = [one for one in result.drains if not one.end.startswith("drained")]
+    drained = f"drains, s: {drains}; {len(unfinished)} ended with requests"
     lines = [
         f"capacity {result.capacity_rps:.1f} requests/s, load {result.rate_rps:.1f} requests/s;"
         f" targets {slo.ttft_s:g} s / {slo.tpot_s:g} s",
@@ -122,8 +137,8 @@ def render(result: RolloutResult, slo: Slo) -> str:
         table(rows),
         "",
         f"clients: {', '.join(f'{name} {count}' for name, count in sorted(by.items()))}",
-        f"roll-outs: {', '.join(f'{one:.0f} s' for one in result.rolls_s)}",
-        f"drains, s: {drains}; {len(unfinished)} ended with requests",
+        f"{result.what}: {', '.join(f'{one:.0f} s' for one in result.rolls_s)}",
+        drained if result.may_resume else f"interrupted and resumed: {result.num_resumed}",
         f"worst delay of a send: {1e3 * result.late_start_s:.0f} ms",
     ]
     errors = Counter(one.error_text for one in result.sent if one.is_failed)
@@ -145,7 +160,25 @@ async def capacity(target: str, args: argparse.Namespace) -> float:
     return most
 
 
-async def measure(target: str, http_url: str, args: argparse.Namespace) -> RolloutResult:
+Change = Callable[[int, AsyncClient, Drains], Awaitable[None]]  # the number of earlier ones
+
+
+async def roll(number: int, operator: AsyncClient, drains: Drains, *, surge: int) -> None:
+    await operator.roll(surge=surge, settings=SETTINGS[number % 2], on_step=drains.on_step)
+
+
+async def replace_launcher(number: int, operator: AsyncClient, drains: Drains, *, cluster: RunningDetached) -> None:
+    """The router reaches the new launcher at its end."""
+    if number % 2:
+        await asyncio.to_thread(cluster.kill_launcher)
+        await asyncio.sleep(WITHOUT_S)
+    await asyncio.to_thread(cluster.adopt)
+    with contextlib.suppress(InvalidRequest):  # by the launcher
+        await operator.scale()
+    print(f"rollout: launcher {number + 1} replaced", file=sys.stderr, flush=True)
+
+
+async def measure(target: str, http_url: str, args: argparse.Namespace, change: Change) -> RolloutResult:
     capacity_rps = await capacity(target, args)
     rate_rps = args.load * capacity_rps
     phase, drains = "warm", Drains()
@@ -178,7 +211,7 @@ async def measure(target: str, http_url: str, args: argparse.Namespace) -> Rollo
         phase = "during"
         while not rolls_s or num_sent() < args.requests // 2:
             began_s = time.monotonic()
-            await operator.roll(surge=args.surge, settings=SETTINGS[len(rolls_s) % 2], on_step=drains.on_step)
+            await change(len(rolls_s), operator, drains)
             rolls_s.append(time.monotonic() - began_s)
         phase = "after"
         await wait_for(args.requests // 4)
@@ -191,6 +224,8 @@ async def measure(target: str, http_url: str, args: argparse.Namespace) -> Rollo
             sent=clients.sent,
             rolls_s=rolls_s,
             drains=drains.found,
+            what="changes of launcher" if args.launcher else "roll-outs",
+            may_resume=not args.launcher,
         )
 
 
@@ -215,6 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prefill", type=int, default=2)
     parser.add_argument("--decode", type=int, default=2)
     parser.add_argument("--surge", type=int, choices=(0, 1), default=1)
+    parser.add_argument("--launcher", action="store_true", help="replace the launcher, and no worker")
     parser.add_argument("--step-s", type=float, default=0.02, help="of a decode step; prefill steps take a quarter")
     parser.add_argument("--token-s", type=float, default=0.001, help="more for each token of a step (0.001)")
     parser.add_argument("--prompts", type=numbers, default=[100, 200, 300], help="tokens, equally likely (100,200,300)")
@@ -227,8 +263,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.requests < 4 or not args.load > 0.0 or not args.prompts:
         parser.error("expected at least 4 requests, a load above 0 and a length of prompts")
     slo = Slo(ttft_s=args.slo_ttft, tpot_s=args.slo_tpot)
-    with Running.start(*flags(args), env={"OMP_NUM_THREADS": "1"}) as cluster:
-        result = asyncio.run(measure(cluster.target, cluster.http_url, args))
+    env = {"OMP_NUM_THREADS": "1"}
+    if args.launcher:
+        with RunningDetached.start(*flags(args), env=env) as detached:
+            change: Change = partial(replace_launcher, cluster=detached)
+            result = asyncio.run(measure(detached.target, detached.http_url, args, change))
+    else:
+        with Running.start(*flags(args), env=env) as cluster:
+            change = partial(roll, surge=args.surge)
+            result = asyncio.run(measure(cluster.target, cluster.http_url, args, change))
     print(render(result, slo))
     return int(bool(result.missed(slo)))
 

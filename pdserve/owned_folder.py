@@ -36,11 +36,16 @@ class OwnedFolder:
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
-        self._lock = lock
+        self._lock, self._is_left = lock, False
         # systemd-tmpfiles removes old files from temporary folders, unless a folder itself is locked (tmpfiles.d(5)).
         # Without its socket file, a server that still runs could not be reached.
         self._aging_lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         _take(self._aging_lock)
+
+    @property
+    def locks(self) -> tuple[int, ...]:
+        """Descriptors: a process that inherits them owns the folder too."""
+        return (self._lock, self._aging_lock)
 
     @classmethod
     def make(cls, purpose: str, parent: Path | None = None) -> Self:
@@ -62,13 +67,29 @@ class OwnedFolder:
             folder = cls.make(purpose, SHORT)
         return folder
 
+    @classmethod
+    def of_another(cls, path: Path) -> Self:
+        """A folder that another process of this user owns, for `remove`. Raises OSError."""
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if not is_private(os.fstat(folder)):
+                raise PermissionError(errno.EPERM, "a folder that others can enter", str(path))
+            return cls(path, os.open(_LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder))
+        finally:
+            os.close(folder)
+
     def remove(self) -> None:
         """Idempotent."""
-        if self._lock >= 0:
+        if not self._is_left:
             shutil.rmtree(self.path, ignore_errors=True)
+        self.leave()
+
+    def leave(self) -> None:
+        """It stays, for another owner. Idempotent."""
+        if not self._is_left:
             os.close(self._lock)
             os.close(self._aging_lock)
-            self._lock = -1
+        self._is_left = True
 
 
 @contextlib.contextmanager

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.attacks.harness import AttackResult, AttackRow, AttackTarget
-from pdserve.launch.ports import listeners, session_of
+from pdserve.isolated.tied_program import session_of
+from pdserve.launch.child import StartFailed
+from pdserve.launch.ports import listeners
 from pdserve.launch.running import Running
-from pdserve.launch.supervisor import StartFailed
 from pdserve.owned_folder import OwnedFolder
 
 STRANGER: Final = 54_321  # a user id that owns nothing

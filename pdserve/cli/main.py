@@ -23,7 +23,7 @@ from pdserve.tls.reasons import UNKNOWN_CA
 
 def commands() -> dict[str, Command]:
     """Imported here, because gRPC reads `GRPC_VERBOSITY`, which `main` sets, when it is imported."""
-    from pdserve.cli import doctor, explain, generate, keys, operate, rank, up
+    from pdserve.cli import background, doctor, explain, generate, keys, operate, rank, up
     from router.recording import play, replay_command
     from simulator.commands import bench, plan, simulate
 
@@ -51,6 +51,8 @@ def commands() -> dict[str, Command]:
         "plan": of(plan),
         "keys": of(keys),
         "bench": of(bench),
+        "adopt": background.ADOPT,
+        "down": background.DOWN,
         "rank": of(rank),
         "doctor": of(doctor),
     }
@@ -88,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC's messages about failed handshakes would repeat our error
     parser, parser_of, loaded = make_parsers()
     args, unknown = parser.parse_known_args(argv)
+    args.argv = sys.argv[1:] if argv is None else list(argv)
     if args.command is None:
         parser.print_help(sys.stderr)
         return 2

@@ -7,10 +7,9 @@ import asyncio
 import os
 import sys
 from dataclasses import fields
-from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
+from pdserve.cli.background import is_in_background, start_in_background
 from pdserve.config import (
     DEVICES,
     DTYPES,
@@ -32,7 +31,7 @@ from pdserve.telemetry.logs import FORMAT_ENV, FORMATS
 
 HELP = "start a cluster"
 SERVE_PORT: Final = 8000  # of HTTP, for `pdserve serve`
-NOT_SETTINGS: Final = ("command", "given_model", "config", "set")
+NOT_SETTINGS: Final = ("command", "argv", "given_model", "config", "set", "detach")
 SETTINGS = (
     "`python -m router --help` and `python -m decode_worker --help` list the keys of these tables with their defaults."
 )
@@ -275,6 +274,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="number of renamed files to keep of each process; 0 keeps none (5)",
     )
     add(
+        "--detach",
+        action="store_true",
+        help="return when the cluster is ready, and keep it in the background; `pdserve adopt` replaces its launcher, "
+        "and `pdserve down` ends it",
+    )
+    add(
+        "--orphan-s",
+        type=float,
+        default=keep,
+        metavar="SECONDS",
+        help="with --detach: how long the cluster goes on if its launcher has ended, before it drains and ends (3600)",
+    )
+    add(
         "--inject-faults",
         default=keep,
         metavar="PLAN",
@@ -310,6 +322,8 @@ def given_flags(args: argparse.Namespace) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> int:
     check_platform(sys.platform)
+    if args.detach and not is_in_background():
+        return start_in_background(args.argv)
     from pdserve.launch import settings
     from pdserve.launch.confine import ADDRESSES
     from pdserve.launch.serve import serve
@@ -327,15 +341,13 @@ def run(args: argparse.Namespace) -> int:
     if "log_format" in flags:
         os.environ[FORMAT_ENV] = flags.pop("log_format")  # the processes inherit it
 
-    def read(earlier: settings.Asked | None = None) -> settings.Asked:
-        return settings.read(flags, Path(args.config) if args.config else None, args.set, defaults, earlier)
-
+    source = settings.SettingsSource(flags=flags, file=args.config, words=tuple(args.set), defaults=defaults)
     try:
-        asked = read()
+        asked = source.read()
     except ConfigError as error:
         is_guess = isinstance(error, ModelError) and flags.get("model") == getattr(args, "ray", "")
         hint = f" (if --ray was given an address: it is {ADDRESSES})" if is_guess else ""
         print(f"pdserve {args.command}: error: {error}{hint}", file=sys.stderr)
         return 2
     os.environ[LOG_LEVEL_ENV] = asked.log_level  # the processes inherit it
-    return asyncio.run(serve(asked, partial(read, asked)))
+    return asyncio.run(serve(asked, source, detaches=args.detach))

@@ -8,10 +8,12 @@ The child itself asks the kernel for the parent-death signal. The alternative, a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import signal
 import sys
+from pathlib import Path
 from typing import Final
 
 from pdserve.isolated.child import tie_to_parent
@@ -19,10 +21,30 @@ from pdserve.isolated.child import tie_to_parent
 PROGRAM: Final = "pdserve.isolated.tied_program"
 
 
-def tied_command(module: str, *arguments: str, python: str = "") -> list[str]:
-    """The command line of `python -m MODULE ARGUMENT ...`, as a program that ends when this process ends. `python`
-    empty: the one of this process."""
-    return [python or sys.executable, "-m", PROGRAM, str(os.getpid()), module, *arguments]
+def tied_command(module: str, *arguments: str, python: str = "", parent_pid: int = 0) -> list[str]:
+    """The command line of `python -m MODULE ARGUMENT ...`, as a program that ends when its parent ends. `python` empty:
+    the one of this process. `parent_pid` 0: this process starts it."""
+    return [python or sys.executable, "-m", PROGRAM, str(parent_pid or os.getpid()), module, *arguments]
+
+
+def session_of(leader_pid: int) -> list[int]:
+    """The processes in the session that `leader_pid` leads. Linux only; empty elsewhere."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            # pid (name) state ppid pgrp session; the name may contain any characters.
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) == leader_pid and fields[0] != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+def end_session(leader_pid: int) -> None:
+    """Kills the remaining processes in the session of an ended child: they must not outlive it or keep its pipes
+    open."""
+    for pid in session_of(leader_pid):
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def main() -> None:

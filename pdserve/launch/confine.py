@@ -130,15 +130,20 @@ _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 @final
 class MadeCertificates:
-    """The folder of a cluster's certificates, and the CA that signs them. Its key is never written: only this launcher
-    can make further certificates."""
+    """The folder of a cluster's certificates, and the CA that signs them. Its key is never written: only this launcher,
+    and one that takes its place, can make further certificates."""
 
     def __init__(self, folder: OwnedFolder, authority: Authority, hosts: list[str]) -> None:
-        self._folder, self._authority, self._hosts = folder, authority, hosts
+        self.folder, self._authority, self._hosts = folder, authority, hosts
 
     @property
     def path(self) -> Path:
-        return self._folder.path
+        return self.folder.path
+
+    @property
+    def secret(self) -> str:
+        """Of the CA, for `continue_certificates`."""
+        return self._authority.secret
 
     def add(self, name: str) -> None:
         """For a process of that name, unless it has one."""
@@ -147,7 +152,18 @@ class MadeCertificates:
 
     def remove(self) -> None:
         """Idempotent."""
-        self._folder.remove()
+        self.folder.remove()
+
+
+def continue_certificates(spec: ClusterSpec, secret: str) -> MadeCertificates | None:
+    """Of a running cluster, which another launcher has started. Raises OSError and ValueError."""
+    if spec.tls is None or not spec.tls.is_made_here:
+        return None
+    check_cryptography()
+    from pdserve.tls.authority import Authority
+
+    authority = Authority(f"pdserve {spec.cluster}", secret=secret)
+    return MadeCertificates(OwnedFolder.of_another(Path(spec.tls.folder)), authority, certified_hosts(spec.host))
 
 
 def make_certificates(spec: ClusterSpec) -> tuple[ClusterSpec, MadeCertificates | None]:

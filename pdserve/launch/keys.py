@@ -59,6 +59,7 @@ TOP: Final[Mapping[str, type]] = {
     "log_dir": str,
     "log_max_bytes": int,
     "log_files": int,
+    "orphan_s": float,
     "tls": str,
     "tls_client_ca": str,
     "insecure": bool,

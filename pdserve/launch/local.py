@@ -7,28 +7,28 @@ import asyncio
 import dataclasses
 import json
 import os
+import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final, final
-
-from redis.exceptions import AuthenticationError
+from typing import TYPE_CHECKING, Final, final
 
 from pdserve.client.aio import AsyncClient
 from pdserve.client.connect import Tls
 from pdserve.client.results import Completion
 from pdserve.client.retries import Retries
 from pdserve.config import LOG_LEVEL_ENV, MAX_ROUTERS, RouterConfig, member_socket
-from pdserve.core.access.hosts import endpoint_of, join, local_host
+from pdserve.core.access.hosts import join, local_host
 from pdserve.core.errors import ConfigError, Overloaded, PdserveError, Unavailable
 from pdserve.core.types import Role
-from pdserve.core.urls import hide_password
-from pdserve.launch.confine import make_certificates
+from pdserve.launch.confine import continue_certificates, make_certificates
+from pdserve.launch.detached.link import Attached, KeeperLink
 from pdserve.launch.keys import Settings
 from pdserve.launch.ports import HeldPorts, check_free, free_ports, with_user_of_port
 from pdserve.launch.report import LauncherReport
+from pdserve.launch.services import check_alone
 from pdserve.launch.spec import (
     METRICS_HOST,
     ClusterSpec,
@@ -42,99 +42,25 @@ from pdserve.launch.spec import (
     router_config,
     served_names,
 )
-from pdserve.launch.supervisor import REDIS, Supervisor, side_by_side, supervised
+from pdserve.launch.supervisor import (
+    REDIS,
+    SupervisedProcess,
+    Supervisor,
+    redis_process,
+    side_by_side,
+    supervised,
+)
 from pdserve.listening import PortInUse
 from pdserve.owned_folder import OwnedFolder
-from pdserve.prefix.connection import TROUBLE, connect
 from pdserve.prefix.embedded import SOCKET as REDIS_SOCKET
 from pdserve.prefix.embedded import socket_url
-from pdserve.prefix.registry import Registry
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics
 from pdserve.tls.certificates import certificates_of
 from pdserve.wire.status import NO_CONNECTION
 
-# --- services that do not answer ------------------------------------------------------------------------------
-
-ANSWER_S: Final = 2.0
-_NO_DATABASE: Final = "DB index"  # in the words of Redis, which redis-py repeats in an error of its own
-
-
-async def degradations(spec: ClusterSpec, *, has_own_redis: bool) -> list[str]:
-    """One phrase for each missing service. Raises ConfigError if Redis rejects the password."""
-    found = []
-    if not has_own_redis and not await redis_answers(spec.redis):
-        found.append("redis does not answer, so prompts are placed without the prefix index")
-    otlp = router_config(spec, ()).otlp
-    if otlp and not await endpoint_answers(otlp):
-        found.append(f"no collector answers at {otlp}, so traces are lost")
-    return found
-
-
-async def redis_answers(url: str) -> bool:
-    """Raises ConfigError if Redis rejects the password or the database."""
-    return not await redis_trouble(url)
-
-
-async def redis_trouble(url: str) -> str:
-    """Why Redis does not answer; empty if it does. Raises ConfigError if it rejects the password or the database."""
-    client = connect(url, timeout_s=ANSWER_S, max_connections=1)
-    try:
-        async with asyncio.timeout(ANSWER_S):
-            await client.ping()
-    except AuthenticationError as error:
-        raise ConfigError("redis", url, f"a URL with the password of that Redis ({error})") from None
-    except TROUBLE as error:
-        if _NO_DATABASE in str(error):
-            raise ConfigError("redis", url, f"a URL with a database that this Redis has ({error})") from None
-        return hide_password(str(error)) or f"no answer within {ANSWER_S:g} s"
-    finally:
-        await client.aclose()
-    return ""
-
-
-async def endpoint_answers(endpoint: str) -> bool:
-    """Whether something listens at HOST:PORT, which may be in a URL."""
-    found = endpoint_of(endpoint.rpartition("://")[2].removesuffix("/"))
-    if found is None:
-        return False
-    try:
-        async with asyncio.timeout(ANSWER_S):
-            _, writer = await asyncio.open_connection(*found)
-    except (OSError, ValueError, TimeoutError):
-        return False
-    writer.close()
-    return True
-
-
-# --- another cluster in the same Redis ------------------------------------------------------------------------
-# Checks a given Redis for a running cluster of the same name. Its workers and ours would have the same ids. Their
-# registrations would replace each other several times a second, and the routers of both clusters would treat each as a
-# new incarnation.
-
-
-async def check_alone(spec: ClusterSpec) -> None:
-    """Raises ConfigError if a worker answers that is registered under one of our ids.
-
-    Only workers that answer count, because the registrations of a killed cluster stay until their lease ends. An
-    unreachable Redis does not prevent the start; a rejected password does.
-    """
-    if not await redis_answers(spec.redis):
-        return
-    registry = Registry(spec.redis, spec.cluster)
-    try:
-        registered = await registry.read()
-    except TROUBLE:
-        return
-    finally:
-        await registry.close()
-    for worker in registered:
-        if worker.worker_id in spec.worker_ids and await endpoint_answers(worker.endpoint):
-            expected = (
-                f"a name that no other cluster has in this Redis: a {worker.worker_id} lives at {worker.endpoint}"
-            )
-            raise ConfigError("cluster", spec.cluster, f"{expected} (--set cluster=NAME)")
-
+if TYPE_CHECKING:
+    from pdserve.launch.detached.saved import SavedCluster
 
 # --- first answer ---------------------------------------------------------------------------------------------
 # Proves that a cluster answers: generates a real token through the router, on the remote path if there is one.
@@ -274,12 +200,26 @@ ROUTER_SOCKET: Final = "router.sock"
 class LaunchedCluster(ABC):
     """`start`, then `run`, then `stop`; `stop` is safe at any point. A subclass says where the workers run."""
 
-    def __init__(self, spec: ClusterSpec, report: LauncherReport, *, ray: str | None = None) -> None:
-        """`ray` as in `with_ports`."""
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        report: LauncherReport,
+        *,
+        ray: str | None = None,
+        saved: SavedCluster | None = None,
+    ) -> None:
+        """`ray` as in `with_ports`. `saved`: it runs already, and `adopt` follows. Raises ConfigError and OSError."""
         self._report, self._held = report, HeldPorts()
-        self._has_own_redis = not spec.redis
-        spec, self._sockets = with_sockets(with_ports(spec, self._held, ray=ray))
-        self.spec, self._certificates = make_certificates(spec)
+        if saved is None:
+            self.has_own_redis = not spec.redis
+            spec, self._sockets = with_sockets(with_ports(spec, self._held, ray=ray))
+            self.spec, self._certificates = make_certificates(spec)
+        else:
+            self.spec, self.has_own_redis = saved.spec, saved.has_own_redis
+            self._sockets = OwnedFolder.of_another(Path(saved.spec.launcher_socket).parent)
+            self._certificates = continue_certificates(saved.spec, saved.authority)
+        self.link: KeeperLink | None = None  # to the keeper of the processes, if they outlive the launcher
+        self.on_change: Callable[[], None] = lambda: None  # of what a new launcher needs
         self._metrics = LauncherMetrics(self.spec)
         self._supervisor = Supervisor(report, self._held, self._metrics.process_started)
         self.overlay: Settings = {}  # what roll-outs have set over `spec.settings`
@@ -288,8 +228,8 @@ class LaunchedCluster(ABC):
         """Returns the router's address after a real token has come through it. Raises the error otherwise."""
         self._metrics.start()
         self._report.expect("starting", self._steps())
-        if self._has_own_redis:
-            await self._supervisor.start_redis(redis_path(self._sockets))
+        if self.has_own_redis:
+            await self._supervisor.start(redis_process(redis_path(self._sockets)))
         else:
             await self._check_redis()
         workers, routers = split(self._processes(), self.spec)
@@ -313,6 +253,83 @@ class LaunchedCluster(ABC):
         os.environ[LOG_LEVEL_ENV] = log_level  # of processes that are started later
         http = gateway(self.spec, "")
         self._supervisor.reload([*self._processes(), *([] if http is None else [http])])
+        self.on_change()
+
+    @property
+    def folder(self) -> Path:
+        """For its sockets."""
+        return self._sockets.path
+
+    @property
+    def running_change(self) -> str:
+        """What is changed now; empty: nothing."""
+        return ""
+
+    # -- without its launcher --------------------------------------------------------------------------------------
+
+    async def detach(self, orphan_s: float) -> None:
+        """Before `start`: its processes will outlive this launcher, for that time. Raises OSError and Unavailable."""
+        folders = [self._sockets, *([] if self._certificates is None else [self._certificates.folder])]
+        link = await KeeperLink.start(self._sockets, orphan_s, folders)
+        self._use(link)
+        self._held.hold_with(link)
+
+    async def adopt(self, link: KeeperLink, attached: Attached) -> str:
+        """Instead of `start`, if it was saved. Processes that have ended are started again. Returns the router's
+        address."""
+        self._use(link)
+        self._held.hold_with(link, attached.ports)
+        self._metrics.start()
+        for name, line in attached.lines:
+            self._report.relay(name)(line)
+        address = join(self.spec.host, self.spec.port)
+        wanted = self._all_processes(address)
+        for one in wanted:
+            running = attached.running.get(one.name)
+            if running is None or not running.address:
+                self._supervisor.adopt(one, None, "", 0.0)
+            elif (child := self._supervisor.adopt(one, running.process, running.address, running.start_s)) is not None:
+                running.process.on_line = child.take
+        names = {one.name for one in wanted}
+        strays = [one.process for name, one in attached.running.items() if name not in names or not one.address]
+        for process in strays:  # of a change that the former launcher has not finished: they serve nothing yet
+            process.send_signal(signal.SIGKILL)
+            await process.wait()
+        self._supervisor.keep()
+        return address
+
+    async def leave(self) -> None:
+        """Ends what belongs to this launcher. Its processes go on."""
+        await self._supervisor.release()
+        self._metrics.close()
+        self._supervisor.close()
+        self._sockets.leave()
+        if self._certificates is not None:
+            self._certificates.folder.leave()
+        if self.link is not None:
+            await self.link.close(ends=False)
+
+    def saved(self) -> SavedCluster:
+        from pdserve.launch.detached.saved import SavedCluster  # imports the router
+
+        return SavedCluster(
+            spec=self.spec,
+            has_own_redis=self.has_own_redis,
+            authority="" if self._certificates is None else self._certificates.secret,
+        )
+
+    def _use(self, link: KeeperLink) -> None:
+        self.link = link
+        self._supervisor.keep_with(link, self._sockets.path)
+        link.on_lost = lambda: self._supervisor.fail(Unavailable("the keeper of the cluster's processes has ended"))
+
+    def _all_processes(self, address: str) -> list[SupervisedProcess]:
+        """`address` of the router."""
+        http = gateway(self.spec, _own_address(self.spec, address))
+        redis = [redis_process(redis_path(self._sockets))] if self.has_own_redis else []
+        return [*redis, *map(supervised, [*self._processes(), *([] if http is None else [http])])]
+
+    # ------------------------------------------------------------------------------------------------------------
 
     def say(self, name: str, text: str) -> None:
         self._report.say(name, text)
@@ -326,7 +343,10 @@ class LaunchedCluster(ABC):
             self._supervisor.expect_stop(stages, await open_requests(self.spec))
         for names in stages:
             await self._supervisor.stop(names, is_graceful=is_graceful)
-        await self._supervisor.stop_redis()
+        if self.has_own_redis:
+            await self._supervisor.stop([REDIS], is_graceful=True)
+        if self.link is not None:
+            await self.link.close(ends=True)
         self._metrics.close()
         self._supervisor.close()
         self._held.release()
@@ -348,7 +368,7 @@ class LaunchedCluster(ABC):
         """Of the processes that end with the workers."""
 
     def _steps(self) -> list[str]:
-        return start_steps(self.spec, has_own_redis=self._has_own_redis)
+        return start_steps(self.spec, has_own_redis=self.has_own_redis)
 
     async def _check_redis(self) -> None:
         """Of a Redis that is not the launcher's own."""

@@ -16,9 +16,9 @@ import re
 import socket
 import ssl
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple, final
+from typing import Final, NamedTuple, Protocol, final
 
 from pdserve.bounded_file import cache_file, open_private
 from pdserve.client.retries import Retries
@@ -70,18 +70,6 @@ def listening_on(port: int) -> list[str]:
     return sorted({address for _, (address, found) in _listening_sockets() if found == port})
 
 
-def session_of(leader_pid: int) -> list[int]:
-    """The processes in the session that `leader_pid` leads."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            # pid (name) state ppid pgrp session; the name may contain any characters.
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[3]) == leader_pid and fields[0] != "Z":
-                found.append(int(entry.name))
-    return found
-
-
 def _listening_sockets() -> Iterator[tuple[str, tuple[str, int]]]:
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
@@ -114,6 +102,16 @@ _TRIES: Final = 2_000
 _claims: Final[set[int]] = set()
 
 
+class PortHolder(Protocol):
+    """Another process that keeps ports bound."""
+
+    def hold(self, port: int, places: Sequence[tuple[int, str, int]]) -> None:
+        """`places`: the family of each socket, its address, and whether it is of IPv6 alone."""
+        ...
+
+    def release(self, port: int) -> None: ...
+
+
 @final
 class HeldPorts:
     """Ports that stay bound until `release`, or until this process ends, even if it is killed. None of them listens, so
@@ -121,6 +119,7 @@ class HeldPorts:
 
     def __init__(self) -> None:
         self._sockets: dict[int, list[socket.socket]] = {}
+        self._other: PortHolder | None = None
 
     @property
     def ports(self) -> tuple[int, ...]:
@@ -139,13 +138,26 @@ class HeldPorts:
             raise bind_error(name, host, port) or _in_use_beside(name, host, port) from error
         if all(map(_can_share, held)):
             self._sockets[port] = held
+            if self._other is not None:
+                self._other.hold(port, list(map(_place, held)))
         else:  # gVisor decides at the bind: servers then bind alone, as without a launcher
             for one in held:
                 one.close()
 
+    def hold_with(self, other: PortHolder, ports: Iterable[int] = ()) -> None:
+        """From now on, `other` holds them too, also after this process has ended. It holds `ports` already."""
+        self._other = other
+        for port, held in self._sockets.items():
+            other.hold(port, list(map(_place, held)))
+        for port in ports:
+            self._sockets[port] = []
+            claim(port)
+
     def release(self, ports: Iterable[int] | None = None) -> None:
         """None: all. Idempotent. Other launchers of this user may choose them from now on."""
         for port in list(self._sockets) if ports is None else list(ports):
+            if port in self._sockets and self._other is not None:
+                self._other.release(port)
             for one in self._sockets.pop(port, ()):
                 one.close()
             unclaim(port)
@@ -278,6 +290,12 @@ def _bound(family: socket.AddressFamily, address: str, port: int) -> socket.sock
         one.close()
         raise
     return one
+
+
+def _place(held: socket.socket) -> tuple[int, str, int]:
+    is_v6 = held.family == socket.AF_INET6
+    only_v6 = held.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY) if is_v6 else 0
+    return int(held.family), str(held.getsockname()[0]), only_v6
 
 
 def _in_use_beside(name: str, host: str, port: int) -> ConfigError:

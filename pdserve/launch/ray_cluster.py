@@ -30,10 +30,12 @@ from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.core.progress import PhaseProgress, phase_line
 from pdserve.core.types import Role
 from pdserve.engine.load_engine import VLLM
+from pdserve.isolated.tied_program import session_of
 from pdserve.launch import confine
 from pdserve.launch.actor_api import ActorApi, ActorGone, ActorUnreachable, Bundles, NameTaken, RayTrouble
+from pdserve.launch.child import StartFailed
 from pdserve.launch.engine_python import ANSWER_S, trouble_with
-from pdserve.launch.ports import listeners, session_of
+from pdserve.launch.ports import listeners
 from pdserve.launch.rank_actor import RankActor
 from pdserve.launch.ray_workers import RayWorkers
 from pdserve.launch.spec import MODULES, Resources, ray_resources, remote_ranks, waiting_env

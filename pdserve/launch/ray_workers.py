@@ -24,8 +24,8 @@ from pdserve.launch.actor_api import (
     Place,
     RayTrouble,
 )
+from pdserve.launch.child import StartFailed
 from pdserve.launch.spec import PlacedWorker, choose_node, needs_text, why_not_placed
-from pdserve.launch.supervisor import StartFailed
 from pdserve.launch.with_ray import (
     BEGINS,
     NOW,

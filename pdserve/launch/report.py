@@ -111,6 +111,7 @@ _PARTS: Final = {  # parts of a memory plan, with their column names
     "runtime": "runtime",
     "kv pool": "kv_pool",
 }
+_BACKGROUND: Final = ""  # no process has this name
 _IMPORTS: Final = "imports"  # the interpreter and the modules of a worker, until its first phase
 
 
@@ -268,6 +269,9 @@ class LauncherReport:
             self._err(text)
 
     def _err(self, text: str) -> None:
+        if (file := self._files.get(_BACKGROUND)) is not None:
+            file.write(text)
+            return
         self._status.line(text)
         if self._status.is_terminal:
             self.tick()
@@ -299,6 +303,20 @@ class LauncherReport:
             line = json_line("launcher", json.dumps({"elapsed_s": round(self.elapsed_s, 3), "message": line}))
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
+
+    def to_background(self, path: Path) -> None:
+        """From now on, this process uses neither the terminal nor the pipes of the command that has started it: what it
+        would write to stderr goes to `path`, which it names on stdout. Raises ConfigError."""
+        with _a_folder(path.parent):
+            self._files[_BACKGROUND] = LogFile(path, lambda why: None, self._log_limits)
+        self._status.is_terminal = False
+        sys.stdout.write(f"{path}\n")
+        sys.stdout.flush()
+        log = open_private(path, is_appended=True)  # for what Python writes itself if it crashes
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        for taken, number in ((nothing, 1), (log, 2)):
+            os.dup2(taken, number)
+            os.close(taken)
 
     def stops(self) -> None:
         """A planned stop: from now on, processes report connections that end."""

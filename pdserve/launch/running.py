@@ -6,6 +6,7 @@ with Running.start("--model", "toy") as cluster:
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -13,17 +14,22 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Final, Self, final
 
-from pdserve.launch.supervisor import StartFailed
+from pdserve.launch.child import StartFailed
+from pdserve.launch.detached.link import KEEPER_SOCKET, look
 
 READY_S: Final = 180.0
 LATE_S: Final = 5.0  # by which stderr, which names the processes, may be read after the ready line on stdout
 STOP_S: Final = 60.0
+_POLL_S: Final = 0.02
+_LOG: Final = re.compile(r"writes to (\S+); `pdserve down`")
 _READY: Final = re.compile(r"^pdserve ready: grpc (\S+) (?:http (\S+) )?")
 _STARTED: Final = re.compile(r"^ *\d+\.\d+ s  ([\w-]+) +pid (\d+) listens on (\S+)")
 
@@ -173,3 +179,77 @@ def _message(line: str) -> str:
     except ValueError:
         return line
     return str(found.get("message", "")) if isinstance(found, dict) else line
+
+
+@final
+class RunningDetached:
+    """`pdserve up --detach` with the given flags. Leaving the block ends it and its processes."""
+
+    def __init__(self, env: Mapping[str, str], ready_line: str, log: Path) -> None:
+        found = _READY.match(ready_line)
+        assert found is not None
+        self.target, self.http_url = found.group(1), found.group(2) or ""
+        self.ready_line, self.log = ready_line, log
+        self._env = env
+        self._port = self.target.rpartition(":")[2]
+
+    @classmethod
+    def start(cls, *flags: str, env: Mapping[str, str] | None = None) -> Self:
+        """Returns when the cluster is ready. Picks a free port unless `flags` name one. Raises StartFailed."""
+        port = () if "--port" in flags else ("--port", "0")
+        environ = {**os.environ, **(env or {})}
+        done = _command("up", "--detach", *port, *flags, env=environ)
+        found = _LOG.search(done.stderr)
+        if done.returncode != 0 or found is None:
+            raise StartFailed(f"`up --detach` has ended with status {done.returncode}: {done.stderr[-1000:]}")
+        return cls(environ, done.stdout.strip(), Path(found.group(1)))
+
+    def adopt(self) -> str:
+        """Replaces its launcher. Returns what the command writes to stderr. Raises StartFailed."""
+        done = _command("adopt", "--port", self._port, env=self._env)
+        if done.returncode != 0:
+            raise StartFailed(f"`adopt` has ended with status {done.returncode}: {done.stderr[-1000:]}")
+        return done.stderr
+
+    def launcher_pid(self) -> int:
+        """0: it has none."""
+        return asyncio.run(look(self.log.parent / KEEPER_SOCKET)).launcher_pid
+
+    def kill_launcher(self) -> None:
+        """Returns when the keeper has noticed it."""
+        os.kill(self.launcher_pid(), signal.SIGKILL)
+        while self.launcher_pid():
+            time.sleep(_POLL_S)
+
+    def pids(self) -> dict[str, int]:
+        """Of the processes, by name."""
+        return dict(asyncio.run(look(self.log.parent / KEEPER_SOCKET)).pids)
+
+    def down(self) -> None:
+        """Idempotent. Raises StartFailed."""
+        if self.log.exists() and (done := _command("down", "--port", self._port, env=self._env)).returncode != 0:
+            raise StartFailed(f"`down` has ended with status {done.returncode}: {done.stderr[-1000:]}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.down()
+
+
+def _command(*words: str, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """A process that it leaves behind keeps stderr open, so that is a file."""
+    with tempfile.TemporaryFile("w+") as stderr:
+        done = subprocess.run(
+            [sys.executable, "-m", "pdserve", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env=env,
+            timeout=READY_S,
+        )
+        stderr.seek(0)
+        return subprocess.CompletedProcess(done.args, done.returncode, done.stdout, stderr.read())

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import math
+import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final, final
 
-from pdserve.config import WorkerConfig, bounds_of
+from pdserve.config import LOG_LEVEL_ENV, WorkerConfig, bounds_of
 from pdserve.core.access.hosts import is_any_host, is_loopback_host, join
 from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.core.installation import advice
@@ -24,10 +25,12 @@ from pdserve.engine.memory.plan import PoolUnit, host_blocks
 from pdserve.engine.model.config import ModelConfig, read_config
 from pdserve.engine.toy import CELL_BYTES
 from pdserve.launch.changes.cluster import LocalCluster
+from pdserve.launch.detached.link import KeeperLink, look
 from pdserve.launch.keys import Settings, Value
-from pdserve.launch.local import LaunchedCluster, degradations
+from pdserve.launch.local import LaunchedCluster
 from pdserve.launch.report import LauncherReport
-from pdserve.launch.settings import Asked, merge
+from pdserve.launch.services import degradations
+from pdserve.launch.settings import Asked, SettingsSource, merge
 from pdserve.launch.spec import ClusterSpec, gateway, gateway_config, processes, routers, served_names, worker_config
 from pdserve.launch.with_ray import RayCluster
 from pdserve.listening import OF_A_CHILD, OF_A_PROCESS, allow_descriptors, needed_by
@@ -35,6 +38,9 @@ from pdserve.model_source import TOY, TOY_MODELS
 from pdserve.owned_folder import sweep
 from pdserve.progress import is_on_terminal
 from pdserve.telemetry.logs import JSON, log_format
+
+if TYPE_CHECKING:
+    from pdserve.launch.detached.saved import SavedCluster
 
 # --- capacity of this host ------------------------------------------------------------------------------------
 # Checks before the start whether it has cores and memory for the workers, and how many would fit.
@@ -171,86 +177,160 @@ def _size(num_bytes: int) -> str:
 # --- start, serving and drain ---------------------------------------------------------------------------------
 
 INTERRUPTED: Final = 130
+LAUNCHER_LOG: Final = "launcher.log"
 TICK_S: Final = 0.25  # between two draws of the status line
 
 
-async def serve(asked: Asked, read_again: Callable[[], Asked]) -> int:
-    """Returns the exit status. After SIGHUP, settings that may change become those of `read_again`.
+async def serve(asked: Asked, source: SettingsSource, *, detaches: bool = False) -> int:
+    """Returns the exit status. After SIGHUP, settings that may change are read from `source` again. `detaches`: the
+    processes outlive this launcher, and another one may `take_over`.
 
     Raises PdserveError if the cluster cannot start; all its processes have then ended.
     """
     if asked.spec.http is not None and importlib.util.find_spec("starlette") is None:
         raise ConfigError("http", "no such package as starlette", f"the extra gateway: {advice('gateway')}")
     _allow_descriptors(asked)
-    stop, force = asyncio.Event(), asyncio.Event()
-    _on_signals(stop, force)
-    is_json, holds_details = log_format() == JSON, not asked.is_level_given
-    report = LauncherReport(asked.log_dir, asked.log_limits, is_json=is_json, holds_details=holds_details)
-    hangup = asyncio.Event()
-    if not is_on_terminal():
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hangup.set)
+    serving = _Serving(asked, source)
     if swept := sweep():  # folders of killed launchers
-        report.say("launcher", f"removed {len(swept)} temporary folders that have no owner")
+        serving.report.say("launcher", f"removed {len(swept)} temporary folders that have no owner")
     if not asked.ray:  # another Ray cluster has other hosts
         for warning in await asyncio.to_thread(capacity_warnings, asked.spec):
-            report.say("launcher", warning)
-    cluster = _cluster(asked, report)
-    tasks = [asyncio.create_task(_tick(report))]
-    is_graceful = False
+            serving.report.say("launcher", warning)
+    cluster = _cluster(asked, serving.report)
+
+    async def start() -> str:
+        if detaches:
+            await cluster.detach(asked.orphan_s)
+        return await cluster.start()
+
+    return await serving.run(cluster, start)
+
+
+async def take_over(path: Path) -> int:
+    """As `serve`, for the running cluster whose keeper listens there. Its launcher leaves, if it has one.
+
+    Raises PdserveError if it stays, or if this one cannot take its place. The cluster goes on.
+    """
+    from pdserve.launch.detached.saved import SavedLauncher  # imports the router
+
+    SavedLauncher.from_json((await look(path)).state)  # before the other one leaves
+    link, attached = await KeeperLink.attach(path)
     try:
-        address = await _unless_set(stop, cluster)
-        if address is None:
-            return INTERRUPTED
-        report.table()
-        _say_security(cluster.spec, report)
-        if cluster.spec.inject_faults:
-            report.say("launcher", f"FAULTS ARE INJECTED into KV transfers: {cluster.spec.inject_faults}")
-        if cluster.spec.http is not None:
-            report.say("launcher", f"live view: {live_url(cluster.spec)}")
-        missing = await degradations(cluster.spec, has_own_redis=not asked.spec.redis)
-        report.ready(ready_line(cluster.spec, address, missing))
-        is_graceful = True
-        tasks.append(asyncio.create_task(_follow_hangups(hangup, cluster, report, asked, read_again)))
-        await cluster.run(stop)
-        return 0
-    finally:
-        report.failed()
-        await _stop(cluster, force, is_graceful=is_graceful)
-        for task in tasks:
-            task.cancel()
-        sweep()  # folders of workers that were killed during their start
-        report.close()
+        saved = SavedLauncher.from_json(attached.state)
+        saved.restore()
+        os.environ[LOG_LEVEL_ENV] = saved.asked.log_level
+        _allow_descriptors(saved.asked)
+        serving = _Serving(saved.asked, saved.source)
+        cluster = _cluster(saved.asked, serving.report, saved.cluster)
+    except BaseException:
+        await link.close(ends=False)
+        raise
+    return await serving.run(cluster, lambda: cluster.adopt(link, attached), adopts=True)
 
 
-async def _follow_hangups(
-    hangup: asyncio.Event,
-    cluster: LaunchedCluster,
-    report: LauncherReport,
-    asked: Asked,
-    read_again: Callable[[], Asked],
-) -> None:
-    while True:
-        await hangup.wait()
-        hangup.clear()
-        report.reopen()
+@final
+class _Serving:
+    """One launcher, from the start of its cluster to its end."""
+
+    def __init__(self, asked: Asked, source: SettingsSource) -> None:
+        self._asked, self._source = asked, source
+        self._environ = dict(os.environ)
+        self._stop, self._force = asyncio.Event(), asyncio.Event()
+        self._leaves = False  # for another launcher
+        _on_signals(self._stop, self._force)
+        is_json, holds_details = log_format() == JSON, not asked.is_level_given
+        self.report = LauncherReport(asked.log_dir, asked.log_limits, is_json=is_json, holds_details=holds_details)
+        self._hangup = asyncio.Event()
+        if not is_on_terminal():
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._hangup.set)
+
+    async def run(
+        self, cluster: LaunchedCluster, start: Callable[[], Coroutine[Any, Any, str]], *, adopts: bool = False
+    ) -> int:
+        """`adopts`: if it does not start, the cluster goes on."""
+        report = self.report
+        tasks = [asyncio.create_task(_tick(report))]
+        is_graceful, leaves = False, adopts
         try:
-            wanted = await asyncio.to_thread(read_again)
-        except PdserveError as error:
-            report.say("launcher", f"SIGHUP: the settings are invalid and stay as they are: {error}")
-            continue
-        for why in wanted.unread:
-            report.say("launcher", f"SIGHUP: WARNING: the file of a secret cannot be read, and the secret stays: {why}")
-        asked, changed, fixed = merge(asked, wanted)
-        report.limit_files(asked.log_limits)
-        cluster.reload(asked.spec.settings, asked.log_level)
-        report.say("launcher", f"SIGHUP: the settings were read again; changed: {', '.join(changed) or 'none'}")
-        rolled, read = _by_name(cluster.overlay), _by_name(wanted.spec.settings)
-        differs = {one for one in rolled if rolled[one] != read.get(one)}
-        fixed = [one for one in fixed if one not in rolled or one in differs]
-        if kept := [one for one in changed if one in differs]:
-            report.say("launcher", f"SIGHUP: WARNING: workers keep what a roll-out has set: {', '.join(kept)}")
-        if fixed:
-            report.say("launcher", f"SIGHUP: WARNING: these settings change at the next start only: {', '.join(fixed)}")
+            address = await _unless_set(self._stop, start)
+            if address is None:
+                return INTERRUPTED
+            leaves = False
+            if not adopts:
+                report.table()
+            _say_security(cluster.spec, report)
+            if cluster.spec.inject_faults:
+                report.say("launcher", f"FAULTS ARE INJECTED into KV transfers: {cluster.spec.inject_faults}")
+            if cluster.spec.http is not None:
+                report.say("launcher", f"live view: {live_url(cluster.spec)}")
+            missing = await degradations(cluster.spec, has_own_redis=cluster.has_own_redis)
+            report.ready(ready_line(cluster.spec, address, missing))
+            if (link := cluster.link) is not None:
+                cluster.on_change = lambda: self._save(cluster, link)
+                cluster.on_change()
+                link.on_down, link.on_leave = self._stop.set, lambda: self._leave(cluster, link)
+                report.to_background((self._asked.log_dir or cluster.folder) / LAUNCHER_LOG)
+            is_graceful = True
+            tasks.append(asyncio.create_task(self._follow_hangups(cluster)))
+            await cluster.run(self._stop)
+            leaves = self._leaves
+            return 0
+        finally:
+            report.failed()
+            if leaves:
+                report.say("launcher", "leaves; the cluster goes on")
+                await cluster.leave()
+            else:
+                await _stop(cluster, self._force, is_graceful=is_graceful)
+            for task in tasks:
+                task.cancel()
+            sweep()  # folders of workers that were killed during their start
+            report.close()
+
+    def _save(self, cluster: LaunchedCluster, link: KeeperLink) -> None:
+        from pdserve.launch.detached.saved import SavedLauncher  # imports the router
+
+        saved = SavedLauncher.of_this(self._asked, self._source, cluster.saved(), self._environ)
+        link.save(saved.to_json())
+
+    def _leave(self, cluster: LaunchedCluster, link: KeeperLink) -> None:
+        """Another launcher asks for its place."""
+        if change := cluster.running_change:
+            link.stays(f"the launcher makes a change ({change}); try again when it has ended")
+        elif self._stop.is_set():
+            link.stays("the cluster is ending")
+        else:
+            self._leaves = True
+            self._stop.set()
+
+    async def _follow_hangups(self, cluster: LaunchedCluster) -> None:
+        report = self.report
+        while True:
+            await self._hangup.wait()
+            self._hangup.clear()
+            report.reopen()
+            try:
+                wanted = await asyncio.to_thread(self._source.read, self._asked)
+            except PdserveError as error:
+                report.say("launcher", f"SIGHUP: the settings are invalid and stay as they are: {error}")
+                continue
+            for why in wanted.unread:
+                report.say(
+                    "launcher", f"SIGHUP: WARNING: the file of a secret cannot be read, and the secret stays: {why}"
+                )
+            self._asked, changed, fixed = merge(self._asked, wanted)
+            report.limit_files(self._asked.log_limits)
+            cluster.reload(self._asked.spec.settings, self._asked.log_level)
+            report.say("launcher", f"SIGHUP: the settings were read again; changed: {', '.join(changed) or 'none'}")
+            rolled, read = _by_name(cluster.overlay), _by_name(wanted.spec.settings)
+            differs = {one for one in rolled if rolled[one] != read.get(one)}
+            fixed = [one for one in fixed if one not in rolled or one in differs]
+            if kept := [one for one in changed if one in differs]:
+                report.say("launcher", f"SIGHUP: WARNING: workers keep what a roll-out has set: {', '.join(kept)}")
+            if fixed:
+                report.say(
+                    "launcher", f"SIGHUP: WARNING: these settings change at the next start only: {', '.join(fixed)}"
+                )
 
 
 def _by_name(settings: Settings) -> dict[str, Value]:
@@ -299,17 +379,17 @@ def _say_security(spec: ClusterSpec, report: LauncherReport) -> None:
         report.say("launcher", f"INSECURE: {spec.host} serves plain text, which others on the network can read")
 
 
-def _cluster(asked: Asked, report: LauncherReport) -> LaunchedCluster:
+def _cluster(asked: Asked, report: LauncherReport, saved: SavedCluster | None = None) -> LaunchedCluster:
     if asked.ray is None:
-        return LocalCluster(asked.spec, report)
+        return LocalCluster(asked.spec, report, saved=saved)
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("ray", "no such package", f"the extra ray: {advice('ray')}")
-    return RayCluster(asked.spec, asked.ray, report)
+    return RayCluster(asked.spec, asked.ray, report, saved=saved)
 
 
-async def _unless_set(stop: asyncio.Event, cluster: LaunchedCluster) -> str | None:
+async def _unless_set(stop: asyncio.Event, start: Callable[[], Coroutine[Any, Any, str]]) -> str | None:
     """The address of the started cluster; None if `stop` came first."""
-    starting, stopping = asyncio.ensure_future(cluster.start()), asyncio.ensure_future(stop.wait())
+    starting, stopping = asyncio.ensure_future(start()), asyncio.ensure_future(stop.wait())
     await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     if starting.done():

@@ -22,8 +22,9 @@ from pdserve.config import LOG_LEVELS, REDIS_ENV, SECRET_ENV, TOKEN_ENV, bounds_
 from pdserve.config_flags import words
 from pdserve.core.access.key_file import parse
 from pdserve.core.adapters import split_adapter
+from pdserve.core.durations import DAY_S
 from pdserve.core.errors import ConfigError, ModelError
-from pdserve.core.setting import AUTO
+from pdserve.core.setting import AUTO, Range
 from pdserve.engine.load_engine import BUILT_IN, OURS, VLLM, registered
 from pdserve.engine.memory.host import usable_cores
 from pdserve.engine.model.config import read_config
@@ -52,6 +53,8 @@ _OF_WORKER_TABLES: Final[tuple[Kind, ...]] = ("worker", "prefill_worker", "decod
 _WORKER_COUNTS: Final[Mapping[Kind, str]] = {"prefill_worker": "prefill", "decode_worker": "decode"}
 _OF_ROUTER: Final = ("otlp", "generation_config", "served_model_name")
 _OF_WORKERS: Final = ("transport", "engine", "device", "dtype", "kv_dtype", "load", "lora", "lora_folders")
+ORPHAN_S: Final = 3600.0
+ORPHAN: Final = Range(1.0, 7 * DAY_S)
 _LISTS: Final = ("served_model_name", "lora", "lora_folders")
 
 
@@ -66,7 +69,22 @@ class Asked:
     log_level: str
     is_level_given: bool  # by a flag, the file or the environment
     own_secrets: frozenset[str]  # settings that the launcher chose at random, because none was given
+    orphan_s: float = ORPHAN_S  # how long a detached cluster goes on without a launcher
     unread: tuple[str, ...] = ()  # why files of secrets could not be read again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingsSource:
+    """Where the settings of `up` come from. The fields are the arguments of the function `read`."""
+
+    flags: Mapping[str, Any]
+    file: str | None
+    words: tuple[str, ...]
+    defaults: Mapping[str, Any]
+
+    def read(self, earlier: Asked | None = None) -> Asked:
+        """Raises ConfigError."""
+        return read(self.flags, Path(self.file) if self.file else None, self.words, self.defaults, earlier)
 
 
 def read(
@@ -200,6 +218,8 @@ def read(
     log_level, log_dir = found.get("log_level", "info"), found.get("log_dir")
     if log_level not in LOG_LEVELS:
         raise ConfigError("log_level", log_level, f"one of {', '.join(LOG_LEVELS)}")
+    if (orphan_s := found.get("orphan_s", ORPHAN_S)) not in ORPHAN:
+        raise ConfigError("orphan_s", orphan_s, str(ORPHAN))
     limits = {name: found[name] for name in ("log_max_bytes", "log_files") if name in found}
     return Asked(
         spec=spec,
@@ -209,6 +229,7 @@ def read(
         log_level=log_level,
         is_level_given="log_level" in found,
         own_secrets=frozenset(own_secrets),
+        orphan_s=float(orphan_s),
         unread=tuple(unread),
     )
 
@@ -250,7 +271,7 @@ def merge(running: Asked, wanted: Asked) -> tuple[Asked, list[str], list[str]]:
     """
     same = running.own_secrets & wanted.own_secrets
     changed = [name for name in ("log_level", "log_limits") if getattr(running, name) != getattr(wanted, name)]
-    fixed = [name for name in ("ray", "log_dir") if getattr(running, name) != getattr(wanted, name)]
+    fixed = [name for name in ("ray", "log_dir", "orphan_s") if getattr(running, name) != getattr(wanted, name)]
     for one in dataclasses.fields(ClusterSpec):
         if one.name not in _NOT_ASKED | same and getattr(running.spec, one.name) != getattr(wanted.spec, one.name):
             fixed.append(one.name)

@@ -5,186 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import signal
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, final
 
 from pdserve.bounded_file import cache_file
-from pdserve.config import LOG_LEVEL_ENV, GatewayConfig, RouterConfig, WorkerConfig, without_secrets
+from pdserve.config import LOG_LEVEL_ENV, GatewayConfig, RouterConfig, WorkerConfig
 from pdserve.config_flags import FLAGS_FILE, live_flags
 from pdserve.core.errors import PdserveError
-from pdserve.core.progress import PROGRESS_ENV, phase_of
+from pdserve.core.progress import PROGRESS_ENV
 from pdserve.isolated.process import outcome
-from pdserve.isolated.tied_program import tied_command
-from pdserve.launch.ports import HeldPorts, session_of
+from pdserve.launch.child import Child, Spawned, Spawner, StartFailed, TiedSpawner
+from pdserve.launch.detached.keeper import KILL_AFTER_S
+from pdserve.launch.ports import HeldPorts
 from pdserve.launch.report import LauncherReport
-from pdserve.launch.spec import Process, waiting_env
+from pdserve.launch.spec import Process
 from pdserve.listening import HELD_ENV
-from pdserve.prefix.embedded import EmbeddedRedis
+from pdserve.owned_folder import open_private
+from pdserve.prefix.embedded import START_S, server_binary
 
-# --- one process ----------------------------------------------------------------------------------------------
-# Starts it, waits until it listens, forwards its output, ends it.
-
-TAIL_LINES: Final = 40
-MAX_LINE_BYTES: Final = 1 << 16
-_LISTENING: Final = re.compile(r" listening on (\S+:\d+)$")
-_LOG_LINE: Final = re.compile(r'[ "](DEBUG|INFO|WARNING|ERROR|CRITICAL)[ "]')
-_COMPLAINT: Final = re.compile(r"error(?! in sys\.excepthook)|: got .+, expected ", re.IGNORECASE)
-_NOISE: Final = re.compile(r"^(pdserve\.core\.errors\.\w+|prefill_worker|decode_worker|router|gateway): |^error: ")
-
-
-class StartFailed(PdserveError):
-    """A process of the cluster ended, or timed out, before it listened."""
-
-    reason = "START_FAILED"
-
-
-@final
-class Child:
-    """A process in a separate session, so that a Ctrl-C in the terminal reaches only the launcher."""
-
-    def __init__(
-        self,
-        name: str,
-        program: Sequence[str],
-        env: Mapping[str, str],
-        relay: Callable[[str], None],
-        files: Sequence[int] = (),
-        python: str = "",
-    ) -> None:
-        """`files`: open descriptors that the process inherits. `python` empty: that of this process."""
-        self.name = name
-        self.address = ""
-        self.start_s = 0.0
-        self._program = tuple(program)
-        self._env = env
-        self._relay = relay
-        self._files, self._python = files, python
-        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
-        self._process: asyncio.subprocess.Process | None = None
-        self._readers: list[asyncio.Task[None]] = []
-        self._listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    @property
-    def pid(self) -> int:
-        return 0 if self._process is None else self._process.pid
-
-    @property
-    def is_running(self) -> bool:
-        return self._process is not None and self._process.returncode is None
-
-    async def start(self, timeout_s: float) -> str:
-        """The address on which the process reports to listen. Raises StartFailed with the process's last error."""
-        await self.spawn()
-        ended: asyncio.Future[int] = asyncio.ensure_future(self.wait())
-        first: set[asyncio.Future[Any]] = {ended, self._listening}
-        try:
-            await asyncio.wait(first, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            ended.cancel()
-        if not self._listening.done():
-            how = "ended" if not self.is_running else f"did not listen within {timeout_s:.0f} s"
-            await self.stop(0.0)
-            raise StartFailed(f"{self.name} {how}: {self.last_error()}")
-        self.address = self._listening.result()
-        return self.address
-
-    async def spawn(self) -> None:
-        began_s = time.monotonic()
-        self._process = await asyncio.create_subprocess_exec(
-            *tied_command(*self._program, python=self._python),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            limit=MAX_LINE_BYTES,
-            env={**waiting_env(os.environ), **without_secrets(os.environ), **self._env, "PYTHONUNBUFFERED": "1"},
-            start_new_session=True,
-            pass_fds=self._files,
-        )
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        self._readers = [
-            asyncio.create_task(self._read(self._process.stdout, is_stdout=True, began_s=began_s)),
-            asyncio.create_task(self._read(self._process.stderr, is_stdout=False, began_s=began_s)),
-        ]
-
-    async def wait(self) -> int:
-        """The exit status, negative for a signal, once the process has ended and its lines are read."""
-        assert self._process is not None
-        code = await self._process.wait()
-        end_session(self._process.pid)  # its own child processes must not outlive it or keep its pipes open
-        await asyncio.wait(self._readers, timeout=1.0)
-        return code
-
-    async def stop(self, grace_s: float, *, drains: bool = True) -> None:
-        """Sends SIGTERM, and SIGKILL if the process has not ended after `grace_s`. Idempotent.
-
-        `drains` False: it also sends SIGINT, the second signal, which ends a process without a drain.
-        """
-        if self._process is None:
-            return
-        if self.is_running and grace_s > 0:
-            self.signal(signal.SIGTERM)
-            if not drains:
-                self.signal(signal.SIGINT)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), grace_s)
-        if self.is_running:
-            self.signal(signal.SIGKILL)
-        await self.wait()
-        for reader in self._readers:
-            reader.cancel()
-
-    def signal(self, number: signal.Signals) -> None:
-        assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(number)
-
-    def last_error(self) -> str:
-        """The line to show: the last error that is not a log line, otherwise the last error log line, otherwise the
-        last line."""
-        lines = [line.strip() for line in self._tail if line.strip()]
-        complaints = [line for line in lines if _COMPLAINT.search(line)]
-        plain = [line for line in complaints if not _LOG_LINE.search(line)]
-        return _NOISE.sub("", (plain or complaints or lines or ["it said nothing"])[-1])
-
-    async def _read(self, pipe: asyncio.StreamReader, *, is_stdout: bool, began_s: float) -> None:
-        while True:
-            try:
-                raw = await pipe.readline()
-            except ValueError:  # a line over the limit: drop its buffered part
-                continue
-            if not raw:
-                return
-            line = raw.decode(errors="replace").rstrip()
-            found = _LISTENING.search(line) if is_stdout else None
-            if found is not None and not self._listening.done():
-                self.start_s = time.monotonic() - began_s
-                self._listening.set_result(found.group(1))
-                continue
-            if not is_stdout and phase_of(line) is None:
-                self._tail.append(line)
-            self._relay(line)
-
-
-def end_session(leader_pid: int) -> None:
-    """Kills the remaining processes in the session of an ended child. Linux only; no-op elsewhere."""
-    for pid in session_of(leader_pid):
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
-
-
-# --- all processes --------------------------------------------------------------------------------------------
-
-KILL_AFTER_S: Final = 5.0  # in addition to a process's own drain time
+OF_ROUTERS, OF_WORKERS, OF_REDIS = range(3)  # stages
 NOTICE_S: Final = 3.0  # in which a server that ends at once tells its clients
 REDIS: Final = "redis"
-_WATCH_S: Final = 0.2
 _FIRST_BACKOFF_S: Final = 0.25
 _LONGEST_BACKOFF_S: Final = 10.0
 _SLOW_START_S: Final = 8.0
@@ -207,6 +52,22 @@ class SupervisedProcess:
     is_worker: bool = False
     has_flags_file: bool = False
     on_line: Callable[[str], None] | None = None
+    address: str = ""  # of a server that does not name it
+    stage: int = OF_WORKERS  # without a launcher, processes of a lower one end first
+
+
+def redis_process(path: Path) -> SupervisedProcess:
+    """A real Redis, which listens only on the socket file `path`. Raises ConfigError if this host has no server."""
+    server_binary()
+    return SupervisedProcess(
+        name=REDIS,
+        program=("pdserve.prefix.embedded", str(path)),
+        start_s=START_S,
+        drain_s=0.0,
+        on_line=lambda line: None,
+        address=str(path),
+        stage=OF_REDIS,
+    )
 
 
 def supervised(process: Process) -> SupervisedProcess:
@@ -220,6 +81,7 @@ def supervised(process: Process) -> SupervisedProcess:
         notice_s=NOTICE_S if isinstance(process.config, RouterConfig | GatewayConfig) else 0.0,
         is_worker=isinstance(process.config, WorkerConfig),
         has_flags_file=True,
+        stage=OF_WORKERS if isinstance(process.config, WorkerConfig) else OF_ROUTERS,
     )
 
 
@@ -235,13 +97,35 @@ class Supervisor:
         self._report, self._held, self._on_start = report, held, on_start
         self._children: dict[str, Child] = {}
         self._processes: dict[str, SupervisedProcess] = {}
-        self._redis: EmbeddedRedis | None = None
-        self._redis_path = Path()
         self._keepers: dict[str, asyncio.Task[None]] = {}  # by the name of the process
         self._is_keeping = False
         self._error: BaseException | None = None  # of a keeper
         self._has_failed = asyncio.Event()
         self._flags: dict[str, int] = {}  # descriptor of each process's flags file
+        self._spawner: Spawner = TiedSpawner()
+        self._folder: Path | None = None  # of flags files that another launcher may open
+
+    def keep_with(self, spawner: Spawner, folder: Path) -> None:
+        """Before a start: processes outlive this launcher. `folder`: a private one for their files."""
+        self._spawner, self._folder = spawner, folder
+
+    def adopt(self, one: SupervisedProcess, process: Spawned | None, address: str, start_s: float) -> Child | None:
+        """A process that an earlier launcher has started, instead of `start`. None: it does not run, and `keep` starts
+        it."""
+        self._processes[one.name] = one
+        if one.has_flags_file:
+            self._flags_file(one.name)
+        if process is None:
+            return None
+        child = self._children[one.name] = self._child(one, (), {}, ())
+        child.adopt(process, one.address or address, start_s)
+        self._report.say(one.name, f"pid {child.pid} listens on {child.address} already")
+        return child
+
+    def fail(self, error: BaseException) -> None:
+        """`run` raises it."""
+        self._error = error
+        self._has_failed.set()
 
     def address(self, name: str) -> str:
         return self._children[name].address
@@ -261,17 +145,6 @@ class Supervisor:
         self._report.phase(one.name, self._children[one.name].start_s)
         if self._is_keeping:
             self._keep_with(one.name, self._keep(one.name))
-
-    async def start_redis(self, path: Path) -> None:
-        """A real Redis, which listens only on the socket file `path`."""
-        began_s = time.monotonic()
-        self._report.begins(REDIS)
-        self._redis_path = path
-        self._redis = await asyncio.to_thread(EmbeddedRedis.start, path)
-        took_s = time.monotonic() - began_s
-        self._on_start(REDIS)
-        self._report.say(REDIS, f"pid {self._redis.pid} listens on {path} after {took_s:.2f} s")
-        self._report.phase(REDIS, took_s)
 
     async def unless_ended(self, work: Awaitable[Any]) -> Any:
         """The result of `work`. If a process ends in the meantime, the start has failed."""
@@ -293,8 +166,6 @@ class Supervisor:
         self._is_keeping = True
         for name in self._processes:
             self._keep_with(name, self._keep(name))
-        if self._redis is not None:
-            self._keep_with(REDIS, self._keep_redis(self._redis_path))
 
     async def run(self, stop: asyncio.Event) -> None:
         """Returns when `stop` is set. Raises an error of the supervision itself."""
@@ -319,14 +190,16 @@ class Supervisor:
         self._processes.pop(name, None)
         if (flags := self._flags.pop(name, None)) is not None:
             os.close(flags)
+            if self._folder is not None:
+                self._flags_path(name).unlink(missing_ok=True)
 
     def replace(self, one: SupervisedProcess) -> None:
         """If the process of that name ends, it is started again like this."""
         self._processes[one.name] = one
 
     def start_s(self, name: str) -> float:
-        """How long its last start took."""
-        return self._children[name].start_s
+        """How long its last start took; 0 if it has not ended."""
+        return self._children[name].start_s if name in self._children else 0.0
 
     def drain_s(self, name: str) -> float:
         return self._processes[name].drain_s
@@ -368,28 +241,22 @@ class Supervisor:
             self._processes[name] = replace(self._processes[name], drain_s=process.config.drain_s)
             os.pwrite(self._flags[name], text, 0)
             os.ftruncate(self._flags[name], len(text))
-            if self._children[name].is_running:
+            if name in self._children and self._children[name].is_running:
                 self._children[name].signal(signal.SIGHUP)
 
     def close(self) -> None:
         while self._flags:
             os.close(self._flags.popitem()[1])
 
-    async def stop_redis(self) -> None:
-        if self._redis is not None:
-            await asyncio.to_thread(self._redis.stop)
-            self._report.say(REDIS, "stopped")
-
     async def _start(self, one: SupervisedProcess) -> None:
-        relay = one.on_line or self._report.relay(one.name)
         env = {**dict(one.env), HELD_ENV: ",".join(map(str, self._held.ports))}
         program, files = one.program, []
-        if one.has_flags_file:  # in memory, so that a killed launcher leaves no file behind
-            if one.name not in self._flags:
-                self._flags[one.name] = os.memfd_create(f"{one.name}.flags")
-            files = [self._flags[one.name]]
-            program = (*program, f"{FLAGS_FILE}=/dev/fd/{files[0]}")
-        child = self._children[one.name] = Child(one.name, program, env, relay, files, one.python)
+        if one.has_flags_file:
+            descriptor = self._flags_file(one.name)
+            path = f"/dev/fd/{descriptor}" if self._folder is None else str(self._flags_path(one.name))
+            files = [descriptor] if self._folder is None else []
+            program = (*program, f"{FLAGS_FILE}={path}")
+        child = self._children[one.name] = self._child(one, program, env, files)
         slow = asyncio.get_running_loop().call_later(
             _SLOW_START_S, self._report.say, one.name, slow_start(is_worker=one.is_worker)
         )
@@ -399,8 +266,36 @@ class Supervisor:
             slow.cancel()
         if one.is_worker:
             _note_first_start()
+        child.address = one.address or child.address
         self._on_start(one.name)
         self._report.say(one.name, f"pid {child.pid} listens on {child.address} after {child.start_s:.2f} s")
+
+    def _child(
+        self, one: SupervisedProcess, program: Sequence[str], env: Mapping[str, str], files: Sequence[int]
+    ) -> Child:
+        relay = one.on_line or self._report.relay(one.name)
+        return Child(
+            one.name,
+            program,
+            env,
+            relay,
+            files,
+            one.python,
+            spawner=self._spawner,
+            stage=one.stage,
+            drain_s=one.drain_s,
+        )
+
+    def _flags_file(self, name: str) -> int:
+        """In memory, so that a killed launcher leaves no file behind, unless another launcher may open it."""
+        if name not in self._flags:
+            in_memory = self._folder is None
+            self._flags[name] = os.memfd_create(f"{name}.flags") if in_memory else open_private(self._flags_path(name))
+        return self._flags[name]
+
+    def _flags_path(self, name: str) -> Path:
+        assert self._folder is not None
+        return self._folder / f"{name}.flags"
 
     def _keep_with(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         self._keepers[name] = keeper = asyncio.create_task(work, name=f"keep-{name}")
@@ -409,8 +304,7 @@ class Supervisor:
     def _kept(self, keeper: asyncio.Task[None]) -> None:
         """Keepers run until they are cancelled."""
         if not keeper.cancelled() and (error := keeper.exception()) is not None:
-            self._error = error
-            self._has_failed.set()
+            self.fail(error)
 
     async def _release(self, names: Iterable[str]) -> None:
         keepers = [self._keepers.pop(name) for name in names if name in self._keepers]
@@ -432,23 +326,6 @@ class Supervisor:
                 await self._start(self._processes[name])
             except (PdserveError, OSError) as error:  # OSError: for example, no memory for a process
                 self._report.say(name, f"did not come back: {error}")
-
-    async def _keep_redis(self, path: Path) -> None:
-        backoff, began_s = _Backoff(), time.monotonic()
-        while True:
-            await asyncio.sleep(_WATCH_S)
-            if self._redis is None or self._redis.is_alive:
-                continue
-            backoff_s = backoff.next_s(time.monotonic() - began_s)
-            self._report.say(REDIS, f"pid {self._redis.pid} ended; starting it again in {backoff_s:.2g} s")
-            await asyncio.sleep(backoff_s)
-            began_s = time.monotonic()
-            try:
-                self._redis = await asyncio.to_thread(EmbeddedRedis.start, path)
-                self._on_start(REDIS)
-                self._report.say(REDIS, f"pid {self._redis.pid} listens on {path}")
-            except PdserveError as error:
-                self._report.say(REDIS, f"did not come back: {error}")
 
     def _grace_s(self, name: str) -> float:
         return self._processes[name].drain_s + KILL_AFTER_S

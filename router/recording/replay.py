@@ -28,7 +28,7 @@ from router.state.state import RouterState
 #
 # One rule covers every event, command and setting, so a new field needs no code here. Fields with their default value
 # are omitted. Supported types: str, int, float, bool, None, bytes, enums, nested dataclasses, tuples (homogeneous,
-# fixed and named), mappings with string keys, optionals of these, and unions of scalars.
+# fixed and named), mappings with string keys, optionals of these, and unions of scalars, also with tuples of texts.
 
 Decoder: TypeAlias = Callable[[Any], Any]
 
@@ -77,6 +77,8 @@ def _decoder(kind: Any) -> Decoder:
     if origin is types.UnionType or origin is typing.Union:
         if set(arguments) <= _EXACT:
             return _exactly(*arguments)
+        if tuple[str, ...] in arguments and (scalars := set(arguments) - {tuple[str, ...]}) <= _EXACT | {float}:
+            return _words_or(_exactly(*scalars))
         inner = [one for one in arguments if one is not type(None)]
         if len(inner) != 1 or len(inner) == len(arguments):
             raise TypeError(f"cannot decode {kind}: only optionals are supported")
@@ -110,6 +112,11 @@ def _optional(inner: Decoder) -> Decoder:
 
 def _many(inner: Decoder) -> Decoder:
     return lambda value: tuple([inner(item) for item in value])
+
+
+def _words_or(scalar: Decoder) -> Decoder:
+    words = _many(_exactly(str))
+    return lambda value: words(value) if isinstance(value, list) else scalar(value)
 
 
 def _fixed(inner: list[Decoder]) -> Decoder:

@@ -19,7 +19,8 @@ from pdserve import Client, PdserveError
 from pdserve.client.results import ChangeStep, Completion
 from pdserve.core.errors import ChangeFailed
 from pdserve.core.types import Role
-from pdserve.launch.ports import listeners, session_of
+from pdserve.isolated.tied_program import session_of
+from pdserve.launch.ports import listeners
 from pdserve.launch.running import Running
 from tests.cluster import suite
 from tests.cluster.cluster import Cluster

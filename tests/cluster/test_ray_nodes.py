@@ -18,9 +18,9 @@ import pytest
 
 from pdserve import Client, PdserveError
 from pdserve.engine.toy import answer
+from pdserve.launch.child import StartFailed
 from pdserve.launch.ports import free_ports
 from pdserve.launch.running import Running
-from pdserve.launch.supervisor import StartFailed
 from pdserve.prefix.embedded import server_binary
 from tests.cluster.cluster import Cluster
 from tests.cluster.suite import toy_prompt

@@ -18,7 +18,8 @@ import openai
 import pytest
 
 from pdserve import Client
-from pdserve.launch.ports import listeners, session_of
+from pdserve.isolated.tied_program import session_of
+from pdserve.launch.ports import listeners
 from pdserve.launch.running import Running
 from pdserve.testing import toy_answer
 from tests.cluster.cluster import free_ports

@@ -43,6 +43,7 @@ from pdserve.launch.changes.plans import (
 )
 from pdserve.launch.changes.routers import ATTACH_S, Routers
 from pdserve.launch.changes.server import ChangeServer, Say
+from pdserve.launch.detached.link import Attached, KeeperLink
 from pdserve.launch.keys import Settings
 from pdserve.launch.local import LaunchedCluster, split
 from pdserve.launch.ports import free_ports
@@ -62,6 +63,7 @@ from pdserve.worker.role_change import change_role
 
 if TYPE_CHECKING:
     from pdserve.launch.changes.autoscale import Autoscaler
+    from pdserve.launch.detached.saved import SavedCluster
 
 FORGET_S: Final = 15.0  # until no router lists a worker that has ended
 SETTLE_S: Final = 1.0  # in which a new worker serves before the next one is drained
@@ -71,29 +73,73 @@ LAUNCHER_SOCKET: Final = "launcher.sock"
 class ChangingCluster(LaunchedCluster):
     """A cluster whose workers can change. A subclass says how one of them is started, ended and addressed."""
 
-    def __init__(self, spec: ClusterSpec, report: LauncherReport, *, ray: str | None = None) -> None:
-        """`ray` as in `with_ports`."""
-        super().__init__(spec, report, ray=ray)
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        report: LauncherReport,
+        *,
+        ray: str | None = None,
+        saved: SavedCluster | None = None,
+    ) -> None:
+        """As of LaunchedCluster."""
+        super().__init__(spec, report, ray=ray, saved=saved)
         socket = self._sockets.path / LAUNCHER_SOCKET
-        if ray is not None:  # Ray assigns both
-            self.spec = replace(self.spec, worker_ports=(), gpus=())
-        self.spec = with_slots(replace(self.spec, launcher_socket=str(socket)))
+        if saved is None:
+            if ray is not None:  # Ray assigns both
+                self.spec = replace(self.spec, worker_ports=(), gpus=())
+            self.spec = with_slots(replace(self.spec, launcher_socket=str(socket)))
         self._changing = ChangeServer(self, socket, router_config(self.spec, ()).token)
         self._address = ""
         # What roll-outs have set over `spec.settings`, which are those of the flags and the file, as last read.
         self._overlays = dict.fromkeys(self.spec.worker_ids, self.overlay)  # of each worker
         self._former: Settings | None = None  # overlay before the last roll-out with settings
+        self._draining: tuple[str, ...] = ()  # by a change
+        self._start_s = 0.0 if saved is None else saved.start_s  # of the first workers, for the controller
+        if saved is not None:
+            self.overlay, self._former, self._draining = saved.overlay, saved.former, saved.draining
+            self._overlays = {one: saved.overlays.get(one, saved.overlay) for one in self.spec.worker_ids}
         self.autoscaler: Autoscaler | None = None
         self._scaling: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
         await self._changing.start()
         self._address = await super().start()
+        self._begin_changes()
+        return self._address
+
+    async def adopt(self, link: KeeperLink, attached: Attached) -> str:
+        self._address = await super().adopt(link, attached)
+        await self._changing.start()
+        await self._finish_former_change()
+        self._begin_changes()
+        return self._address
+
+    async def _finish_former_change(self) -> None:
+        """The former launcher may have been killed in the middle of one: what a router says then counts. A roll-out
+        ends where it is, as if it had stopped."""
+        async with Routers(self.spec, self._address) as routers:
+            for worker in workers_of(await routers.frames()):
+                slot = next((one for one in self.spec.slots if one.worker_id == worker.worker_id), None)
+                if slot is not None and not slot.is_vacant and worker.is_connected and worker.role is not slot.role:
+                    self.spec = with_role(self.spec, worker.worker_id, worker.role)
+                    self._has_taken_role(worker.worker_id)
+            for worker_id in self._draining:
+                self.say(worker_id, "serves again: the former launcher has drained it, and has ended")
+                with contextlib.suppress(NotFound):  # it is being started again
+                    await routers.undrain(worker_id)
+            self._draining = ()
+            for slot in self.spec.slots:
+                if slot.is_surge and not slot.is_vacant:
+                    await self._end_surge(slot.worker_id, routers, self.say)
+            if self._former is None and any(one != self.overlay for one in self._overlays.values()):
+                self._former = self.overlay  # for `roll --undo`
+            self._told()
+
+    def _begin_changes(self) -> None:
         self._changing.is_ready = True
         if self.spec.is_automatic:
             self.autoscaler = self._make_autoscaler()
             self._scaling = asyncio.create_task(self.autoscaler.run(), name="autoscale")
-        return self._address
 
     def _make_autoscaler(self) -> Autoscaler:
         from pdserve.launch.changes.autoscale import (  # imports the router
@@ -103,7 +149,8 @@ class ChangingCluster(LaunchedCluster):
             record_of,
         )
 
-        settings = first_settings(self.spec, self._first_start_s())
+        self._start_s = self._start_s or self._first_start_s()
+        settings = first_settings(self.spec, self._start_s)
         return Autoscaler(
             self,
             self._changing,
@@ -114,12 +161,33 @@ class ChangingCluster(LaunchedCluster):
         )
 
     async def stop(self, *, is_graceful: bool) -> None:
+        await self._end_changes()
+        await super().stop(is_graceful=is_graceful)
+
+    async def leave(self) -> None:
+        await self._end_changes()
+        await super().leave()
+
+    async def _end_changes(self) -> None:
         if self._scaling is not None and self.autoscaler is not None:
             self._scaling.cancel()
             await asyncio.gather(self._scaling, return_exceptions=True)
             self.autoscaler.close()
         await self._changing.close()
-        await super().stop(is_graceful=is_graceful)
+
+    @property
+    def running_change(self) -> str:
+        return self._changing.running
+
+    def saved(self) -> SavedCluster:
+        return replace(
+            super().saved(),
+            overlay=self.overlay,
+            overlays=dict(self._overlays),
+            former=self._former,
+            draining=self._draining,
+            start_s=self._start_s,
+        )
 
     # -- changes -------------------------------------------------------------------------------------------------
 
@@ -188,10 +256,12 @@ class ChangingCluster(LaunchedCluster):
             finally:
                 if target is not None and not is_undo and target in self._overlays.values():
                     self._former = self.overlay
+                    self.on_change()
         if target is not None:
             self.overlay = target
             if is_undo:
                 self._former = None
+            self.on_change()
         kind = "" if target is None else " with the settings from before" if is_undo else " with the new settings"
         say("", f"all workers that were to be replaced run again{kind}")
 
@@ -266,6 +336,7 @@ class ChangingCluster(LaunchedCluster):
             self.spec = before
             raise
         self._overlays[worker_id] = overlay
+        self.on_change()
 
     def _process(self, worker_id: str, overlay: Settings) -> Process:
         spec = replace(self.spec, settings=overlaid(self.spec.settings, overlay))
@@ -323,6 +394,7 @@ class ChangingCluster(LaunchedCluster):
                 say(worker_id, f"is not ready as before either: {why_failed(again)}; {self.what_follows}")
             raise
         finally:
+            self._draining = ()
             self._told()
         say(worker_id, "ready")
 
@@ -333,6 +405,8 @@ class ChangingCluster(LaunchedCluster):
     async def _drain(self, worker_id: str, routers: Routers, say: Say) -> None:
         """Until the worker has no requests, for its drain_s at most. Those that are left continue on others."""
         limit_s, began_s = self._drain_s(worker_id), time.monotonic()
+        self._draining = (worker_id,)
+        self.on_change()
         try:
             await routers.drain(worker_id)
         except NotFound:  # it is being started again, and has none
@@ -343,6 +417,7 @@ class ChangingCluster(LaunchedCluster):
         except PdserveError:  # the change ends here, and the worker has not ended
             with contextlib.suppress(PdserveError):
                 await routers.undrain(worker_id)
+            self._draining = ()
             raise
         spent_s = time.monotonic() - began_s
         say(worker_id, f"drained after {spent_s:.1f} s" if is_empty else "still has requests, which others continue")
@@ -385,6 +460,9 @@ class ChangingCluster(LaunchedCluster):
         """Whether the running process has taken the role. False: it needs a new process."""
         return False
 
+    def _has_taken_role(self, worker_id: str) -> None:
+        """It has the role of its slot now, in the same process, and starts again in that role."""
+
     @abstractmethod
     async def _end_worker(self, worker_id: str) -> None:
         """Drains a worker, for its own time limit at most, and ends it for good: its name may be used again."""
@@ -403,6 +481,7 @@ class ChangingCluster(LaunchedCluster):
         if not keeps_ports:
             self._release_ports(before, self.spec)
         self._overlays.pop(worker_id, None)
+        self._draining = ()
         self._told()
 
     def _say_numbers(self, say: Say) -> None:
@@ -412,6 +491,7 @@ class ChangingCluster(LaunchedCluster):
         """Tells the routers and Prometheus of the workers that there are."""
         self._supervisor.reload(self._routers())
         self._metrics.changed(self.spec)
+        self.on_change()
 
 
 def _is_empty(one: Worker | None) -> bool:
@@ -471,7 +551,7 @@ class LocalCluster(ChangingCluster):
         former = self._process(worker_id, self._overlays[worker_id])
         self.spec = with_role(before, worker_id, role)
         process = self._process(worker_id, self._overlays[worker_id])
-        self._supervisor.replace(supervised(process))
+        self._has_taken_role(worker_id)
         why = await change_role(self._supervisor.address(worker_id), role, former.config, process.config)
         if why:
             self._restore_workers(before)
@@ -481,6 +561,9 @@ class LocalCluster(ChangingCluster):
             self._supervisor.reload([self._process(worker_id, self._overlays[worker_id])])
             say(worker_id, f"is a {role.value} worker after {time.monotonic() - began_s:.2f} s, in the same process")
         return not why
+
+    def _has_taken_role(self, worker_id: str) -> None:
+        self._supervisor.replace(supervised(self._process(worker_id, self._overlays[worker_id])))
 
     async def _end_worker(self, worker_id: str) -> None:
         await self._supervisor.end(worker_id)

@@ -26,7 +26,7 @@ from pdserve.core.errors import (
 )
 from pdserve.core.types import Role
 from pdserve.launch.changes.plans import why_failed
-from pdserve.launch.supervisor import StartFailed
+from pdserve.launch.child import StartFailed
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc
 from pdserve.wire import status
 from pdserve.wire.convert import role_from_proto
@@ -55,6 +55,7 @@ class Changeable(Protocol):
 
 
 GRACE_S: Final = 0.5  # for the last answers
+UNLINK_S, UNLINK_TRIES = 0.01, 100
 Steps = asyncio.Queue[cluster_pb2.ChangeWorkersResponse | None]
 
 
@@ -70,6 +71,7 @@ class ChangeServer(cluster_pb2_grpc.ClusterServiceServicer):
         self.is_ready = False  # the cluster has started
 
     async def start(self) -> None:
+        self._socket.unlink(missing_ok=True)  # of a launcher that was killed
         self._server = grpc.aio.server()
         cluster_pb2_grpc.add_ClusterServiceServicer_to_server(self, self._server)
         if not self._server.add_insecure_port(f"unix:{self._socket}"):
@@ -85,6 +87,12 @@ class ChangeServer(cluster_pb2_grpc.ClusterServiceServicer):
         if self._server is not None:
             await self._server.stop(GRACE_S)
             self._server = None
+            for _ in range(
+                UNLINK_TRIES
+            ):  # gRPC removes the file a little later, and could meet that of another launcher
+                if not self._socket.exists():
+                    break
+                await asyncio.sleep(UNLINK_S)
 
     async def ChangeWorkers(
         self, request: cluster_pb2.ChangeWorkersRequest, context: Any

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 
 from benchmarks.changes import Account
@@ -73,6 +74,14 @@ def test_a_roll_out_is_judged() -> None:
     broken = result([sent(0, phase="after"), sent(1, phase="after", tokens=[7], error=InternalError("broken"))])
     assert broken.missed(SLO)[:2] == ["1 failed", "1 with wrong tokens"]
     assert "InternalError: broken" in render(broken, SLO)
+
+
+def test_a_change_of_launcher_may_interrupt_no_answer() -> None:
+    seen = replace(result([sent(0, phase="after")]), what="changes of launcher", may_resume=False)
+    assert seen.missed(SLO) == []
+    seen.sent[0].is_resumed = True
+    assert seen.missed(SLO) == ["1 interrupted"]
+    assert "interrupted and resumed: 1" in render(seen, SLO)
 
 
 def test_drains_are_timed_by_their_steps() -> None:

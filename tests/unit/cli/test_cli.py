@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ from pdserve.core.errors import NONE_YET, NoWorkers, Unauthenticated, Unavailabl
 from pdserve.core.results import Timings, Usage
 from pdserve.core.types import FinishReason
 from pdserve.engine.memory import host
-from pdserve.launch.settings import Asked
+from pdserve.launch.settings import Asked, SettingsSource
 from pdserve.launch.spec import served_names
 from pdserve.v1 import cluster_pb2, worker_pb2
 from pdserve.wire.status import from_code
@@ -684,8 +684,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
     """What `up` and `serve` would have started."""
     found: list[Asked] = []
 
-    async def serve(one: Asked, read_again: Callable[[], Asked]) -> int:
-        assert read_again().spec.http == one.spec.http
+    async def serve(one: Asked, source: SettingsSource, *, detaches: bool) -> int:
+        assert source.read(one).spec.http == one.spec.http
+        assert not detaches
         found.append(one)
         return 0
 

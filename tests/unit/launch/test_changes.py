@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
@@ -10,12 +11,16 @@ from typing import Any
 import pytest
 
 from pdserve.core.errors import ConfigError, NotFound
+from pdserve.core.live import LiveFrame
 from pdserve.core.types import Role
 from pdserve.launch.changes.cluster import LocalCluster
 from pdserve.launch.changes.plans import index_of, vacate
+from pdserve.launch.detached.saved import SavedCluster
 from pdserve.launch.ports import free_ports, is_free
 from pdserve.launch.report import LauncherReport
 from pdserve.launch.spec import ClusterSpec, processes
+from router.recording.replay import decode_value, encode_value
+from tests.unit.top import given
 
 
 def free_range(count: int) -> int:
@@ -99,3 +104,72 @@ def test_a_worker_that_did_not_start_leaves_no_port(cluster: LocalCluster) -> No
     assert cluster.spec.slots[index_of(cluster.spec, "d2")].port in cluster._held.ports
     assert len(cluster.spec.slots) == 4
     assert vacate(cluster.spec, "d2").slots[-1].port, "one that has served keeps it"
+
+
+# --- a former launcher ----------------------------------------------------------------------------------------
+
+
+class SeenRouters:
+    """Of a cluster whose launcher was killed in the middle of a change."""
+
+    def __init__(self, seen: Mapping[str, Role]) -> None:
+        self._seen = seen
+        self.undrained: list[str] = []
+
+    def __call__(self, spec: ClusterSpec, address: str) -> SeenRouters:
+        return self
+
+    async def __aenter__(self) -> SeenRouters:
+        return self
+
+    async def __aexit__(self, *error: object) -> None: ...
+
+    async def frames(self) -> list[LiveFrame]:
+        workers = tuple(given.worker(worker_id, role=role) for worker_id, role in self._seen.items())
+        return [given.frame(0.0, workers=workers)]
+
+    async def undrain(self, worker_id: str) -> None:
+        self.undrained.append(worker_id)
+
+    async def drain(self, worker_id: str) -> None:
+        raise NotFound("worker", worker_id)
+
+    async def wait_for_all(self, *arguments: object) -> bool:
+        return True
+
+
+async def test_a_new_launcher_ends_the_change_of_the_former_one(
+    cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster._take_slot("d2", Role.DECODE, {"worker": {"max_batch": 8}}, is_surge=True)
+    roll(cluster, {"worker": {"max_batch": 8}}, "d1")
+    cluster._draining = ("d0",)
+    for one in cluster._all_processes("127.0.0.1:1"):
+        cluster._supervisor.adopt(one, None, "", 0.0)
+    seen = {"p0": Role.PREFILL, "d0": Role.DECODE, "d1": Role.PREFILL, "d2": Role.DECODE}
+    routers = SeenRouters(seen)
+    monkeypatch.setattr("pdserve.launch.changes.cluster.Routers", routers)
+    await cluster._finish_former_change()
+    assert routers.undrained == ["d0"]
+    assert {one.worker_id: one.role for one in cluster.spec.slots if not one.is_vacant} == {
+        "p0": Role.PREFILL,
+        "d0": Role.DECODE,
+        "d1": Role.PREFILL,  # its process has taken it
+    }
+    assert cluster._supervisor._processes["d1"].program[0] == "prefill_worker"
+    assert (cluster.spec.prefill, cluster.spec.decode) == (2, 1)
+    assert cluster._former == {}, "`roll --undo` returns to it"
+    saved = cluster.saved()
+    assert (saved.draining, saved.overlays.keys()) == ((), {"p0", "d0", "d1"})
+
+
+async def test_a_new_launcher_has_the_same_workers(cluster: LocalCluster) -> None:
+    cluster._take_slot("d2", Role.DECODE, {"worker": {"max_batch": 8}})
+    roll(cluster, {"worker": {"drain_s": 9.0}}, "d0")
+    cluster._forget("d1")
+    saved = decode_value(SavedCluster, json.loads(json.dumps(encode_value(cluster.saved()))))
+    again = LocalCluster(saved.spec, LauncherReport(), saved=saved)
+    assert again._processes() == cluster._processes()
+    assert again.saved() == saved
+    await again.leave()
+    assert again.folder.exists(), "it is still the other's"

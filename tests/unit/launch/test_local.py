@@ -17,9 +17,9 @@ import pytest
 from benchmarks.attacks.host import try_socket
 from pdserve import AsyncClient, Client, InvalidRequest, Unauthenticated
 from pdserve.client.results import Completion
+from pdserve.launch.child import StartFailed
 from pdserve.launch.ports import listeners
 from pdserve.launch.running import Running
-from pdserve.launch.supervisor import StartFailed
 from pdserve.owned_folder import sweep
 from tests.support.slow import slow_except
 

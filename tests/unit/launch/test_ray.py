@@ -14,11 +14,12 @@ from pdserve.core.errors import ConfigError, Unavailable
 from pdserve.core.progress import PhaseProgress
 from pdserve.launch import ray_cluster
 from pdserve.launch.actor_api import NameTaken, RayTrouble
+from pdserve.launch.child import StartFailed
+from pdserve.launch.detached.keeper import MAX_LINE_BYTES
 from pdserve.launch.ports import free_ports
 from pdserve.launch.ray_cluster import RayApi
 from pdserve.launch.report import LauncherReport
 from pdserve.launch.spec import ClusterSpec, ClusterTls, worker_config
-from pdserve.launch.supervisor import MAX_LINE_BYTES, StartFailed
 from pdserve.launch.with_ray import (
     IMPORTING,
     LOADING,

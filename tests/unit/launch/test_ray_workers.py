@@ -16,10 +16,10 @@ from pdserve.config import REDIS_ENV, SECRET_ENV, WorkerConfig
 from pdserve.core.errors import ChangeFailed, ConfigError
 from pdserve.core.types import Role
 from pdserve.launch.changes.server import ChangeServer
+from pdserve.launch.child import StartFailed
 from pdserve.launch.ray_workers import RayWorkers
 from pdserve.launch.report import LauncherReport
 from pdserve.launch.spec import ClusterSpec, PlacedWorker, choose_node, needs_text
-from pdserve.launch.supervisor import StartFailed
 from pdserve.launch.with_ray import STATE, Phase, RayCluster, WantedCluster, WantedFile, WantedWorker, states_to_json
 from router.service.cluster import LauncherLink
 from tests.unit.launch.fake_ray import KILL_ADVANCES, FakeGroup, FakeRay

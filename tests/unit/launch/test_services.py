@@ -11,10 +11,10 @@ import pytest
 
 from pdserve.core.errors import ConfigError
 from pdserve.launch import settings
-from pdserve.launch.local import check_alone, degradations, endpoint_answers
 from pdserve.launch.ports import is_free
 from pdserve.launch.running import Running
 from pdserve.launch.serve import capacity_warnings, live_url, ready_line
+from pdserve.launch.services import check_alone, degradations, endpoint_answers
 from pdserve.launch.settings import bundled_model
 from pdserve.launch.spec import ClusterSpec
 from pdserve.prefix.embedded import EmbeddedRedis

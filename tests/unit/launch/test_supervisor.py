@@ -15,11 +15,12 @@ import pytest
 
 from pdserve.isolated.process import outcome
 from pdserve.launch import supervisor
+from pdserve.launch.child import Child, StartFailed
 from pdserve.launch.local import open_requests
 from pdserve.launch.ports import HeldPorts, check_free, free_ports, is_free
 from pdserve.launch.report import LauncherReport
 from pdserve.launch.spec import ClusterSpec
-from pdserve.launch.supervisor import Child, StartFailed, Supervisor, drain_text
+from pdserve.launch.supervisor import Supervisor, drain_text
 
 from .conftest import is_alive
 
@@ -222,7 +223,7 @@ def test_children_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     launcher = tmp_path / "launcher.py"
     launcher.write_text(
         "import asyncio\n"
-        "from pdserve.launch.supervisor import Child\n"
+        "from pdserve.launch.child import Child\n"
         "async def main():\n"
         "    child = Child('p0', ('program',), {}, print)\n"
         "    await child.start(20)\n"

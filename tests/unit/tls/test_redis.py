@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.client.aio import AsyncClient
-from pdserve.launch.local import redis_answers
+from pdserve.launch.services import redis_answers
 from pdserve.prefix.embedded import EmbeddedRedis
 from pdserve.testing import Cluster, toy_answer
 from tests.support.tls_files import TestAuthority
