@@ -426,9 +426,10 @@ class WorkerHost:
         self.stop()
 
     def _is_over(self) -> bool:
-        """Whether nothing is left for a drain to wait for. An answer leaves in two messages: its attempt is cancelled,
-        and then its KV is ordered from the prefix cache."""
-        rest_s = ORDER_S if self._engine.program.sends_kv else 0.0
+        """Whether nothing is left for a drain to wait for. An answer leaves in two messages of a router: its attempt is
+        cancelled, and then its KV is ordered from the prefix cache."""
+        may_order = self._engine.program.sends_kv and self._servicer is not None and self._servicer.has_routers
+        rest_s = ORDER_S if may_order else 0.0
         return self._engine.is_idle.is_set() and time.monotonic() - self._engine.busy_s >= rest_s
 
     def _engine_died(self, error: BaseException) -> None:

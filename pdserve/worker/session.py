@@ -198,6 +198,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         # other's session.
         self._session_of: dict[tuple[str, str], int] = {}
 
+    @property
+    def has_routers(self) -> bool:
+        return bool(self._outboxes)
+
     def deliver(self, messages: Mapping[int, list[worker_pb2.AttachResponse]]) -> None:
         for session, batch in messages.items():
             outbox = self._outboxes.get(session)

@@ -18,6 +18,7 @@ from pdserve.core.kv.hashing import block_hashes, chain_key
 from pdserve.core.types import Role
 from pdserve.engine.toy import answer
 from pdserve.v1 import worker_pb2
+from pdserve.worker import host
 from pdserve.worker.host import SERVICE
 from tests.unit.worker.conftest import DEADLINE_S, config
 
@@ -159,6 +160,19 @@ async def test_a_drained_host_stops_after_its_sequences(start: Any, attach: Any,
     assert not d.host.is_healthy()
 
 
+async def test_a_drained_host_waits_for_an_order_only_while_a_router_is_there(
+    start: Any, attach: Any, ask: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "ORDER_S", 3600.0)
+    d = start(Role.DECODE, drain_s=3600.0)
+    router = await attach(d)
+    assert await router.local(ask("r", PROMPT)) == answer(PROMPT, 8)
+    d.host.drain()
+    assert not await asyncio.to_thread(d.host.wait, 0.2)
+    await router.close()
+    assert await asyncio.to_thread(d.host.wait, DEADLINE_S)
+
+
 async def test_a_drain_does_not_wait_for_ever(start: Any, attach: Any, ask: Any) -> None:
     d = start(Role.DECODE, drain_s=0.1)
     router = await attach(d)
@@ -214,6 +228,6 @@ def test_the_end_of_a_worker_follows_the_calls_before_it(start: Any, monkeypatch
 
 
 def test_a_worker_takes_new_times() -> None:
-    host = make_host(config(Role.DECODE, stall_s=0.02))
-    host.reload({"stall_s": 50.0, "drain_s": 2.0})
-    assert (host._config.drain_s, host._watchdog.stall_s, host._watchdog._interval_s) == (2.0, 50.0, 1.0)
+    worker = make_host(config(Role.DECODE, stall_s=0.02))
+    worker.reload({"stall_s": 50.0, "drain_s": 2.0})
+    assert (worker._config.drain_s, worker._watchdog.stall_s, worker._watchdog._interval_s) == (2.0, 50.0, 1.0)
