@@ -96,7 +96,7 @@ def _index_blocks(url: str) -> int:
 
 def test_a_full_redis_loses_no_worker() -> None:
     """Redis rejects all writes until every registration has expired."""
-    result = run_redis_fault("full", 8.0, lease_s=1.0)
+    result = run_redis_fault("full", 5.0, lease_s=1.0)
     assert (result.errors, result.wrong, result.least_workers) == ({}, 0, 4)
 
 

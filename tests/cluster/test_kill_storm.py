@@ -29,6 +29,7 @@ from router.recording.replay import encode_settings, encode_step, make_step
 from router.state.interface import Event, RouterSettings
 from tests.cluster.families import BUNDLED
 from tests.oracle import Oracle, Verdict
+from tests.support.slow import slow_except
 from tests.unit.router.router_events import arrival
 
 NUM_REQUESTS = 48
@@ -45,7 +46,7 @@ FLAGS = (
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("waits", slow_except([False, True], False))
 def test_answers_are_exact_or_typed_errors_under_kills(waits: bool) -> None:
     """If the storm waits for killed workers, it sends no request after the last kill. Otherwise, the first kill is one
     to a router."""

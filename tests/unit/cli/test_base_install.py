@@ -15,6 +15,7 @@ import pytest
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.installation import EXTRAS, command, missing
+from tests.support.slow import slow_except
 
 ROOT = Path(__file__).parents[3]
 BASE = ("grpcio", "protobuf", "googleapis-common-protos", "typing-extensions")
@@ -165,7 +166,7 @@ sys.exit(main(words))
 """
 
 
-@pytest.mark.parametrize("platform", ["win32", "darwin"])
+@pytest.mark.parametrize("platform", slow_except(["win32", "darwin"], "win32"))
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -14,6 +14,7 @@ import pytest
 from pdserve.cli.main import main
 from pdserve.core.errors import ConfigError
 from pdserve.progress import ProgressLine
+from tests.support.slow import slow_except
 
 SLO = ["--slo-ttft", "1", "--slo-tpot", "0.05"]
 
@@ -172,8 +173,17 @@ def test_lists_of_wrong_numbers_are_refused(flag: list[str], capsys: pytest.Capt
     assert flag[0] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("layouts", [["--workers", "2"], ["--gpus", "2"]])
+WORKERS, GPUS = ["--workers", "2"], ["--gpus", "2"]
+
+
+@pytest.mark.parametrize(
+    ("layouts", "number"),
+    slow_except(
+        [(layouts, number) for layouts in (WORKERS, GPUS) for number in (signal.SIGINT, signal.SIGTERM)],
+        (WORKERS, signal.SIGINT),
+        (GPUS, signal.SIGTERM),
+    ),
+)
 def test_an_interrupt_prints_the_finished_layouts(
     trace: str,
     layouts: list[str],

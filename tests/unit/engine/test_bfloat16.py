@@ -14,6 +14,7 @@ from pdserve.engine.interface import Engine, Row
 from pdserve.engine.load import device
 from pdserve.engine.load.device import choose_precision
 from tests.oracle import Oracle
+from tests.support.slow import slow_except
 
 BUNDLED = Path(__file__).parents[3] / "pdserve" / "models" / "stdlib-5m"
 LENGTH = 400
@@ -38,7 +39,7 @@ def of_transformers(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("chunk", [7, LENGTH])
+@pytest.mark.parametrize("chunk", slow_except([7, LENGTH], LENGTH))
 def test_bfloat16_logprobs_are_as_accurate_as_transformers(
     chunk: int, open_engine: Callable[..., Engine], oracle_of: Callable[[Path], Oracle]
 ) -> None:
@@ -52,7 +53,10 @@ def test_bfloat16_logprobs_are_as_accurate_as_transformers(
     assert 1e-5 < ours < 1.1 * theirs
 
 
-@pytest.mark.parametrize("name", ["llama-tied-biased", "qwen3", "qwen3-moe", "gemma2", "gemma3"])
+@pytest.mark.parametrize(
+    "name",
+    slow_except(["llama-tied-biased", "qwen3", "qwen3-moe", "gemma2", "gemma3"], "qwen3-moe", "gemma2"),
+)
 def test_families_are_as_accurate_as_transformers(
     name: str,
     tiny: Callable[[str], Path],

@@ -16,6 +16,7 @@ from pdserve.core.types import Sampling
 from pdserve.engine import torch_engine
 from pdserve.engine.interface import Engine
 from pdserve.engine.sampling.sampler import Draw
+from tests.support.slow import slow_except
 
 BUNDLED = Path("pdserve/models/stdlib-5m").absolute()
 Logits = dict[tuple[int, ...], bytes]
@@ -87,7 +88,7 @@ def test_requests_in_any_order_have_the_same_bits(
     assert len(seen_logits) > 5 * count
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", slow_except(["float32", "bfloat16"], "float32"))
 def test_the_bundled_model_alone_and_in_a_batch(
     dtype: str,
     open_engine: Callable[..., Engine],

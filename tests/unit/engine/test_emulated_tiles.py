@@ -11,9 +11,11 @@ import pytest
 
 from pdserve.engine.cpu.kernels import jit
 from pdserve.engine.model.rounded import has_int4_kernel
+from tests.support.slow import slow_except
 
 ROOT = Path(__file__).parents[3]
 FOLDER = "tests/unit/engine"
+SHORT, ALL = "not slow", "slow or not slow"  # which of the tests: each shape of blocks is compiled for itself
 PLUGIN = "tests.support.emulated_tiles"
 
 pytestmark = [
@@ -44,6 +46,7 @@ def run(command: list[str], cache: Path) -> str:
 
 
 @pytest.mark.skipif(has_tiles(), reason="this CPU has AMX, so the same tests run on it")
+@pytest.mark.parametrize("which", slow_except([SHORT, ALL], SHORT))
 @pytest.mark.parametrize(
     "tests",
     [
@@ -55,8 +58,8 @@ def run(command: list[str], cache: Path) -> str:
         ),
     ],
 )
-def test_the_kernels_pass_their_tests(tests: list[str], tmp_path: Path) -> None:
-    said = run(["-m", "pytest", "-q", "-n0", "-p", PLUGIN, *tests], tmp_path)
+def test_the_kernels_pass_their_tests(tests: list[str], which: str, tmp_path: Path) -> None:
+    said = run(["-m", "pytest", "-q", "-n0", "-p", PLUGIN, "-m", which, *tests], tmp_path)
     assert "passed" in said
     assert "skipped" not in said
 

@@ -135,7 +135,7 @@ def test_a_stream_holds_no_more_for_a_longer_answer(path: str) -> None:
         (256, {"n": 8, "temperature": 1}),
         (4, {"prompt": [1] * 1000, "echo": True}),
         (4, {"prompt": [1] * 1000, "echo": True, "n": 4, "temperature": 1}),
-        (4, {"prompt": [[1] * 500] * 4, "echo": True}),
+        pytest.param(4, {"prompt": [[1] * 500] * 4, "echo": True}, marks=pytest.mark.slow),
     ],
     ids=["short", "prompts", "answers", "echo", "echoes", "prompts echoed"],
 )

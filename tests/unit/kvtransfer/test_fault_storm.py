@@ -11,6 +11,7 @@ from benchmarks.fault_storm.storm import HANGS_AFTER_S, ROLES, Storm
 from kvtransfer.faults.plan import FaultKind
 from tests.support.fake_ends import DEVICE_TRANSPORTS
 from tests.support.netns import Network, why_not
+from tests.support.slow import slow_except
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -36,7 +37,7 @@ def test_a_fault_storm_causes_no_wrong_bytes_or_leaks(transport: str) -> None:
     assert any(line.startswith(f"| {NO_FAULT} |") for line in table([result]))
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", slow_except(["shm", "tcp"], "tcp"))
 def test_a_fault_storm_between_pools_of_a_run_per_layer(transport: str) -> None:
     """One worker of each role has such a pool, so there is a pair of each kind."""
     result = Storm(transport, seed=41, is_in_layers=True).run(200)

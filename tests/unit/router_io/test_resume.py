@@ -23,6 +23,7 @@ from pdserve.wire import status
 from router.service.answer import CLOCK_SKEW_S, Answer, CallFacts, ResumedAnswer, check_key, make_key
 from router.state.interface import Event, RequestArrived
 from tests.support.cluster_secret import TEXT
+from tests.support.slow import slow_except
 from tests.unit.router_io.conftest import Connect, Front, until
 from tests.unit.router_io.processes import Program
 from tests.unit.router_io.test_grammars import MODEL
@@ -71,7 +72,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("kind", slow_except(OPTIONS, *(one for one in OPTIONS if one != "several")))
 async def test_a_call_continues_from_every_message(
     connect: Connect, slow_decode: Program, prefill: Program, kind: str
 ) -> None:

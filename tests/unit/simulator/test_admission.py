@@ -84,7 +84,7 @@ def measured(result: SimResult) -> list[RequestRow]:
 
 @pytest.fixture(scope="module")
 def overloaded() -> list[World]:
-    worlds = [world_at(OVERLOAD_RPS, seed) for seed in range(3)]
+    worlds = [world_at(OVERLOAD_RPS, seed) for seed in range(2)]
     for world in worlds:
         world.run()
     return worlds

@@ -16,6 +16,7 @@ from router.state.interface import Command, Event, RouterSettings
 from simulator.cluster.world import World, simulate
 from simulator.model import NumberedLine, SimConfig, SimResult, TraceRequest, WorkerFault, WorkerFaultKind, WorkerShape
 from simulator.traces.recorded import block_tokens, read_cluster, read_recording
+from tests.support.slow import slow_except
 
 BLOCK = 64
 COST = CostPrior(
@@ -102,7 +103,7 @@ def recorded(policy: str) -> tuple[SimResult, list[NumberedLine]]:
 
 
 # Every run has a policy with transfers and one without. The third policy also transfers KV.
-@pytest.mark.parametrize("policy", ["goodput", pytest.param("dynamo", marks=pytest.mark.slow), "colocated"])
+@pytest.mark.parametrize("policy", slow_except(["goodput", "dynamo", "colocated"], "goodput"))
 def test_a_recorded_run_is_reproduced(policy: str) -> None:
     first, lines = recorded(policy)
     assert list(replay.replay(text for _, text in lines)) == []

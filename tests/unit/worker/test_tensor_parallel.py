@@ -190,6 +190,7 @@ async def test_a_decode_worker_survives_a_prefill_rank_that_dies_in_a_transfer(
     oracle.assert_exact([prompt], [tokens])
 
 
+@pytest.mark.slow  # test_a_decode_worker_survives_a_prefill_rank_that_dies_in_a_transfer also kills a prefill rank
 async def test_a_killed_rank_of_a_prefill_worker_loses_nothing(
     start: Any, attach: Any, ask: Any, oracle: Oracle
 ) -> None:

@@ -35,6 +35,7 @@ def test_every_kernel_compiles_for_sm_90_without_a_device(flags: list[str]) -> N
     assert f" {ATTENTION_IN_FLIGHT:,} " in attend, "what docs/gpu.md says"
 
 
+@pytest.mark.slow  # the test above compiles the same kernels without the switch
 @pytest.mark.timeout(300)
 def test_kernels_that_overlap_compile_for_sm_90() -> None:
     """With programmatic dependent launch each kernel waits before its first access."""

@@ -57,7 +57,7 @@ def preferred(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("name", slow_except(["llama-tied-biased", "gemma2", "qwen3"], "llama-tied-biased"))
-@pytest.mark.parametrize("switches", SWITCHES)
+@pytest.mark.parametrize("switches", slow_except(SWITCHES, "products=fastest", ALL))
 def test_tokens_match_the_eager_engine(
     name: str,
     switches: str,
@@ -84,7 +84,7 @@ def open_fake(folder: Path, dtype: str = "bfloat16") -> Any:
     return open_torch_engine(config)
 
 
-@pytest.mark.parametrize("switches", ["", *SWITCHES])
+@pytest.mark.parametrize("switches", slow_except(["", *SWITCHES], "", "products=cublaslt", "products=fastest", ALL))
 def test_a_capture_launches_only_counted_kernels(
     switches: str, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, preferred: list[str]
 ) -> None:

@@ -130,7 +130,7 @@ def read(flight: tuple[Flight, list[int]], texts: list[list[int]]) -> None:
         texts[which].append(out.sampled[0].token_id)
 
 
-@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("is_async", slow_except([True, False], True))
 def test_chained_rows_are_read_once(make_pair: Callable[..., Any], is_async: bool) -> None:
     """Rows join, leave and begin blocks. Only rows that continue no other are read. Tokens match the eager engine."""
     eager, graph = make_pair("llama")

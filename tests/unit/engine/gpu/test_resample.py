@@ -150,6 +150,7 @@ def test_resampled_rows_match_the_eager_engine(make_pair: Callable[..., Any]) ->
     assert all(40 <= token < 60 for token in ours[4].tokens[len(ours[4].prompt) :])
 
 
+@pytest.mark.slow  # the test below has the same rows and others
 def test_resampled_rows_run_asynchronously(make_pair: Callable[..., Any]) -> None:
     eager, graph = make_pair("llama", most_rows=9)
     run_asynchronously(eager, graph, WITHOUT_HISTORY, num_unsampled=0)

@@ -15,6 +15,7 @@ from pdserve.engine.gpu.kernels.fixed_shapes import buckets_for, verified_tokens
 from pdserve.engine.interface import PENDING, Row, RowOut
 from tests.support.slow import slow_except
 from tests.unit.engine.conftest import Request
+from tests.unit.engine.gpu.test_few_rows import ALL
 from tests.unit.engine.gpu.test_resample import GRAMMAR, RIVALS, SEEDED, EveryThird, Text, assert_same, texts_of
 
 GREEDY_4 = Sampling(temperature=0.0, max_tokens=4)
@@ -68,7 +69,7 @@ def test_drafts_give_the_eager_engines_tokens(make_pair: Callable[..., Any], mos
         assert_same(mine, other)
 
 
-@pytest.mark.parametrize("switches", ["", "merge=fused,pdl=on,products=split-k"])
+@pytest.mark.parametrize("switches", slow_except(["", ALL], ALL))
 def test_drafts_with_prompts_in_the_same_step(
     switches: str, make_pair: Callable[..., Any], serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
