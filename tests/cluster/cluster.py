@@ -56,7 +56,7 @@ class Cluster:
         assert chosen is not None, f"{request_id} is not placed"
         return chosen.decode_worker
 
-    def wait_until_idle(self, within_s: float = 10.0) -> None:
+    def wait_until_idle(self, within_s: float = 60.0) -> None:
         """Like `rest`; an error contains the last lines of the cluster's log."""
         try:
             rest(self.client, self.num_workers, within_s)

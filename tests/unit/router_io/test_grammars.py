@@ -89,7 +89,7 @@ async def test_a_busy_compiler_can_be_retried() -> None:
             longest_s = max(longest_s, time.monotonic() - at_s)
         with pytest.raises(Overloaded, match="too busy to compile a grammar"):
             await waiting
-        assert longest_s < 1.5, "the event loop was held"
+        assert longest_s < 1.9, "the event loop was held until the compiler's limit"
         await behind
         await check.check(fine, MODEL)
     finally:

@@ -92,7 +92,7 @@ def test_a_long_text_leaves_other_threads_running() -> None:
         time.sleep(0.0005)
         now_s = time.perf_counter()
         longest_s, last_s = max(longest_s, now_s - last_s), now_s
-    assert longest_s < 0.5 * (last_s - began_s), f"{longest_s:.3f} s of {last_s - began_s:.3f} s"
+    assert longest_s < 0.8 * (last_s - began_s), f"{longest_s:.3f} s of {last_s - began_s:.3f} s"
 
 
 def test_token_bytes_are_the_added_text(folder: Path) -> None:
