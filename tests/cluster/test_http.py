@@ -19,11 +19,11 @@ from pdserve import AsyncClient, Completion
 from pdserve.gateway.api.request_models import Tool
 from pdserve.gateway.tools.grammars import calls_schema
 from tests.cluster.cluster import Cluster
+from tests.support.slow import slow_except
 from tests.support.tooled_model import make_tooled_model
 
 pytestmark = pytest.mark.timeout(400)
 
-NUM_REQUESTS = 200
 AT_A_TIME = 8
 TEXTS = ("def fib(n):", "import os\n", "class Queue:\n    def ", "# naïve café 你好\n", "x = [")
 SCHEMA = {
@@ -129,7 +129,8 @@ async def over_http(client: openai.AsyncOpenAI, prompt: Any, fields: dict[str, A
     return [tuple(answers[index]) for index in sorted(answers)]
 
 
-def test_mixed_requests_get_the_sdks_answers(cluster: Cluster) -> None:
+@pytest.mark.parametrize("num_requests", slow_except([60, 200], 60))
+def test_mixed_requests_get_the_sdks_answers(cluster: Cluster, num_requests: int) -> None:
     draw = random.Random(11)
     wrong: list[str] = []
     called: list[str] = []  # finish reasons of requests with tools
@@ -160,7 +161,7 @@ def test_mixed_requests_get_the_sdks_answers(cluster: Cluster) -> None:
             openai.AsyncOpenAI(base_url=url(cluster), api_key="none", max_retries=0) as http,
             AsyncClient(cluster.target) as sdk,
         ):
-            await asyncio.gather(*(limited(http, sdk, number) for number in range(NUM_REQUESTS)))
+            await asyncio.gather(*(limited(http, sdk, number) for number in range(num_requests)))
 
     asyncio.run(run())
     assert wrong == []
@@ -182,40 +183,26 @@ def test_the_gateway_is_in_the_routers_process(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("name", ["router", "gateway"])
-def test_a_dead_process_is_restarted_on_the_http_port(name: str) -> None:
+def test_the_process_of_the_http_port(name: str) -> None:
+    """It takes the operator's token alone, is restarted on its port, and ends its streams before the cluster ends."""
     form = ("--http-process",) if name == "gateway" else ()
-    with Cluster("--http", "0", "--model", "toy", *form) as cluster:
+    flags = ("--model", "toy", "--set", "worker.toy_step_s=0.01", *form)
+    with Cluster("--http", "0", *flags, env={"PDSERVE_TOKEN": "right"}) as cluster:
+        wrong = openai.OpenAI(base_url=url(cluster), api_key="wrong", max_retries=0)
+        with wrong, pytest.raises(openai.AuthenticationError):
+            wrong.completions.create(model="toy", prompt="x", max_tokens=1)
+        with openai.OpenAI(base_url=url(cluster), api_key="right", max_retries=0) as client:
+            assert client.completions.create(model="toy", prompt="x", max_tokens=1).choices
         pid = cluster.running.pid(name)
         os.kill(pid, signal.SIGKILL)
         cluster.running.wait_restarted(name, pid)
-        with openai.OpenAI(base_url=url(cluster), api_key="none") as client:  # its retries wait for the workers
-            assert client.completions.create(model="toy", prompt="def", max_tokens=2).usage is not None
-
-
-@pytest.mark.parametrize("form", [(), ("--http-process",)])
-def test_a_stream_ends_before_its_cluster_does(form: tuple[str, ...]) -> None:
-    slow = ("--model", "toy", "--set", "worker.toy_step_s=0.02", *form)
-    with (
-        Cluster("--http", "0", *slow) as cluster,
-        openai.OpenAI(base_url=url(cluster), api_key="none", max_retries=0) as client,
-    ):
-        stream = client.completions.create(
-            model="toy", prompt="hello", max_tokens=100, temperature=0, stream=True, extra_body={"ignore_eos": True}
-        )
-        next(stream)
-        stopping = threading.Thread(target=cluster.running.stop)
-        stopping.start()
-        assert [one.choices[0].finish_reason for one in stream][-1] == "length"
-        stopping.join(60.0)
-        assert cluster.process.returncode == 0
-
-
-def test_a_token_protects_both_ports() -> None:
-    with Cluster("--http", "0", "--model", "toy", env={"PDSERVE_TOKEN": "right"}) as cluster:
-        for token, is_right in (("wrong", False), ("right", True)):
-            with openai.OpenAI(base_url=url(cluster), api_key=token, max_retries=0) as client:
-                if is_right:
-                    assert client.completions.create(model="toy", prompt="x", max_tokens=1).choices
-                else:
-                    with pytest.raises(openai.AuthenticationError):
-                        client.completions.create(model="toy", prompt="x", max_tokens=1)
+        with openai.OpenAI(base_url=url(cluster), api_key="right") as client:  # its retries wait for the workers
+            stream = client.completions.create(
+                model="toy", prompt="hello", max_tokens=100, temperature=0, stream=True, extra_body={"ignore_eos": True}
+            )
+            next(stream)
+            stopping = threading.Thread(target=cluster.running.stop)
+            stopping.start()
+            assert [one.choices[0].finish_reason for one in stream][-1] == "length"
+            stopping.join(60.0)
+            assert cluster.process.returncode == 0

@@ -99,16 +99,21 @@ def test_every_stream_ends_complete_or_with_the_error_event(is_hurried: bool, fo
 
 def test_the_calls_of_a_killed_router_that_are_not_resumed_end_with_an_error() -> None:
     with Running.start(*FLAGS, "--http-process") as cluster:
-        found = asyncio.run(ends(cluster, lambda: os.kill(cluster.pid("router"), signal.SIGKILL), most_tokens=200))
+        found = asyncio.run(ends(cluster, lambda: os.kill(cluster.pid("router"), signal.SIGKILL), most_tokens=100))
         assert found[:EACH] == ["complete"] * EACH, "the gateway resumes its calls"
         assert "cut" not in found[EACH:], "each has an error"
         assert set(found[EACH:]) != {"complete"}
 
 
-def test_folders_of_killed_workers_end_with_the_cluster(tmp_path: Path) -> None:
+def test_folders_and_certificates_end_with_the_cluster(tmp_path: Path) -> None:
+    """Also the folder of a killed worker. The log level, which hides lower records, holds until the end."""
     code = "import os; from pdserve.owned_folder import OwnedFolder as F; F.make('vllm'); os.kill(os.getpid(), 9)"
     env = {"TMPDIR": str(tmp_path)}
-    with Running.start("--model", "toy", env=env):
+    flags = ("--model", "toy", "--prefill", "0", "--tls", "auto", "--log-level", "error")
+    with Running.start(*flags, env=env) as cluster:
+        assert list(tmp_path.glob("pdserve-run-*/**/*.key"))
         subprocess.run([sys.executable, "-c", code], env={**os.environ, **env}, check=False)
         assert [path.name for path in tmp_path.glob("pdserve-run-vllm-*")]
+        assert cluster.stop() == 0
     assert list(tmp_path.glob("pdserve-run-*")) == []
+    assert not [line for line in cluster.lines if " INFO " in line or " WARNING " in line]

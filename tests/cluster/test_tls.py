@@ -1,4 +1,5 @@
-"""`pdserve up --tls auto` as users run it: every port of every process, the commands, and OpenAI's client."""
+"""`pdserve up --tls auto` as users run it: every port of every process, the commands, and OpenAI's client.
+test_shutdown.py deletes the files with their cluster."""
 
 from __future__ import annotations
 
@@ -114,13 +115,6 @@ def test_a_killed_worker_restarts_with_its_certificate(cluster: Running) -> None
     cluster.wait_restarted("d0", old)
     with Client(cluster.target, tls=str(ca_of(cluster)), timeout_s=WAIT_S) as client:
         assert client.generate("hello", max_tokens=4, temperature=0.0).text == ANSWER
-
-
-def test_tls_files_are_deleted_with_the_cluster() -> None:
-    with Running.start("--model", "toy", "--prefill", "0", "--tls", "auto") as running:
-        folder = ca_of(running).parent
-        assert folder.exists()
-    assert not folder.exists()
 
 
 def test_the_benchmark_finds_the_ca_by_itself(cluster: Running) -> None:

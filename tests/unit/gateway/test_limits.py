@@ -9,7 +9,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import openai
 import pytest
@@ -418,25 +418,32 @@ def test_a_public_host_needs_a_router_with_a_token(toy: Served, raw: Connect) ->
         assert status_of(exchange(raw(f"127.0.0.1:{port}"), post(authorization="Bearer right"))) == 200
 
 
+@pytest.fixture(scope="module")
+def slow() -> Iterator[Served]:
+    with serve(worker={"toy_step_s": 0.02}) as served:
+        yield served
+
+
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize(("after_s", "is_half"), [(0.0, False), (0.05, False), (0.3, False), (0.05, True)])
-def test_a_disconnected_client_frees_its_memory(raw: Connect, is_streamed: bool, after_s: float, is_half: bool) -> None:
+def test_a_disconnected_client_frees_its_memory(
+    slow: Served, raw: Connect, is_streamed: bool, after_s: float, is_half: bool
+) -> None:
     """A client that only stops sending looks the same, so its request is cancelled and the connection ends too."""
-    with serve(worker={"toy_step_s": 0.02}, prefill=1) as served:
-        body = {"prompt": "hello " * 100, "max_tokens": 4000, "n": 2, "temperature": 1, "stream": is_streamed}
-        connection = raw(served.address)
-        connection.sendall(post(json.dumps(body).encode()))
-        if after_s:
-            until(lambda: served.sdk.topology().running_requests > 0)
-            time.sleep(after_s)  # At a random moment.
-        if is_half:
-            connection.shutdown(socket.SHUT_WR)
-            assert b"[DONE]" not in read_all(connection)
-        else:
-            connection.close()
-        until(lambda: is_idle(served.sdk))
-        text = served.openai.completions.create(model="toy", prompt="x", max_tokens=2).choices[0].text
-        assert len(text) > 0
+    body = {"prompt": "hello " * 100, "max_tokens": 4000, "n": 2, "temperature": 1, "stream": is_streamed}
+    connection = raw(slow.address)
+    connection.sendall(post(json.dumps(body).encode()))
+    if after_s:
+        until(lambda: slow.sdk.topology().running_requests > 0)
+        time.sleep(after_s)  # At a random moment.
+    if is_half:
+        connection.shutdown(socket.SHUT_WR)
+        assert b"[DONE]" not in read_all(connection)
+    else:
+        connection.close()
+    until(lambda: is_idle(slow.sdk))
+    text = slow.openai.completions.create(model="toy", prompt="x", max_tokens=2).choices[0].text
+    assert len(text) > 0
 
 
 def test_a_client_that_reads_nothing_is_disconnected(raw: Connect) -> None:

@@ -20,7 +20,7 @@ SEEDED = {"max_tokens": 24, "temperature": 0.8, "seed": 7}
 @pytest.fixture(scope="module", params=[False, True], ids=["process", "in router"])
 def bundled(request: pytest.FixtureRequest) -> Iterator[Served]:
     """Both forms of the gateway."""
-    with serve(model=str(BUNDLED), worker={"deterministic": "on"}, in_router=request.param) as served:
+    with serve(model=str(BUNDLED), worker={"deterministic": "on"}, prefill=0, in_router=request.param) as served:
         yield served
 
 

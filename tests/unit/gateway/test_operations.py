@@ -217,7 +217,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     }
     (folder / "tokenizer.json").write_text(json.dumps(text))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    with serve(model=str(folder)) as served:
+    with serve(model=str(folder), prefill=0) as served:
         yield served
 
 

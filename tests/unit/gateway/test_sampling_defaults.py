@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tuned(folder: Path) -> Iterator[Served]:
-    with serve(model=str(folder), worker={"deterministic": "on"}) as served:
+    with serve(model=str(folder), worker={"deterministic": "on"}, prefill=0) as served:
         yield served
 
 
@@ -80,6 +80,7 @@ def test_the_model_shows_its_defaults(tuned: Served, bundled: Served) -> None:
 
 
 def test_none_ignores_the_file(folder: Path, bundled: Served) -> None:
-    with serve(model=str(folder), worker={"deterministic": "on"}, router={"generation_config": "none"}) as plain:
+    plain_router = {"generation_config": "none"}
+    with serve(model=str(folder), worker={"deterministic": "on"}, router=plain_router, prefill=0) as plain:
         assert texts(plain, seed=7, max_tokens=24) == texts(bundled, seed=7, max_tokens=24)
         assert plain.sdk.model().sampling_defaults.given() == {}

@@ -40,14 +40,6 @@ def test_the_ready_line_lists_processes_and_addresses(toy: Running) -> None:
     assert toy.ready_line == f"pdserve ready: grpc {toy.target} (1 prefill, 1 decode, redis {redis}, model toy)"
 
 
-def test_a_prompt_is_answered_by_both_workers() -> None:
-    # The default policy may predict that an idle decode worker is faster alone.
-    with Running.start("--model", "toy", "--set", "router.policy=round-robin") as cluster:
-        done = ask(cluster)
-    assert (len(done.token_ids), done.finish_reason) == (8, "length")
-    assert (done.timings.path, done.timings.prefill_worker, done.timings.decode_worker) == ("remote", "p0", "d0")
-
-
 def test_a_short_prompt_is_answered_by_the_decode_worker_alone(toy: Running) -> None:
     assert ask(toy, "hi").timings.path == "local"
 
@@ -145,8 +137,12 @@ def test_a_killed_redis_fails_no_request(toy: Running) -> None:
 
 @pytest.mark.parametrize("number", slow_except([signal.SIGTERM, signal.SIGINT], signal.SIGTERM))
 def test_a_signal_drains_and_ends_all_processes(number: signal.Signals) -> None:
-    with Running.start("--model", "toy", *SLOW) as cluster:
+    """With an answer of both workers: the default policy may predict that an idle decode worker is faster alone."""
+    with Running.start("--model", "toy", "--set", "router.policy=round-robin", *SLOW) as cluster:
         pids = cluster.pids()
+        done = ask(cluster)
+        assert (len(done.token_ids), done.finish_reason) == (8, "length")
+        assert (done.timings.path, done.timings.prefill_worker, done.timings.decode_worker) == ("remote", "p0", "d0")
         with Client(cluster.target) as client, client.stream(PROMPT, max_tokens=40, temperature=0) as stream:
             next(stream)
             cluster.process.send_signal(number)
