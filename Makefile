@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-once-more alert-checks dashboard-checks ui-test gpu-checks test-newest test-isa mutants test-slow clients gpu-rehearsal fault-storm rank-storm kill-storm model vllm-env test-models protocol-coverage check format reference proto bench clean
+.PHONY: demo test test-once-more alert-checks dashboard-checks ui-test gpu-checks test-newest test-isa mutants test-slow clients gpu-rehearsal fault-storm rank-storm kill-storm model vllm-env test-models protocol-coverage check check-types check-others format reference proto bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -147,11 +147,17 @@ alert-checks:
 dashboard-checks: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/cluster/test_dashboards.py $(ARGS)
 
+# The checker of types reads every module, so it runs beside the others, on a core of its own.
 check: $(STAMP)
+	@$(MAKE) --no-print-directory -j2 -Otarget check-types check-others
+
+check-types: $(STAMP)
+	$(BIN)/mypy
+
+check-others: $(STAMP)
 	$(BIN)/python scripts/check_subjects.py
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m scripts.structure
 	cd proto && ../$(BIN)/buf lint
