@@ -66,8 +66,8 @@ def test_tiles_follow_the_formula(window: int | None, scale: float | None, softc
 @pytest.mark.parametrize(
     ("block_size", "num_kv_heads", "head_dim"),
     [
-        (32, 3, 64),
-        (16, 2, 128),
+        pytest.param(32, 3, 64, marks=pytest.mark.slow),  # each shape is compiled for itself
+        pytest.param(16, 2, 128, marks=pytest.mark.slow),
         (48, 2, 96),  # a tile of 64 positions has unequal parts of blocks
         pytest.param(128, 1, 96, marks=pytest.mark.slow),
         pytest.param(64, 6, 256, marks=pytest.mark.slow),
