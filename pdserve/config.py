@@ -16,7 +16,16 @@ from pdserve.core.access.hosts import PORTS, check_endpoint, check_token, is_loo
 from pdserve.core.adapters import split_adapter
 from pdserve.core.durations import DAY_S
 from pdserve.core.errors import ConfigError
-from pdserve.core.setting import AUTO, LARGEST_COUNT, CallerTlsSettings, TlsSettings, check_fields, check_tls, setting
+from pdserve.core.setting import (
+    AUTO,
+    LARGEST_COUNT,
+    NAME,
+    CallerTlsSettings,
+    TlsSettings,
+    check_fields,
+    check_tls,
+    setting,
+)
 
 # --- choices that are one file each ---------------------------------------------------------------------------
 # Placement policies and KV transports. The files are listed, not imported, because settings are read without numba and
@@ -232,6 +241,11 @@ class WorkerConfig(TlsSettings):
     profile: str = setting(
         "profile with the expected step times: a bundled profile's name or a file; measured at start when empty", ""
     )
+    revision: str = setting(
+        "name of the revision of the model's weights; empty is that of the cluster's start. Workers of one revision "
+        "have the same weights, and an answer stays within its revision",
+        "",
+    )
     lora: tuple[str, ...] = setting(
         "LoRA adapters that are loaded at start, as NAME=FOLDER; requests choose one by its name as their model", ()
     )
@@ -256,6 +270,8 @@ class WorkerConfig(TlsSettings):
     def __post_init__(self) -> None:
         check_fields(self)
         check_tls(self, self.host, is_worker=True)
+        if self.revision and not NAME.fullmatch(self.revision):
+            raise ConfigError("revision", repr(self.revision[:128]), "letters, digits, dots, hyphens or underscores")
         if self.inject_faults and self.tls_cert:
             raise ConfigError("inject_faults", self.inject_faults, "no TLS beside it: faults change plain frames")
         _check_ranks(self)

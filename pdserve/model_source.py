@@ -15,7 +15,8 @@ from typing import Final
 
 from pdserve.core.errors import ModelError, shortened
 
-TOY_MODELS: Final = ("toy", "toy-marked")
+TOY_OTHER: Final = "toy-other"  # other weights than those of `toy`
+TOY_MODELS: Final = ("toy", "toy-marked", TOY_OTHER)
 TOY: Final = "toy"  # the engine of toy models, which stands in for any other model without its weights
 BUNDLED: Final = "stdlib-5m"  # in the folder `models` of this package
 EXPECTED: Final = (

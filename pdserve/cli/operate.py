@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_text
@@ -16,7 +17,9 @@ from pdserve.client.sync import Client
 from pdserve.client.target_flags import add_target_flags, async_client, connect
 from pdserve.core.installation import versions_text
 from pdserve.core.json_text import to_json
+from pdserve.core.live import FIRST_REVISION
 from pdserve.core.types import Role
+from pdserve.model_source import TOY_MODELS
 from pdserve.progress import require_terminal
 
 # --- topology -------------------------------------------------------------------------------------------------
@@ -37,7 +40,11 @@ def _topology(args: argparse.Namespace) -> int:
 def render(topology: Topology) -> str:
     """Formats a table. Pure."""
     head = ("WORKER", "ROLE", "STATE", "RUNNING", "WAITING", "FREE BLOCKS", "CACHED", "ENDPOINT")
-    lines = table([head, *map(_row, topology.workers)])
+    rows = [head, *map(_row, topology.workers)]
+    if any(one.revision for one in topology.workers):
+        revisions = ["REVISION", *(one.revision or FIRST_REVISION for one in topology.workers)]
+        rows = [(*row, revision) for row, revision in zip(rows, revisions, strict=True)]
+    lines = table(rows)
     several = f" in {topology.num_answered} of {topology.num_routers} routers" if topology.num_routers > 1 else ""
     summary = (
         f"{topology.router_id}: {topology.running_requests} running, {topology.queued_requests} queued{several}, "
@@ -185,22 +192,31 @@ def _restart(args: argparse.Namespace) -> int:
 
 
 def _add_roll_flags(parser: argparse.ArgumentParser) -> None:
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument(
+    parser.add_argument(
         "--settings",
         metavar="FILE",
         help="TOML file with new values in the tables worker, prefill_worker and decode_worker; others stay the same",
     )
-    which.add_argument("--undo", action="store_true", help="return to the settings before the last roll-out")
+    parser.add_argument(
+        "--model", metavar="DIR", help="folder on the launcher's host with other weights, for the same tokenizer"
+    )
+    parser.add_argument(
+        "--undo", action="store_true", help="return to the settings and the weights before the last roll-out"
+    )
     _add_surge_flag(parser)
     add_target_flags(parser)
 
 
 def _roll(args: argparse.Namespace) -> int:
     settings = read_text(args.settings, MAX_SETTINGS_BYTES, "settings") if args.settings else ""
-    return _changed(
-        args, lambda client: client.roll(surge=args.surge, settings=settings, undo=args.undo, on_step=_print_step)
-    )
+    model = args.model or ""
+    if model and model not in TOY_MODELS:
+        model = str(Path(model).expanduser().absolute())
+
+    def roll(client: Client) -> None:
+        client.roll(surge=args.surge, settings=settings, model=model, undo=args.undo, on_step=_print_step)
+
+    return _changed(args, roll)
 
 
 def _add_role_flags(parser: argparse.ArgumentParser) -> None:
@@ -222,7 +238,9 @@ RESTART: Final = Command(
     "replace workers by new processes, one after another, each drained before", _add_restart_flags, _restart
 )
 ROLL: Final = Command(
-    "replace all workers, one after another, also with new settings; stops if a new one fails", _add_roll_flags, _roll
+    "replace all workers, one after another, also with new settings or weights; stops if a new one fails",
+    _add_roll_flags,
+    _roll,
 )
 ROLE: Final = Command("drain a worker, which then takes the other role", _add_role_flags, _role)
 

@@ -482,10 +482,10 @@ def scale_request(prefill: int | None, decode: int | None) -> cluster_pb2.Change
 
 
 def roll_request(
-    workers: Sequence[str], surge: int, settings: str, *, is_undo: bool
+    workers: Sequence[str], surge: int, settings: str, model: str, *, is_undo: bool
 ) -> cluster_pb2.ChangeWorkersRequest:
     _check_unsigned("surge", surge)
-    request = cluster_pb2.RollWorkers(worker_ids=workers, surge=surge, settings=settings, is_undo=is_undo)
+    request = cluster_pb2.RollWorkers(worker_ids=workers, surge=surge, settings=settings, is_undo=is_undo, model=model)
     return cluster_pb2.ChangeWorkersRequest(roll=request)
 
 

@@ -125,6 +125,7 @@ class Worker:
     steps: int
     kv_links: tuple[KvLink, ...] = ()  # as a sender of KV
     version: str = ""  # with its build; empty if unknown
+    revision: str = ""  # of its weights; empty: that of the cluster's start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

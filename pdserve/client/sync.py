@@ -175,13 +175,15 @@ class Client(BaseClient):
         *,
         surge: int = 1,
         settings: str = "",
+        model: str = "",
         undo: bool = False,
         on_step: Callable[[ChangeStep], None] = lambda step: None,
     ) -> None:
         """Replaces `workers`, or all, one after another. `surge` 1 starts another worker before, 0 does not.
-        `settings`: TOML of worker tables, for all workers. `undo` returns to the settings before the last roll-out.
+        `settings`: TOML of worker tables, for all workers. `model`: a folder on the launcher's host with other weights.
+        `undo` returns to the settings and weights before the last roll-out.
         Raises ChangeFailed if it has stopped, NotFound, and as `scale`."""
-        self._change(roll_request(workers, surge, settings, is_undo=undo), on_step)
+        self._change(roll_request(workers, surge, settings, model, is_undo=undo), on_step)
 
     def set_role(
         self, worker_id: str, role: Role, *, on_step: Callable[[ChangeStep], None] = lambda step: None

@@ -6,12 +6,14 @@ Times are seconds of the router's monotonic clock, unless another origin is give
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, NamedTuple
 
 from pdserve.core.types import Role
 
+FIRST_REVISION: Final = "first"  # of the weights of a cluster's start, for operators
 PERIOD_S: Final = 0.25  # default time between two frames
 
 
@@ -86,6 +88,15 @@ class LiveWorker:
     silent_s: float
     preemptions: int  # sequences preempted for lack of KV blocks, since the worker's start
     version: str = ""  # with its build; empty if unknown
+    revision: str = ""  # of its weights; empty: that of the cluster's start
+
+
+def revisions_text(revisions: Iterable[str]) -> str:
+    """How many workers have each revision of the weights; empty if all have those of the cluster's start."""
+    counts = Counter(one or FIRST_REVISION for one in revisions)
+    if counts.keys() <= {FIRST_REVISION}:
+        return ""
+    return f"revision {', '.join(f'{name[:32]} of {count}' for name, count in sorted(counts.items()))}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from pdserve.engine.interface import AdapterEngine, Engine, EngineSpec
 from pdserve.engine.model.config import CONFIG, MAX_VOCAB, ModelConfig, read_config, read_eos_token_ids
 from pdserve.engine.model.config_schema import Fields
 from pdserve.engine.toy import CELL_BYTES, MARKS, NUM_ANSWERS, Mock, ToyEngine
-from pdserve.model_source import TOY, TOY_MODELS, model_name
+from pdserve.model_source import TOY, TOY_MODELS, TOY_OTHER, model_name
 from pdserve.tokenizer_json import text_vocabulary
 
 OWN: Final = "own"  # torch, or toy for a toy model
@@ -167,6 +167,7 @@ def _toy(config: WorkerConfig, role: Role) -> ToyEngine:
         max_context_tokens=config.max_context_tokens or context_tokens,
         role_mark=MARKS[role] if is_marked else 0,
         is_marked=is_marked,
+        is_other=config.model == TOY_OTHER,
         step_s=config.toy_step_s,
         token_s=config.toy_token_s,
         mock=mock,

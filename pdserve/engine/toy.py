@@ -6,7 +6,7 @@ stale, misplaced or overwritten changes the answer, as it would with a transform
 A token at a position (both from 0) writes one cell, an unsigned 64-bit integer, into its block:
 
     cell = (token + 1) * (position + 1) + mark + shift      mark: MARKS[role] on `toy-marked`, else 0
-                                                            shift: of the row's adapter, else 0
+                                                            shift: of the row's adapter, and 4099 on `toy-other`
 
 The token sampled after n positions is a printable ASCII character, from the cells that lie in the blocks:
 
@@ -14,7 +14,7 @@ The token sampled after n positions is a printable ASCII character, from the cel
     token = 32 + (total + noise + shift) mod 7919 mod 95
 
     noise = 0 when greedy, else splitmix64(seed + n) mod 7919
-    shift = 1 + fingerprint mod 7918, of a LoRA adapter
+    shift = 1 + fingerprint mod 7918, of a LoRA adapter; and 4099 on `toy-other`, which stands for other weights
 
 So the prompt [65, 66] gives greedily 32 + (1 * 66 + 2 * 134) mod 7919 mod 95 = 32 + 334 mod 95 = 81 ("Q"). On
 `toy-marked` it gives 84 ("T") if a prefill worker computes the prompt, and still 81 if the decode worker does.
@@ -49,6 +49,7 @@ from pdserve.engine.adapters import LoadedAdapters
 from pdserve.engine.interface import EngineSpec, OnLayer, Row, RowOut, kept
 from pdserve.engine.memory.host import HostMemory
 from pdserve.engine.rows import check_rows
+from pdserve.model_source import TOY, TOY_OTHER
 
 EOS: Final = 256
 EOT: Final = 4
@@ -56,6 +57,7 @@ VOCAB_SIZE: Final = 257
 NUM_ANSWERS: Final = 95  # up to "~"; few characters, so that text repeats itself
 CELL_BYTES: Final = 8
 MARKS: Final = {Role.PREFILL: 1, Role.DECODE: 0}
+SHIFTS: Final = {TOY_OTHER: 4099}  # by model
 
 
 _SUM_MODULUS: Final = 7919
@@ -101,6 +103,7 @@ class ToyEngine:
         max_context_tokens: int = 8192,
         role_mark: int = 0,
         is_marked: bool = False,
+        is_other: bool = False,
         step_s: float = 0.0,
         token_s: float = 0.0,
         num_answers: int = NUM_ANSWERS,
@@ -108,7 +111,8 @@ class ToyEngine:
         max_adapter_bytes: int = 2**30,
         max_adapters: int = 64,
     ) -> None:
-        name = "toy-marked" if is_marked else "toy"
+        name = "toy-marked" if is_marked else TOY_OTHER if is_other else TOY
+        self._shift = SHIFTS.get(name, 0)
         self.spec = EngineSpec(
             model=name if mock is None else mock.name,
             weights_hash=f"{name}.v1" if mock is None else f"{name}.v1 {hash_of(mock)}",
@@ -162,7 +166,7 @@ class ToyEngine:
 
     def _write(self, row: Row) -> None:
         np, block_size = self._np, self.spec.block_size
-        mark = self._role_mark + shift_of(row.adapter)
+        mark = self._role_mark + self._shift + shift_of(row.adapter)
         tokens = (*row.tokens, *row.drafts) if row.drafts else row.tokens
         if len(tokens) == 1:  # without the price of arrays
             block, offset = divmod(row.start, block_size)
@@ -195,7 +199,7 @@ class ToyEngine:
 
     def _draw(self, row: Row, sampling: Sampling, end: int) -> TokenOut:
         """The token after `end` positions."""
-        total = self._sum(row.blocks, end) + shift_of(row.adapter)
+        total = self._sum(row.blocks, end) + self._shift + shift_of(row.adapter)
         if not sampling.is_greedy:
             total += noise(sampling.seed, end)
         index, answers = total % _SUM_MODULUS, self._answers
@@ -248,13 +252,14 @@ def answer(
     prefilled: int = 0,
     num_answers: int = NUM_ANSWERS,
     adapter: str = "",
+    model: str = TOY,
 ) -> list[int]:
     """The `num_tokens` tokens that follow `prompt` (fewer if the end of sequence comes), for tests.
 
     `seed` None is greedy. `prefilled` is how many leading cells a prefill worker wrote on `toy-marked`.
     `adapter`: the fingerprint of the request's LoRA adapter.
     """
-    tokens, shift = list(prompt), shift_of(adapter)
+    tokens, shift = list(prompt), SHIFTS.get(model, 0) + shift_of(adapter)
     total = sum(
         (position + 1) * cell(token, position, shift + int(position < prefilled))
         for position, token in enumerate(tokens)

@@ -131,6 +131,8 @@ def read(
             tables.setdefault("worker", {}).setdefault(name, found[name])
     for kind in _OF_WORKER_TABLES:
         _check_adapters(tables.get(kind, {}), is_here=not found.get("ray"))
+        if revision := tables.get(kind, {}).get("revision"):
+            raise ConfigError(f"{kind}.revision", revision, "none here: `pdserve roll --model` sets it")
     for name in _OF_ROUTER:
         if name in found:
             tables.setdefault("router", {}).setdefault(name, found[name])

@@ -122,6 +122,7 @@ class ClusterSpec:
     unix_socket: str = ""  # of the router, for the gateway
     group: str = ""  # folder of the routers, if there are several
     inject_faults: str = ""  # for tests: faults to inject into KV transfers
+    revisions: Mapping[str, str] = field(default_factory=dict)  # folder of each revision of the weights but the first
     settings: Settings = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -388,7 +389,7 @@ def worker_config(spec: ClusterSpec, index: int) -> tuple[Role, WorkerConfig]:
         given["host"] = host  # ranks on other hosts join the worker here, and exchange KV with it
         given["rendezvous"] = join(host, port + index)
     config = WorkerConfig(
-        model=spec.model,
+        model=spec.revisions.get(str(given.get("revision", "")), spec.model),
         worker_id=worker_id,
         port=spec.slots[index].port if spec.slots else spec.worker_ports[index] if spec.worker_ports else 0,
         redis=spec.redis,

@@ -70,6 +70,7 @@ ATTEMPT: Final = _attribute(
     "pdserve.attempt", "attempt that the span belongs to, from 1; on the request's span the number of attempts"
 )
 MIGRATIONS: Final = _attribute("pdserve.migrations", "how often the answer moved from a draining worker, if it did")
+REVISION: Final = _attribute("pdserve.revision", "revision of the weights, if it is not that of the cluster's start")
 PATH: Final = _attribute(
     "pdserve.path", "`remote` (a prefill worker computed the prompt) or `local` (the decode worker did)"
 )
@@ -135,8 +136,9 @@ _OF_CALL: Final = (
 )  # fmt: skip
 _TRANSPORT: Final = (TRANSFER_KIND, TRANSFER_REASON)
 _OF_REQUEST: Final = (
-    *_OF_CALL, RPC_STATUS, REQUEST_ATTRIBUTES["priority"], TENANT, ATTEMPT, MIGRATIONS, PATH, PREFILL_WORKER,
-    DECODE_WORKER, PREFIX_BLOCKS, TTFT_S, TPOT_S, QUEUE_S, SLO_TTFT_S, SLO_TPOT_S, TRANSFER_BYTES, *_TRANSPORT,
+    *_OF_CALL, RPC_STATUS, REQUEST_ATTRIBUTES["priority"], TENANT, ATTEMPT, MIGRATIONS, REVISION, PATH,
+    PREFILL_WORKER, DECODE_WORKER, PREFIX_BLOCKS, TTFT_S, TPOT_S, QUEUE_S, SLO_TTFT_S, SLO_TPOT_S, TRANSFER_BYTES,
+    *_TRANSPORT,
 )  # fmt: skip
 
 

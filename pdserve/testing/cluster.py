@@ -141,10 +141,10 @@ class Cluster:
         return host.start()
 
 
-def toy_answer(prompt: str, max_tokens: int) -> str:
-    """The text that the toy model generates for `prompt` at temperature 0."""
-    tokenizer = load_tokenizer("toy")
-    return tokenizer.decode(toy.answer(tokenizer.encode(prompt), max_tokens))
+def toy_answer(prompt: str, max_tokens: int, model: str = "toy") -> str:
+    """The text that a toy model generates for `prompt` at temperature 0."""
+    tokenizer = load_tokenizer(model)
+    return tokenizer.decode(toy.answer(tokenizer.encode(prompt), max_tokens, model=model))
 
 
 def _ignore() -> None:

@@ -10,7 +10,7 @@ from typing import Final, final
 
 from pdserve.client.results import Explanation
 from pdserve.core.installation import versions_text
-from pdserve.core.live import LiveFrame, LiveRequest, LiveWorker, LogLine
+from pdserve.core.live import LiveFrame, LiveRequest, LiveWorker, LogLine, revisions_text
 from pdserve.core.results import nearest_rank
 
 # --- the last minute ------------------------------------------------------------------------------------------
@@ -179,7 +179,8 @@ def num_bytes(value: float) -> str:
 
 
 def frame_versions(frame: LiveFrame) -> str:
-    return versions_text(frame.version, [(one.worker_id[:16], one.version) for one in frame.workers])
+    versions = versions_text(frame.version, [(one.worker_id[:16], one.version) for one in frame.workers])
+    return ", ".join(filter(None, (versions, revisions_text(one.revision for one in frame.workers))))
 
 
 def tile_lines(tiles: Tiles) -> tuple[str, str]:

@@ -34,7 +34,7 @@ class GetTopologyResponse(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerView, _Mapping]]] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., uptime_s: _Optional[float] = ..., version: _Optional[str] = ..., num_routers: _Optional[int] = ..., num_answered: _Optional[int] = ...) -> None: ...
 
 class WorkerView(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "endpoint", "is_connected", "is_draining", "load", "num_blocks", "is_drained", "kv_links", "version")
+    __slots__ = ("worker_id", "incarnation", "role", "endpoint", "is_connected", "is_draining", "load", "num_blocks", "is_drained", "kv_links", "version", "revision")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +46,7 @@ class WorkerView(_message.Message):
     IS_DRAINED_FIELD_NUMBER: _ClassVar[int]
     KV_LINKS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: _worker_pb2.Role
@@ -57,7 +58,8 @@ class WorkerView(_message.Message):
     is_drained: bool
     kv_links: _containers.RepeatedCompositeFieldContainer[_worker_pb2.KvLink]
     version: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., endpoint: _Optional[str] = ..., is_connected: _Optional[bool] = ..., is_draining: _Optional[bool] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., num_blocks: _Optional[int] = ..., is_drained: _Optional[bool] = ..., kv_links: _Optional[_Iterable[_Union[_worker_pb2.KvLink, _Mapping]]] = ..., version: _Optional[str] = ...) -> None: ...
+    revision: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., endpoint: _Optional[str] = ..., is_connected: _Optional[bool] = ..., is_draining: _Optional[bool] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., num_blocks: _Optional[int] = ..., is_drained: _Optional[bool] = ..., kv_links: _Optional[_Iterable[_Union[_worker_pb2.KvLink, _Mapping]]] = ..., version: _Optional[str] = ..., revision: _Optional[str] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("request_id", "only_this_router")
@@ -216,16 +218,18 @@ class ScaleWorkers(_message.Message):
     def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ...) -> None: ...
 
 class RollWorkers(_message.Message):
-    __slots__ = ("worker_ids", "surge", "settings", "is_undo")
+    __slots__ = ("worker_ids", "surge", "settings", "is_undo", "model")
     WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
     SURGE_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     IS_UNDO_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     worker_ids: _containers.RepeatedScalarFieldContainer[str]
     surge: int
     settings: str
     is_undo: bool
-    def __init__(self, worker_ids: _Optional[_Iterable[str]] = ..., surge: _Optional[int] = ..., settings: _Optional[str] = ..., is_undo: _Optional[bool] = ...) -> None: ...
+    model: str
+    def __init__(self, worker_ids: _Optional[_Iterable[str]] = ..., surge: _Optional[int] = ..., settings: _Optional[str] = ..., is_undo: _Optional[bool] = ..., model: _Optional[str] = ...) -> None: ...
 
 class SetWorkerRole(_message.Message):
     __slots__ = ("worker_id", "role")
@@ -476,7 +480,7 @@ class LiveTotals(_message.Message):
     def __init__(self, arrived: _Optional[int] = ..., served: _Optional[int] = ..., late: _Optional[int] = ..., rejected: _Optional[int] = ..., cancelled: _Optional[int] = ..., expired: _Optional[int] = ..., failed: _Optional[int] = ..., output_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ...) -> None: ...
 
 class LiveWorker(_message.Message):
-    __slots__ = ("worker_id", "role", "endpoint", "is_connected", "is_draining", "is_drained", "running", "waiting", "booked", "num_blocks", "free_blocks", "cached_blocks", "context_tokens", "pending_prefill_tokens", "steps", "step_s", "silent_s", "preemptions", "version")
+    __slots__ = ("worker_id", "role", "endpoint", "is_connected", "is_draining", "is_drained", "running", "waiting", "booked", "num_blocks", "free_blocks", "cached_blocks", "context_tokens", "pending_prefill_tokens", "steps", "step_s", "silent_s", "preemptions", "version", "revision")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
@@ -496,6 +500,7 @@ class LiveWorker(_message.Message):
     SILENT_S_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: _worker_pb2.Role
     endpoint: str
@@ -515,7 +520,8 @@ class LiveWorker(_message.Message):
     silent_s: float
     preemptions: int
     version: str
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., endpoint: _Optional[str] = ..., is_connected: _Optional[bool] = ..., is_draining: _Optional[bool] = ..., is_drained: _Optional[bool] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., booked: _Optional[int] = ..., num_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., context_tokens: _Optional[int] = ..., pending_prefill_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., step_s: _Optional[float] = ..., silent_s: _Optional[float] = ..., preemptions: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
+    revision: str
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., endpoint: _Optional[str] = ..., is_connected: _Optional[bool] = ..., is_draining: _Optional[bool] = ..., is_drained: _Optional[bool] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., booked: _Optional[int] = ..., num_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., context_tokens: _Optional[int] = ..., pending_prefill_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., step_s: _Optional[float] = ..., silent_s: _Optional[float] = ..., preemptions: _Optional[int] = ..., version: _Optional[str] = ..., revision: _Optional[str] = ...) -> None: ...
 
 class LivePhases(_message.Message):
     __slots__ = ("names", "begins_s", "seconds")

@@ -322,7 +322,7 @@ class AttachResponses(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[AttachResponse, _Mapping]]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "model", "fingerprint", "block_size", "num_blocks", "max_context_tokens", "vocab_size", "eos_token_ids", "max_batch", "max_batch_tokens", "inbox_depth", "cost", "hash_seed", "reads_batches", "version", "adapters", "grammar_library", "sends_kv")
+    __slots__ = ("worker_id", "incarnation", "role", "model", "fingerprint", "block_size", "num_blocks", "max_context_tokens", "vocab_size", "eos_token_ids", "max_batch", "max_batch_tokens", "inbox_depth", "cost", "hash_seed", "reads_batches", "version", "adapters", "grammar_library", "sends_kv", "revision")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -343,6 +343,7 @@ class WorkerHello(_message.Message):
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_LIBRARY_FIELD_NUMBER: _ClassVar[int]
     SENDS_KV_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: Role
@@ -363,7 +364,8 @@ class WorkerHello(_message.Message):
     adapters: Adapters
     grammar_library: str
     sends_kv: bool
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., model: _Optional[str] = ..., fingerprint: _Optional[_Union[_transfer_pb2.Fingerprint, _Mapping]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_batch: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., inbox_depth: _Optional[int] = ..., cost: _Optional[_Union[CostPrior, _Mapping]] = ..., hash_seed: _Optional[bytes] = ..., reads_batches: _Optional[bool] = ..., version: _Optional[str] = ..., adapters: _Optional[_Union[Adapters, _Mapping]] = ..., grammar_library: _Optional[str] = ..., sends_kv: _Optional[bool] = ...) -> None: ...
+    revision: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., model: _Optional[str] = ..., fingerprint: _Optional[_Union[_transfer_pb2.Fingerprint, _Mapping]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_batch: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., inbox_depth: _Optional[int] = ..., cost: _Optional[_Union[CostPrior, _Mapping]] = ..., hash_seed: _Optional[bytes] = ..., reads_batches: _Optional[bool] = ..., version: _Optional[str] = ..., adapters: _Optional[_Union[Adapters, _Mapping]] = ..., grammar_library: _Optional[str] = ..., sends_kv: _Optional[bool] = ..., revision: _Optional[str] = ...) -> None: ...
 
 class CostPrior(_message.Message):
     __slots__ = ("prefill_base_s", "prefill_per_token_s", "prefill_per_token_context_s", "decode_base_s", "decode_per_row_s", "decode_per_context_token_s")

@@ -227,6 +227,7 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
             grammar_library=_grammar_library(),
             adapters=None if self.adapters.report is None else ADAPTERS.encode(self.adapters.report),
             sends_kv=self.sends_kv,
+            revision=config.revision,
         )
 
     def attached(self, session: int, hello: worker_pb2.RouterHello) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeVar, final
 
 from pdserve.core.access.key_file import DEFAULT_TENANT, Tenant
@@ -84,7 +85,8 @@ class Prepared(RequestAttributes):
     is_chat: bool
     reasoning: ReasoningState | None  # of a chat with a model that marks its reasoning
     reasoning_marks: tuple[str, str] | None  # if the answer may have reasoning, to which stop strings do not apply
-    resume_key: bytes = b""  # empty: the call cannot be resumed
+    model: ModelFacts  # whose hashes these are; of a resumed call the one that began it
+    resume_keys: Mapping[str, bytes]  # by the weights that may compute the answers; empty: the call cannot be resumed
     resumed: tuple[ResumedAnswer, ...] = ()  # of a resumed call: one for each of `samplings`
 
     @property
@@ -145,9 +147,10 @@ class Admission:
         client: ClientKey = ANONYMOUS,
         tenant: Tenant = DEFAULT_TENANT,
         adapter: str = "",
+        models: Sequence[ModelFacts] = (),
     ) -> Prepared:
-        """`adapter`: fingerprint. Raises InvalidRequest with the field and its limit, and Overloaded if too many
-        requests wait for a thread."""
+        """`adapter`: fingerprint. `models`: all that workers serve, if there are others than `model`. Raises
+        InvalidRequest with the field and its limit, and Overloaded if too many requests wait for a thread."""
         limits = self.limits
         request_id = _request_id(request)
         attributes = convert.attributes_from_proto(request)
@@ -161,25 +164,36 @@ class Admission:
         _check_scores(sampling, len(prompt.token_ids))
         if sampling.grammar is not None:
             await self._grammars.check(sampling.grammar, model, client)
-        timeout_s, key = limits.request_timeout_s, b""
+        timeout_s = limits.request_timeout_s
         resumed: tuple[ResumedAnswer, ...] = ()
+        calls: list[CallFacts] = []
         if best_of == n and self._secret is not None:
-            facts = CallFacts(
-                tenant=tenant.name,
-                model=model,
-                adapter=adapter,
-                prompt_ids=prompt.token_ids,
-                sampling=sampling,
-                num_answers=n,
-            )
-            secret = self._secret
-            key = await self._run(len(prompt.token_ids), 0, lambda: answer.make_key(secret, facts, time.time()), client)
+            calls = [
+                CallFacts(
+                    tenant=tenant.name,
+                    model=one,
+                    adapter=adapter,
+                    prompt_ids=prompt.token_ids,
+                    sampling=sampling,
+                    num_answers=n,
+                )
+                for one in {model.weights: model, **{one.weights: one for one in models}}.values()
+            ]
         if request.HasField("resume"):
-            if not key:
+            if not calls:
                 raise InvalidRequest("resume", "a call that has no key", "none; send the call again without resume")
-            answer.check_key(self._secret, facts, request.resume.key, time.time(), timeout_s)
+            facts = answer.check_key(self._secret, calls, request.resume.key, time.time(), timeout_s)
+            model, calls = facts.model, [facts]
             resumed = await self._resumed(request.resume, facts, client)
             sampling = dataclasses.replace(sampling, prompt_logprobs=None)  # the client has them
+        secret = self._secret
+        keys = {
+            one.model.weights: await self._run(
+                len(prompt.token_ids), 0, partial(answer.make_key, secret, one, time.time()), client
+            )
+            for one in calls
+            if secret is not None
+        }
         hashes = await self._hashes(prompt.token_ids, model, salt)
         many = tuple(answer.samplings(sampling, n, best_of))
         of_answers = [
@@ -201,7 +215,8 @@ class Admission:
             is_chat=request.HasField("chat"),
             reasoning=prompt.reasoning if request.HasField("chat") and self.reasoning_format else None,
             reasoning_marks=self._marks(request, sampling, prompt.reasoning),
-            resume_key=key,
+            model=model,
+            resume_keys=keys,
             resumed=resumed,
             **attributes.attributes(),
         )

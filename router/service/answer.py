@@ -11,7 +11,7 @@ import dataclasses
 import hmac
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -28,6 +28,7 @@ from pdserve.wire.protocol import TIMINGS, USAGE
 from router.service.model import ModelFacts
 from router.state.interface import FinishRequest
 
+NO_KEYS: Final[Mapping[str, bytes]] = {}
 MAX_PENDING_TOKENS: Final = 8192  # a client that is further behind is treated as disconnected
 
 
@@ -49,10 +50,11 @@ class Answer:
         model: str = "",
         reasoning: str | None = None,
         split: ReasoningSplit | None = None,
-        resume_key: bytes = b"",
+        resume_keys: Mapping[str, bytes] = NO_KEYS,
     ) -> None:
         """The answers of one call share `changed`. Without `shows_logprobs`, logprobs are used for ranking only, and
-        not sent. Stop strings apply to the text after the reasoning that `split` finds."""
+        not sent. Stop strings apply to the text after the reasoning that `split` finds. `resume_keys`: of the call, by
+        the weights that may compute it."""
         self.changed = asyncio.Event() if changed is None else changed
         self.error: PdserveError | None = None
         self.is_over = False  # the last message is pending or was taken, or `error` is set
@@ -67,8 +69,10 @@ class Answer:
             model=model,
             reasoning=reasoning,
             seed=sampling.seed,
-            resume_key=resume_key,
+            resume_key=next(iter(resume_keys.values())) if len(resume_keys) == 1 else b"",
         )
+        self._resume_keys = resume_keys
+        self._weights = ""  # empty: not known yet
         self._sampling = sampling
         self._detokenizer = detokenizer
         self._split = split if sampling.stop else None
@@ -129,6 +133,24 @@ class Answer:
             self._scores.clear()
         if self._started is not None and scores.first_position == 1 + self._num_scored():
             self._scores.append(scores)
+
+    def computed_with(self, weights: str) -> None:
+        """Called before the first token. Without a key for these weights, the call cannot be resumed."""
+        self._weights = weights
+        if self._started is not None:
+            self._started.resume_key = self._resume_keys.get(weights, b"")
+
+    @property
+    def awaits_weights(self) -> bool:
+        """Whether the key of the call depends on the weights of this answer, which are not known yet."""
+        return len(self._resume_keys) > 1 and not self._weights and not self.is_over
+
+    def share_key_with(self, others: Iterable[Answer]) -> None:
+        """Of one call, before the first message: it cannot be resumed if its answers have different weights, because a
+        resumed call has the same ones for all."""
+        is_one = len(self._resume_keys) <= 1 or all(one._weights == self._weights for one in others)
+        if self._started is not None and not is_one:
+            self._started.resume_key = b""
 
     def take(self, tokens: Iterable[TokenOut]) -> int | None:
         """Adds tokens. If one of them completes a stop string, returns the number of output tokens up to there."""
@@ -321,10 +343,12 @@ class Group:
             if not self.is_over:
                 return []
             kept = sorted(kept, key=lambda one: one.mean_logprob, reverse=True)[: self._num_kept]
-        if not self.answers[0].is_prompt_scored:
+        first, *siblings = self.answers
+        if not first.is_prompt_scored or any(one.awaits_weights for one in self.answers):
             return []
-        messages = self.answers[0].opening()
-        for sibling in self.answers[1:]:
+        first.share_key_with(siblings)
+        messages = first.opening()
+        for sibling in siblings:
             sibling.opening()  # dropped: the first answer has sent it
         for index, answer in enumerate(kept):
             for message in answer.drain():
@@ -409,13 +433,17 @@ def make_key(secret: ClusterSecret, facts: CallFacts, now_s: float) -> bytes:
     return at + _mac(secret, facts, at)
 
 
-def check_key(secret: ClusterSecret | None, facts: CallFacts, key: bytes, now_s: float, longest_s: float) -> None:
-    """Raises InvalidRequest unless `key` was made for these facts, at most `longest_s` ago."""
+def check_key(
+    secret: ClusterSecret | None, calls: Sequence[CallFacts], key: bytes, now_s: float, longest_s: float
+) -> CallFacts:
+    """The one of `calls` for which `key` was made, at most `longest_s` ago. Raises InvalidRequest if it is none."""
     at, mac = key[:TIME_BYTES], key[TIME_BYTES:]
-    is_right = secret is not None and hmac.compare_digest(mac, _mac(secret, facts, at))
     age_s = now_s - int.from_bytes(at, "little")
-    if not is_right or not -CLOCK_SKEW_S <= age_s <= longest_s + CLOCK_SKEW_S:
-        raise InvalidRequest("resume.key", f"{len(key)} bytes", _EXPECTED_KEY)
+    if secret is not None and -CLOCK_SKEW_S <= age_s <= longest_s + CLOCK_SKEW_S:
+        for facts in calls:
+            if hmac.compare_digest(mac, _mac(secret, facts, at)):
+                return facts
+    raise InvalidRequest("resume.key", f"{len(key)} bytes", _EXPECTED_KEY)
 
 
 def _mac(secret: ClusterSecret, facts: CallFacts, at: bytes) -> bytes:

@@ -70,13 +70,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         measure: Measure,
         quotas: Quotas,
         *,
+        models: Callable[[], Sequence[ModelFacts]],
         prefix_lookup_s: float,
         held: Shares,
         gate: LoadGate,
         streaming: Callable[[Slo], contextlib.AbstractContextManager[None]],
         write_s: float = WRITE_S,
     ) -> None:
-        """`streaming` is entered while an answer with these targets runs."""
+        """`model` returns the one that a new request should get, of `models`. `streaming` is entered while an answer
+        with these targets runs."""
+        self._models = models
         self._runtime = runtime
         self._admission = admission
         self._model = model
@@ -229,8 +232,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         adapter = self._chosen(request.model, model)
         client = client_of(context.peer(), tenant.name)
         prepared = await self._admission.prepare(
-            request, model, context.time_remaining(), client, tenant, adapter.fingerprint
+            request, model, context.time_remaining(), client, tenant, adapter.fingerprint, self._models()
         )
+        model = prepared.model
         prepared_s = time.monotonic()
         claim.admit(prepared.num_computed, prepared.tokens_left, prepared_s)
         # A prompt with prompt_logprobs is computed completely, so prefix caches are not used.
@@ -339,7 +343,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             model=adapter.name or model.name,
             reasoning=prepared.reasoning,
             split=prepared.reasoning_split(),
-            resume_key=prepared.resume_key,
+            resume_keys=prepared.resume_keys,
         )
 
     def _shared_blocks(self, request_id: str, num_blocks: int) -> Mapping[str, int]:
@@ -395,6 +399,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             cached_blocks=cached,
             adapter=adapter.fingerprint,
             adapter_name=adapter.name,
+            weights=prepared.model.weights,
+            # The call's key is for these weights, and the client may have it before the last answer begins.
+            keeps_weights=len(prepared.samplings) > 1 and len(prepared.resume_keys) == 1,
             output_ids=prepared.resumed[index].token_ids if prepared.resumed else (),
             finish=_finish_of(prepared, index, answer),
             **prepared.attributes(),

@@ -104,9 +104,11 @@ class Measure:
         link_of: LinkOf = lambda prefill, decode: None,
         role_of: RoleOf = lambda worker_id: None,
         tenant_labels: int = 0,
+        revision_of: Callable[[str], str] = lambda worker_id: "",
     ) -> None:
         """`link_of` returns the KV connection of two workers. At most `tenant_labels` tenants have their own labels."""
         self.metrics, self.tracing, self._link_of, self._role_of = metrics, tracing, link_of, role_of
+        self._revision_of = revision_of
         self._is_on = metrics.is_on
         self._series = _Series(metrics)
         self._labels = BoundedLabels(tenant_labels)
@@ -270,7 +272,8 @@ class Measure:
                 facts.span.keep()
             # Workers may leave before the trace is kept.
             transport, services = self._transport(timings), [self._service(one.worker_id) for one in slices]
-            facts.span.when_kept(lambda: _trace(facts, timings, slices, services, transport))
+            revision = self._revision_of(timings.decode_worker)
+            facts.span.when_kept(lambda: _trace(facts, timings, slices, services, transport, revision))
         if timings.attempts and self._is_on:
             self._series.queue.observe(timings.phases.queue_s, facts.span.exemplar)
 
@@ -298,6 +301,7 @@ def _trace(
     slices: Sequence[Slice],
     services: Sequence[Service | None],
     transport: Mapping[str, str],
+    revision: str,
 ) -> None:
     """The request's own attributes, and a span for each slice of its time. `services` are those of the slices."""
     span = facts.span
@@ -312,6 +316,7 @@ def _trace(
                 names.PREFILL_WORKER: timings.prefill_worker,
                 names.DECODE_WORKER: timings.decode_worker,
                 **({names.MIGRATIONS: timings.migrations} if timings.migrations else {}),
+                **({names.REVISION: revision} if revision else {}),
                 **({} if timings.path is None else {names.PATH: timings.path.value}),
                 **transport,
             }

@@ -1,4 +1,5 @@
-"""Properties of the cluster's model, as the first worker reports them. All other workers must agree."""
+"""Properties of the cluster's model, as workers report them. All workers of one revision must agree; those of another
+one may have other weights, with the same vocabulary and end tokens."""
 
 from __future__ import annotations
 
@@ -22,6 +23,12 @@ class ModelFacts:
     fingerprint: Fingerprint
     has_older_grammars: bool = False  # some worker has an older library of grammars
     aliases: tuple[str, ...] = ()  # further names for callers
+    revision: str = ""  # empty: that of the cluster's start
+
+    @property
+    def weights(self) -> str:
+        """Their identity. Tokens and KV of different weights are never mixed."""
+        return self.fingerprint.engine
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -33,9 +40,9 @@ class ModelFacts:
         return self.max_context_tokens - 1
 
 
-def facts_of(hello: worker_pb2.WorkerHello, served_names: Sequence[str] = ()) -> ModelFacts:
-    """`served_names` replace the worker's name of the model."""
-    name, *aliases = served_names or (hello.model,)
+def facts_of(hello: worker_pb2.WorkerHello, names: Sequence[str]) -> ModelFacts:
+    """`names`: of the model, for callers."""
+    name, *aliases = names
     return ModelFacts(
         name=name,
         aliases=tuple(aliases),
@@ -45,6 +52,7 @@ def facts_of(hello: worker_pb2.WorkerHello, served_names: Sequence[str] = ()) ->
         block_size=hello.block_size,
         hash_seed=hello.hash_seed,
         fingerprint=FINGERPRINT.decode(hello.fingerprint),
+        revision=hello.revision,
     )
 
 
@@ -52,15 +60,18 @@ def difference(ours: ModelFacts, theirs: ModelFacts) -> str | None:
     """Describes the first difference of two workers' models; None if they are compatible.
 
     The maximum sequence length, the block size and the dtype may differ, because KV is converted to the decode worker's
-    format.
+    format. Workers of different revisions exchange no KV, unless they have the same weights.
     """
-    for name in ("protocol", "model", "engine"):
+    is_same = ours.revision == theirs.revision
+    for name in ("protocol", "model", "engine") if is_same else ("protocol",):
         one, other = getattr(ours.fingerprint, name), getattr(theirs.fingerprint, name)
         if one != other:
             return f"its {name} is {other!r}, the cluster's is {one!r}"
     for name in ("vocab_size", "eos_token_ids"):
         if getattr(ours, name) != getattr(theirs, name):
             return f"its {name} differs from the cluster's"
+    if ours.weights != theirs.weights:
+        return None
     try:
         check_convertible(ours.fingerprint.shape, theirs.fingerprint.shape)
     except ConfigError as error:

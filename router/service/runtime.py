@@ -203,6 +203,8 @@ class Runtime:
             return
         self._measure.emitted(call.facts, len(command.tokens))
         call.claim.emitted(len(command.tokens))
+        if command.weights:
+            call.answer.computed_with(command.weights)
         matched = call.answer.take(command.tokens)
         if matched is not None:
             self._events.append((StopMatched(request_id=command.request_id, num_output_tokens=matched), None))

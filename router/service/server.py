@@ -124,7 +124,9 @@ class RouterServer:
         self._metrics = metrics or make_metrics(
             "router", config.metrics_port, config.metrics_host or config.host, self._tls
         )
-        self._measure = Measure(self._metrics, self._tracing, self._link_of, state.role_of, config.tenant_labels)
+        self._measure = Measure(
+            self._metrics, self._tracing, self._link_of, state.role_of, config.tenant_labels, state.revision_of
+        )
         self._record = RecordFile(config.record, self._settings, config.record_mib * 2**20) if config.record else None
         self._index = None if config.redis else PrefixIndex()
         self._incarnation = secrets.token_hex(8)
@@ -356,11 +358,12 @@ class RouterServer:
         servicer = InferenceServicer(
             self._runtime,
             admission,
-            lambda: self._workers.model,
+            lambda: self._workers.model_with(self._runtime.state.next_weights),
             self._workers.adapters,
             self._lookup(),
             self._measure,
             self._tenants.quotas,
+            models=lambda: self._workers.models,
             prefix_lookup_s=self._config.prefix_lookup_s,
             held=self._held,
             gate=self.gate,

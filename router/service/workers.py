@@ -1,14 +1,15 @@
 """The router's streams to all workers: one per endpoint, from a list and from the registry.
 
 It decides which workers belong to the cluster: a worker must serve the same model, in the same form, as the attached
-ones. It converts their messages to events for the runtime, asks them for their logs, and keeps the KV links that they
-report.
+ones of its revision. It converts their messages to events for the runtime, asks them for their logs, and keeps the KV
+links that they report.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,7 @@ from pdserve.core.installation import MAX_CHARS, is_compatible, mismatch
 from pdserve.core.kv.blocks import CacheChange
 from pdserve.core.kv.hashing import HASH_BYTES
 from pdserve.core.live import MAX_LINES
+from pdserve.core.setting import NAME
 from pdserve.core.types import Role
 from pdserve.outage_log import OutageLog, PeerLog
 from pdserve.prefix.index import PrefixIndex
@@ -114,7 +116,7 @@ _HELLO: Final = Codec(
     WorkerConnected,
     worker_pb2.WorkerHello,
     nested=(COST,),
-    given=("endpoint", "block_bytes", "version", "adapters"),
+    given=("endpoint", "block_bytes", "version", "adapters", "weights"),
     ignored=(
         "model",
         "fingerprint",
@@ -159,7 +161,7 @@ class Workers:
         receives no messages. Without `tls`, connections are in plain text."""
         self._identity = identity
         self._model_name = model_name
-        self._served_names = served_names
+        self._names = tuple(served_names) or (model_name,)
         self._hello = hello
         self._on_event = on_event
         self._index = index
@@ -185,16 +187,32 @@ class Workers:
         self.pacing = WorkerPacing(lambda message: [self.send(one, message) for one in list(self._attached)])
         self._contexts: dict[str, int] = {}  # maximum sequence length of each attached decode worker
         self._older_grammars: set[str] = set()  # attached workers with an older library of grammars
-        self.model: ModelFacts | None = None
+        self._facts: dict[str, ModelFacts] = {}  # of each attached worker
+        self._most = 0  # tokens of a sequence, of the largest decode worker that was last attached
+        self._models: dict[str, ModelFacts] = {}  # by weights; those of the most workers first
         self.links = KvLinks()
         self.logs = WorkerLogs(self.send)
-        self.adapters = ClusterAdapters(self.send, lambda: () if self.model is None else self.model.names)
+        self.adapters = ClusterAdapters(self.send, lambda: () if self.model is None else self._names)
         self.num_invalid = 0  # messages with a value out of bounds
 
     @property
     def roles(self) -> Mapping[str, Role]:
         """Facts of the attached workers, by id."""
         return self._roles
+
+    @property
+    def models(self) -> Sequence[ModelFacts]:
+        """For each of the weights that attached workers have; those of the most workers first. While no worker is
+        attached, the last ones."""
+        return list(self._models.values())
+
+    @property
+    def model(self) -> ModelFacts | None:
+        return next(iter(self._models.values()), None)
+
+    def model_with(self, weights: str) -> ModelFacts | None:
+        """The first model if none has these weights."""
+        return self._models.get(weights, self.model)
 
     @property
     def are_attached(self) -> bool:
@@ -278,6 +296,7 @@ class Workers:
             hello,
             endpoint=stream.endpoint,
             block_bytes=block_bytes,
+            weights=fingerprint.engine,
             version=version,
             adapters=() if report is None else report.loaded,
         )
@@ -285,18 +304,16 @@ class Workers:
         if former is not None:  # the new incarnation has connected before the stream of the old one ended
             self._lose(former, "another incarnation came")
             former.hang_up()
-        if not self._attached:
-            self.model = facts_of(hello, self._served_names)
         self._attached[hello.worker_id] = stream
         if hello.worker_id in self._forgetting:
             self._forgetting.pop(hello.worker_id).cancel()
         self._roles[hello.worker_id] = event.role
+        self._facts[hello.worker_id] = facts_of(hello, self._names)
         if event.role is Role.DECODE:
             self._contexts[hello.worker_id] = hello.max_context_tokens
-            self._set_context()
         if is_older_library(hello.grammar_library):
             self._older_grammars.add(hello.worker_id)
-        self._set_grammars()
+        self._set_models()
         extra = {"worker_id": hello.worker_id, "role": event.role.value, "endpoint": stream.endpoint}
         extra["version"] = version
         self._outages.recovered(hello.worker_id, **extra)
@@ -387,25 +404,37 @@ class Workers:
         for name in ("block_size", "vocab_size", "num_blocks", "max_batch", "max_batch_tokens", "inbox_depth"):
             if getattr(hello, name) < 1:
                 return f"its {name} is {getattr(hello, name)}, expected at least 1"
-        if hello.model != self._model_name:
+        if hello.revision and not NAME.fullmatch(hello.revision):
+            return f"its revision has {len(hello.revision)} characters, expected 1 to 128 letters, digits, . - or _"
+        if hello.model != self._model_name and not hello.revision:
             return f"it serves {hello.model!r}, this router tokenizes for {self._model_name!r}"
         try:
-            facts = facts_of(hello)
+            facts = facts_of(hello, self._names)
             read_report(hello.adapters)
         except (ConfigError, InvalidRequest) as error:
             return f"its {error.message}"
-        return difference(self.model, facts) if self.model is not None and self._attached else None
+        own = (one for one in self._facts.values() if one.revision == facts.revision)
+        other = next(own, self.model if self._attached else None)
+        return None if other is None else difference(other, facts)
 
-    def _set_context(self) -> None:
-        """Updates the context limit. While no decode worker is attached the last limit is kept; requests then fail for
-        another reason."""
-        if self.model is not None and self._contexts:
-            self.model = replace(self.model, max_context_tokens=max(self._contexts.values()))
-
-    def _set_grammars(self) -> None:
-        """A request with a grammar may go to any worker, so all must follow it."""
-        if self.model is not None:
-            self.model = replace(self.model, has_older_grammars=bool(self._older_grammars))
+    def _set_models(self) -> None:
+        """While no decode worker is attached, the last context limit is kept; requests then fail for another reason. A
+        request with a grammar may go to any worker, so all must follow it."""
+        if not self._facts:
+            return
+        self._most = max(self._contexts.values(), default=self._most)
+        counts = Counter(one.weights for one in self._facts.values())
+        kept = list(self._models)  # of equal numbers, the former order
+        order = sorted(counts, key=lambda one: (-counts[one], kept.index(one) if one in kept else len(kept)))
+        first = {one.weights: one for one in reversed(self._facts.values())}
+        self._models = {
+            weights: replace(
+                first[weights],
+                max_context_tokens=self._most or first[weights].max_context_tokens,
+                has_older_grammars=bool(self._older_grammars),
+            )
+            for weights in order
+        }
 
     def _forget_unregistered(self, worker_id: str) -> None:
         """Forgets a worker whose stream did not come back, unless it has registered again."""
@@ -420,9 +449,9 @@ class Workers:
         self.links.forget(stream.worker_id)
         self.adapters.lost(stream.worker_id)
         self._older_grammars.discard(stream.worker_id)
-        self._set_grammars()
-        if self._contexts.pop(stream.worker_id, None) is not None:
-            self._set_context()
+        self._facts.pop(stream.worker_id, None)
+        self._contexts.pop(stream.worker_id, None)
+        self._set_models()
         if self._index is not None:
             self._index.remove(stream.worker_id, stream.incarnation)
         self._on_event(WorkerLost(worker_id=stream.worker_id, reason=reason))

@@ -327,14 +327,16 @@ def _prefilled(request: Request, worker_id: str, block_size: int, durations: Fir
 def _emit(cluster: ClusterState, request: Request, tokens: Sequence[TokenOut]) -> EmitTokens:
     if request.first_token_s is None:
         request.first_token_s = cluster.now_s
+    weights = ""
     if request.first_emitted_s is None:
-        request.first_emitted_s = cluster.now_s
+        request.first_emitted_s, weights = cluster.now_s, request.weights
     request.last_token_s = cluster.now_s
     first_index = len(request.output)
     request.output.extend([token.token_id for token in tokens])
     if request.lost_attempts and _has_progressed(request):
         request.lost_attempts = 0
-    return EmitTokens(request_id=request.request_id, first_index=first_index, tokens=tuple(tokens))
+    emitted = tuple(tokens)
+    return EmitTokens(request_id=request.request_id, first_index=first_index, tokens=emitted, weights=weights)
 
 
 def _has_progressed(request: Request) -> bool:

@@ -292,6 +292,7 @@ class WorkerFacts:
     role: Role
     endpoint: str
     version: str  # with its build; empty if unknown
+    revision: str  # of its weights
     num_blocks: int
     is_connected: bool
     is_draining: bool
@@ -325,6 +326,7 @@ def take_snapshot(cluster: ClusterState) -> ClusterSnapshot:
             role=view.role,
             endpoint=view.hello.endpoint,
             version=view.hello.version,
+            revision=view.hello.revision,
             num_blocks=view.hello.num_blocks,
             is_connected=view.is_connected,
             is_draining=view.is_draining,
@@ -414,4 +416,5 @@ def _worker(view: WorkerView, now_s: float) -> LiveWorker:
         silent_s=max(now_s - view.heard_s, 0.0),
         preemptions=report.preemptions,
         version=view.hello.version,
+        revision=view.hello.revision,
     )

@@ -27,7 +27,11 @@ class Fleet:
         self.has_known_decode = False
         self._usable: tuple[WorkerViews, WorkerViews] | None = None  # cached until something changes
         self._draining: list[WorkerView] | None = None  # cached as `_usable`
-        self.fits_all = 0  # tokens of one sequence that every usable worker holds, as of the last call of `usable`
+        # As of the last call of `usable`:
+        self.fits_all = 0  # tokens of one sequence that every usable worker holds
+        self.is_mixed = False  # whether usable workers have different weights
+        self.shares: dict[str, float] = {}  # of new requests, by weights
+        self.assigned: Counter[str] = Counter()  # new requests by weights, since the shares are as they are
         self._usable_until_s = 0.0  # when the first of them would exceed the silence limit
         self._links: OrderedDict[tuple[str, str], LinkModel] = OrderedDict()
         self._any_link = LinkModel()  # model of an unmeasured pair
@@ -92,8 +96,17 @@ class Fleet:
             prefills, decodes = ([view for view in able if view.role is role] for role in (Role.PREFILL, Role.DECODE))
             kept = self._usable = WorkerViews(prefills), WorkerViews(decodes)
             self.fits_all = min([view.max_tokens for view in able], default=0)
+            self.is_mixed = len({view.hello.weights for view in able}) > 1
+            if (shares := shares_of(prefills, decodes)) != self.shares:
+                self.shares = shares
+                self.assigned.clear()
             self._usable_until_s = min([view.heard_s for view in able], default=now_s) + self.silence_s
         return kept
+
+    def next_weights(self, now_s: float) -> str:
+        """Those that the fewest new requests have got, by their share; empty without a decode worker."""
+        self.usable(now_s)
+        return min(self.shares, key=lambda one: ((self.assigned[one] + 1) / self.shares[one], one), default="")
 
     def draining(self, now_s: float) -> list[WorkerView]:
         """The connected decode workers that drain. The list is cached, so callers must not change it."""
@@ -219,9 +232,11 @@ def policy_input_of(
 def able(
     request: Request, views: list[WorkerView], tokens: int, fits_all: int = 0, *, needs_adapter: bool = True
 ) -> list[WorkerView]:
-    """Those of `views` that have the request's adapter and hold `tokens` of it; each of them holds `fits_all`."""
+    """Those of `views` that have the request's adapter and weights and hold `tokens` of it; each of them holds
+    `fits_all`."""
     if needs_adapter:
         views = with_adapter(request.facts.adapter, views)
+    views = with_weights(request.needs_weights, views)
     if tokens <= fits_all and not request.too_large_for:
         return views
     if request.too_large_for:
@@ -231,6 +246,23 @@ def able(
 
 def with_adapter(fingerprint: str, views: list[WorkerView]) -> list[WorkerView]:
     return [view for view in views if fingerprint in view.adapters] if fingerprint else views
+
+
+def with_weights(weights: str, views: list[WorkerView]) -> list[WorkerView]:
+    """`weights` empty: any."""
+    return [view for view in views if view.hello.weights == weights] if weights else views
+
+
+def shares_of(prefills: Iterable[WorkerView], decodes: Iterable[WorkerView]) -> dict[str, float]:
+    """How new requests are shared among weights: by the part of each pool that has them, the smaller one of the two.
+    Weights without a share get requests only if the others have no room."""
+    pools = [Counter(view.hello.weights for view in views) for views in (prefills, decodes)]
+    if not pools[1]:
+        return {}
+    names = sorted(pools[0].keys() | pools[1].keys())
+    least = {name: min(pool[name] / pool.total() for pool in pools if pool) for name in names}
+    found = {name: share for name, share in least.items() if share}
+    return found or {name: pools[1][name] / pools[1].total() for name in names if pools[1][name]}
 
 
 def entry_of(request: Request, fleet: Fleet, lengths: OutputLengths, rules: frozenset[str], now_s: float) -> Entry:
@@ -243,6 +275,8 @@ def entry_of(request: Request, fleet: Fleet, lengths: OutputLengths, rules: froz
     request.unloaded = None
     if rules & NEEDS_ESTIMATE:
         prefills, decodes = (with_adapter(facts.adapter, views) for views in fleet.usable(now_s))
+        if fleet.is_mixed and (own := with_weights(request.weights, decodes)):
+            prefills, decodes = with_weights(request.weights, prefills), own
         if decodes:
             expected_tokens = lengths.expected(facts.sampling.max_tokens, len(request.output))
             cached_tokens = _cached_tokens(request, fleet)

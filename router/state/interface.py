@@ -44,6 +44,8 @@ class RequestArrived(RequestAttributes):
     cached_blocks: Mapping[str, int] = field(default_factory=dict)  # worker id -> leading prompt blocks it may hold
     adapter: str = ""  # fingerprint of its LoRA adapter; empty: the model alone
     adapter_name: str = ""
+    weights: str = ""  # identity of those that should compute it, whose blocks `block_hashes` are
+    keeps_weights: bool = False  # also before its first token, because of other answers of its call
     output_ids: tuple[int, ...] = ()  # of a resumed answer: the tokens that its client has from another router
     finish: FinishReason | None = None  # the answer ends with `output_ids`, and only its end is missing
 
@@ -89,6 +91,8 @@ class WorkerConnected:
     cost: CostPrior = field(default_factory=CostPrior)
     adapters: tuple[str, ...] = ()  # fingerprints of the LoRA adapters that it can compute
     sends_kv: bool = False  # a decode worker that can send the KV of its answers to another one
+    weights: str = ""  # their identity
+    revision: str = ""  # name of the weights for operators; empty: those of the cluster's start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +197,7 @@ class EmitTokens:
     request_id: str
     first_index: int  # position of tokens[0] among the request's output tokens
     tokens: tuple[TokenOut, ...]
+    weights: str = ""  # that compute the answer; only with the first tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

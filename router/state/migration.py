@@ -50,7 +50,6 @@ PATIENCE_S: Final = 5.0  # from the beginning of the drain
 RETRY_S: Final = 0.05  # after no prefill worker was free, if none becomes free earlier
 MAX_ASKED: Final = 4  # answers about which the policy is asked after one event; a decision is expensive
 SENDS_AT_ONCE: Final = 4  # of one worker: enough to hide the latency of steps, and few that share its bandwidth
-STARTS: Final = (Choice.REMOTE, Choice.LOCAL)
 
 
 def migrate(cluster: ClusterState) -> list[Command]:
@@ -213,7 +212,7 @@ class _Migration:
         decision = cluster.policy(asked, prefills, decodes, cluster.now_s)
         if decision.bound_to and self._is_urgent(answer.view):  # before the requests in that worker's queue
             decision = cluster.policy(replace(asked, bound_to=decision.bound_to), prefills, decodes, cluster.now_s)
-        if decision.choice not in STARTS:
+        if decision.choice not in placing.STARTS:
             request.waits_for = decision.obstacle
             return None
         gap_s, tpot_s = self._predicted(answer, decision, self._prefills)

@@ -20,7 +20,7 @@ from router.policy.availability import can_start, opens_in_s
 from router.policy.interface import Choice, Decision, Obstacle
 from router.state.cluster_state import ClusterState
 from router.state.endings import Ending, Fail, Finish, Reject, apply_ending
-from router.state.fleet import able, policy_input_of, with_adapter
+from router.state.fleet import able, policy_input_of, with_adapter, with_weights
 from router.state.interface import Command, FailKind
 from router.state.lifecycle import WAITING, Move
 from router.state.load import Reservation
@@ -36,6 +36,8 @@ from router.state.view import WorkerView
 
 LOOKAHEAD: Final = 4  # requests waiting for a prefill worker that a later one may overtake on the local path
 DRAINED_GRACE_S: Final = 5.0  # if all decode workers are drained: time to undo the drain of the wrong worker
+NO_WEIGHTS: Final = "the weights that began this answer are no longer served, and its tokens cannot be of other ones"
+STARTS: Final = (Choice.REMOTE, Choice.LOCAL)
 AWAY_S: Final = 0.25  # interval for checking whether disconnected workers are back
 
 
@@ -132,7 +134,7 @@ class _Placing:
                 _waits(cluster, request, decision)
             _retry_at(cluster, request.ask_again_s)
             if self._is_restricted(request, self._decodes) or self._is_restricted(request, self._prefills):
-                passed.adapters.add(request.facts.adapter)
+                passed.groups.add(_group(request))
             elif request.waits_for in (Obstacle.PREFILL, Obstacle.ROOM):
                 passed.request_ids.add(first)
             else:
@@ -153,10 +155,12 @@ class _Placing:
             for view in self._prefills
         ) or any(view.computed_s >= asked_s and view.queue_s(now_s) <= view.load.batch_s for view in self._decodes)
 
-    @staticmethod
-    def _is_restricted(request: Request, views: list[WorkerView]) -> bool:
-        """Whether only some of `views` have its adapter, so that later requests may find room on the others."""
-        return len(with_adapter(request.facts.adapter, views)) < len(views)
+    def _is_restricted(self, request: Request, views: list[WorkerView]) -> bool:
+        """Whether only some of `views` have its adapter and its weights, so that later requests may find room on the
+        others."""
+        fleet = self._cluster.fleet
+        weights = fleet.workers[request.bound_to].hello.weights if request.bound_to else request.needs_weights
+        return len(with_weights(weights, with_adapter(request.facts.adapter, views))) < len(views)
 
     def _takes_the_last_worker(self, request: Request, decision: Decision) -> bool:
         """Whether a request that could not meet its target even on an unloaded cluster would take the last worker that
@@ -200,18 +204,46 @@ class _Placing:
                 # Not an unknown model: the name may have other weights by now. A retry finds them, or that it has none.
                 self._end(Fail(request, FailKind.UNAVAILABLE, message))
                 return None
+            weights = request.needs_weights
+            if not with_weights(weights, cluster.fleet.all_decode()):
+                self._end(Fail(request, FailKind.UNAVAILABLE, NO_WEIGHTS))
+                return None
             if _all_able(cluster, request):
                 which = "have its LoRA adapter" if facts.adapter else "are large enough"
+                which = f"{which} and have the weights that began it" if cluster.fleet.is_mixed and weights else which
                 reason = f"all workers that {which} are disconnected"
                 return Decision(choice=Choice.WAIT, reason=reason, obstacle=Obstacle.WORKERS)
             limit = max(view.max_tokens for view in cluster.fleet.all_decode())
             message = f"{request.num_tokens} tokens; no decode worker takes more than {limit}"
             self._end(Fail(request, FailKind.INVALID, message, field="prompt"))
             return None
-        prefills = able(request, self._prefills, request.num_tokens, fits_all)
-        return cluster.policy(
-            policy_input_of(request, cluster.fleet, cluster.lengths, cluster.now_s), prefills, fitting, cluster.now_s
+        return self._ask(request, able(request, self._prefills, request.num_tokens, fits_all), fitting)
+
+    def _ask(self, request: Request, prefills: list[WorkerView], decodes: list[WorkerView]) -> Decision:
+        """Both workers of a placement have the same weights. The request's own come first, then those with the largest
+        share, until it can start."""
+        cluster, fleet = self._cluster, self._cluster.fleet
+        asked = policy_input_of(request, fleet, cluster.lengths, cluster.now_s)
+        if not fleet.is_mixed:
+            return cluster.policy(asked, prefills, decodes, cluster.now_s)
+        names = {view.hello.weights for view in decodes}
+        if request.bound_to:
+            names &= {fleet.workers[request.bound_to].hello.weights}
+        found = Decision(
+            choice=Choice.WAIT,
+            reason="no decode worker has the weights of the prefill worker for which it waits",
+            obstacle=Obstacle.DECODE,
         )
+        for number, weights in enumerate(
+            sorted(names, key=lambda one: (one != request.weights, -fleet.shares.get(one, 0.0), one))
+        ):
+            own = with_weights(weights, prefills), with_weights(weights, decodes)
+            decision = cluster.policy(asked, *own, cluster.now_s)
+            if decision.choice in STARTS:
+                return decision
+            if number == 0 or found.choice is Choice.REJECT:
+                found = decision
+        return found
 
     def _apply(self, request: Request, decision: Decision) -> bool:
         """Places, binds, rejects or parks the request. False: it still waits."""
@@ -247,16 +279,21 @@ class _Placing:
 
 @final
 class _Passed:
-    """The waiting requests that later ones may overtake in this pass: some, and all with some adapters."""
+    """The waiting requests that later ones may overtake in this pass: some, and all of some groups."""
 
     def __init__(self, cluster: ClusterState) -> None:
-        self.request_ids, self.adapters = set[str](), set[str]()
+        self.request_ids, self.groups = set[str](), set[tuple[str, str]]()
         self._requests = cluster.requests
 
     def __contains__(self, request_id: object) -> bool:
-        if self.adapters and self._requests[str(request_id)].facts.adapter in self.adapters:
+        if self.groups and _group(self._requests[str(request_id)]) in self.groups:
             return True
         return request_id in self.request_ids
+
+
+def _group(request: Request) -> tuple[str, str]:
+    """The adapter and the weights that it needs."""
+    return request.facts.adapter, request.needs_weights
 
 
 def _waits(cluster: ClusterState, request: Request, decision: Decision) -> None:
@@ -345,6 +382,7 @@ def start(cluster: ClusterState, request: Request, decision: Decision) -> list[C
     )
     cluster.explain(request.request_id, decision)
     decode = cluster.fleet.workers[decision.decode_worker]
+    request.weights = decode.hello.weights
     request.awaits_s, request.half_step_s = decode.rest_of_step_s(now_s), decode.half_step_s
     reservation = _reserve(cluster, request, decode, has_row=True, computes=is_local)
     reservation.is_sent = True

@@ -194,6 +194,7 @@ class Request:
     arrived_s: float
     deadline_at_s: float | None
     serial: int  # order of arrival
+    weights: str = ""  # those of its last attempt; before, those that it should get
     stage: Stage = Stage.QUEUED
     #: Its last moves, with the stage after each; None: the wrong worker sent the message.
     story: list[tuple[Move, Stage | None]] = field(default_factory=list)
@@ -267,6 +268,11 @@ class Request:
     def num_emitted(self) -> int:
         """Output tokens without those that the client of a resumed answer already had."""
         return len(self.output) - len(self.facts.output_ids)
+
+    @property
+    def needs_weights(self) -> str:
+        """The weights that all further tokens must be of; empty: any."""
+        return self.weights if self.output or self.facts.keeps_weights else ""
 
     def resume(self, now_s: float) -> None:
         """The client has `facts.output_ids`. Its next token is due at `now_s` plus the TPOT target."""

@@ -105,6 +105,9 @@ def check(cluster: ClusterState) -> None:
             assert (placement.decode_worker, request.attempt) in request.reservations, (
                 f"{request_id}: no decode reservation"
             )
+            present = placement.workers if request.stage in NEEDS_SENDER[SenderEnd.RELEASED] else placement.workers[-1:]
+            for worker_id in present:
+                assert cluster.fleet.workers[worker_id].hello.weights == request.weights, f"{request_id}: other weights"
             if request.stage in NEEDS_SENDER[SenderEnd.RELEASED]:
                 assert (placement.prefill_worker, request.attempt) in request.reservations, (
                     f"{request_id}: no prefill reservation"
@@ -187,6 +190,11 @@ class RouterState:
         view = self._cluster.fleet.workers.get(worker_id)
         return None if view is None else view.role
 
+    def revision_of(self, worker_id: str) -> str:
+        """Of its weights; empty: that of the cluster's start, or an unknown worker."""
+        view = self._cluster.fleet.workers.get(worker_id)
+        return "" if view is None else view.hello.revision
+
     def knows(self, request_id: str) -> bool:
         """Whether the id is in use. True until all workers sent Released, because the id must not be reused before."""
         return request_id in self._cluster.requests
@@ -207,6 +215,11 @@ class RouterState:
         if request is None or request_id in cluster.ended:
             return cluster.explanations.last(request_id)
         return cluster.explanations.live(request, cluster.now_s)
+
+    @property
+    def next_weights(self) -> str:
+        """Those that a new request should get; empty: any."""
+        return self._cluster.fleet.next_weights(self._cluster.now_s)
 
     def snapshot(self) -> ClusterSnapshot:
         return take_snapshot(self._cluster)
@@ -309,8 +322,10 @@ def _on_arrived(cluster: ClusterState, event: RequestArrived) -> Iterable[Comman
         arrived_s=cluster.now_s - event.spent_s,
         deadline_at_s=deadline_at_s,
         serial=cluster.serial,
+        weights=event.weights,
         cached_blocks=dict(event.cached_blocks),
     )
+    cluster.fleet.assigned[event.weights] += 1
     if event.output_ids:
         request.resume(cluster.now_s)
     looked_up_s = min(max(event.lookup_s, 0.0), event.spent_s)

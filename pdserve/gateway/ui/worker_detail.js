@@ -71,6 +71,7 @@ export function createWorkerDetail(body, selection, permissions, changeWorker, l
     const { used, usedShare, cachedShare } = kvShares(worker);
     const facts = [
       ["Role", worker.role],
+      ["Weights", `revision ${worker.revision || "first"}`],
       ["Endpoint", worker.endpoint],
       ["Batch", `${count(worker.running)} running, ${count(worker.waiting)} waiting, ${count(worker.booked)} booked by the router`],
       ["KV blocks", `${count(used)} used (${Math.round(usedShare * 100)} %), ${count(worker.cached_blocks)} cached (${Math.round(cachedShare * 100)} %), ${count(worker.free_blocks)} free, of ${count(worker.num_blocks)}`],

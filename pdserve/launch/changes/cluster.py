@@ -25,6 +25,7 @@ from pdserve.core.types import Role
 from pdserve.launch.changes.plans import (
     RollCounts,
     RollStep,
+    RollTarget,
     add_worker,
     cheapest,
     check_serving,
@@ -33,6 +34,7 @@ from pdserve.launch.changes.plans import (
     plan_roll,
     plan_scale,
     read_settings,
+    roll_target,
     slot_for,
     stopped_text,
     vacate,
@@ -43,6 +45,7 @@ from pdserve.launch.changes.plans import (
 )
 from pdserve.launch.changes.routers import ATTACH_S, Routers
 from pdserve.launch.changes.server import ChangeServer, Say
+from pdserve.launch.changes.weights import check_weights, folder_of, with_revision
 from pdserve.launch.detached.link import Attached, KeeperLink
 from pdserve.launch.keys import Settings
 from pdserve.launch.local import LaunchedCluster, split
@@ -233,41 +236,46 @@ class ChangingCluster(LaunchedCluster):
         await self._replace(worker_id, routers, say, self._overlays[worker_id], role)
         self._say_numbers(say)
 
-    async def roll(self, worker_ids: Sequence[str], surge: int, settings: str, *, is_undo: bool, say: Say) -> None:
+    async def roll(
+        self, worker_ids: Sequence[str], surge: int, settings: str, model: str, *, is_undo: bool, say: Say
+    ) -> None:
         """Raises ChangeFailed if it has stopped before its end."""
-        target: Settings | None = read_settings(settings, self.overlay) if settings else None
-        if is_undo:
-            if settings or worker_ids:
-                raise InvalidRequest("undo", "settings or workers", "neither beside it: it concerns the last roll-out")
-            if self._former is None:
-                raise ConfigError("undo", "no roll-out", "an earlier one with settings, which was not undone yet")
-            target = self._former
-            worker_ids = [one for one in self.spec.worker_ids if self._overlays[one] != target]
-            if not worker_ids:
-                raise ConfigError("undo", "no worker", "workers with other settings than before the last roll-out")
-        elif target is not None and worker_ids:
-            raise InvalidRequest("settings", "some workers", "all of them: a cluster has one set of settings")
-        self._check_roll(worker_ids or self.spec.worker_ids, target)
+        wanted: Settings | None = read_settings(settings, self.overlay) if settings else None
+        spec, folder = self.spec, ""
+        if model:
+            folder = await asyncio.to_thread(folder_of, model)
+            spec, wanted = with_revision(spec, self.overlay if wanted is None else wanted, folder)
+        target = roll_target(self._overlays, wanted, worker_ids, self._former, is_undo=is_undo)
+        if model and all(one == wanted for one in self._overlays.values()):
+            raise ConfigError(
+                "model", model, "another folder: all workers serve this one; `pdserve roll` restarts them"
+            )
+        self.spec = replace(self.spec, revisions=spec.revisions)
+        workers = self._check_roll(target.worker_ids or self.spec.worker_ids, target.overlay)
+        if model:
+            await asyncio.to_thread(check_weights, self.spec, folder, workers)
+            say("", f"the new workers load {folder}")
         async with Routers(self.spec, self._address) as routers:
             frames = await routers.frames()
-            steps = plan_roll(self.spec.slots, workers_of(frames), worker_ids, surge, is_undo=is_undo)
+            live, by_turns = workers_of(frames), target.what == "weights"
+            steps = plan_roll(self.spec.slots, live, target.worker_ids, surge, is_undo=is_undo, by_turns=by_turns)
             try:
                 await self._follow(steps, routers, target, RollCounts(frames, len(steps)), say)
             finally:
-                if target is not None and not is_undo and target in self._overlays.values():
-                    self._former = self.overlay
+                if target.overlay is not None and not is_undo:
+                    self._former = self.overlay if target.overlay in self._overlays.values() else None
                     self.on_change()
-        if target is not None:
-            self.overlay = target
+        if target.overlay is not None:
+            self.overlay = target.overlay
             if is_undo:
                 self._former = None
             self.on_change()
-        kind = "" if target is None else " with the settings from before" if is_undo else " with the new settings"
-        say("", f"all workers that were to be replaced run again{kind}")
+        kind = f" with the {target.what} from before" if is_undo else f" with the new {target.what}"
+        say("", f"all workers that were to be replaced run again{kind if target.what else ''}")
 
-    def _check_roll(self, worker_ids: Sequence[str], target: Settings | None) -> None:
-        """What `up` checks at its start, so that a wrong value is an error before a worker is drained. Raises
-        ConfigError and NotFound."""
+    def _check_roll(self, worker_ids: Sequence[str], target: Settings | None) -> list[Process]:
+        """The new workers. Checks what `up` does at its start, so that a wrong value is an error before a worker is
+        drained. Raises ConfigError and NotFound."""
         workers = []
         for one in worker_ids:
             index, overlay = index_of(self.spec, one), self._overlays[one] if target is None else target
@@ -278,26 +286,32 @@ class ChangingCluster(LaunchedCluster):
                 raise ConfigError("worker.device", f"{wanted} GPUs", expected)
             workers.append(self._process(one, overlay))
         check_reports([*workers, *self._routers()])
+        return workers
 
     async def _follow(
-        self, steps: Sequence[RollStep], routers: Routers, target: Settings | None, counts: RollCounts, say: Say
+        self,
+        steps: Sequence[RollStep],
+        routers: Routers,
+        target: RollTarget,
+        counts: RollCounts,
+        say: Say,
     ) -> None:
         done: list[str] = []
-        surge = ""  # the additional worker, while it runs
+        surges: list[str] = []  # the additional workers that run
         try:
             for step in steps:
-                overlay = self._overlays.get(step.worker_id, self.overlay) if target is None else target
+                overlay = self._overlays.get(step.worker_id, self.overlay) if target.overlay is None else target.overlay
                 match step.kind:
                     case "add":
                         self._take_slot(step.worker_id, step.role, overlay, is_surge=True)
-                        surge = step.worker_id
+                        surges.append(step.worker_id)
                         await self._start_added(step.worker_id, routers, say)
                     case "replace":
                         await self._check_serving(step.worker_id, routers)
                         await self._replace(step.worker_id, routers, say, overlay)
                         done.append(step.worker_id)
                     case "end":
-                        surge = ""  # if an operator has drained the others, it stays
+                        surges.remove(step.worker_id)  # if an operator has drained the others, it stays
                         await self._check_serving(step.worker_id, routers)
                         await self._end(step.worker_id, routers, say)
                 await asyncio.sleep(SETTLE_S)
@@ -305,11 +319,11 @@ class ChangingCluster(LaunchedCluster):
                 if counts.why_to_stop:
                     raise ChangeFailed(counts.why_to_stop)
         except (PdserveError, OSError) as error:
-            if surge in self._overlays:
-                await self._end_surge(surge, routers, say)
+            for surge in surges:
+                if surge in self._overlays:
+                    await self._end_surge(surge, routers, say)
             left = [one.worker_id for one in steps if one.kind == "replace" and one.worker_id not in done]
-            text = stopped_text(why_failed(error), done, left, has_settings=target is not None)
-            raise ChangeFailed(text) from None
+            raise ChangeFailed(stopped_text(why_failed(error), done, left, target.what)) from None
 
     async def _end_surge(self, worker_id: str, routers: Routers, say: Say) -> None:
         """After a roll-out that has stopped. The worker stays if no other decode worker serves."""

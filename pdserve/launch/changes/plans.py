@@ -125,10 +125,12 @@ def plan_roll(
     surge: int,
     *,
     is_undo: bool = False,
+    by_turns: bool = False,
 ) -> list[RollStep]:
     """`worker_ids` empty: all. Prefill workers come first, those of each role in the order of what they hold. An undo
-    begins with the decode workers: they were replaced last, before requests failed. Raises InvalidRequest and
-    NotFound."""
+    begins with the decode workers: they were replaced last, before requests failed. With `by_turns`, which is for other
+    weights, the roles take turns: a worker has no use without one of the other role and the same weights. Raises
+    InvalidRequest and NotFound."""
     if surge not in SURGES:
         raise InvalidRequest("surge", surge, "0 or 1")
     running = {one.worker_id: one.role for one in slots if not one.is_vacant}
@@ -136,7 +138,7 @@ def plan_roll(
         if worker_id not in running:
             raise NotFound("worker", worker_id)
     chosen, loads = set(worker_ids or running), {one.worker_id: one for one in live}
-    steps: list[RollStep] = []
+    parts: list[list[RollStep]] = []
     for role in (Role.DECODE, Role.PREFILL) if is_undo else (Role.PREFILL, Role.DECODE):
         own = [one for one, its_role in running.items() if its_role is role and one in chosen]
         own.sort(key=lambda one: (one in loads, loss(loads[one]) if one in loads else ()))
@@ -145,8 +147,57 @@ def plan_roll(
             surge_id = free_id(role, running)
             add, end = (RollStep(kind=kind, role=role, worker_id=surge_id) for kind in ("add", "end"))  # type: ignore[arg-type]
             replacing = [add, *replacing, end]
-        steps += replacing
-    return steps
+        parts.append(replacing)
+    if not by_turns:
+        return [step for part in parts for step in part]
+    placed: list[tuple[float, RollStep]] = []  # by the part of the role that is done
+    for part in parts:
+        first = int(bool(surge))
+        count = len(part) - 2 * first
+        ends = {"add": 0.0, "end": 1.0}
+        placed += [(ends.get(step.kind, (at - first + 0.5) / max(count, 1)), step) for at, step in enumerate(part)]
+    return [step for _, step in sorted(placed, key=lambda one: one[0])]
+
+
+def revision_of(overlay: Settings) -> str:
+    """The name of its weights; empty: those of the cluster's start."""
+    return str(overlay.get("worker", {}).get("revision", ""))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollTarget:
+    overlay: Settings | None  # None: each worker keeps its own
+    worker_ids: tuple[str, ...]  # empty: all
+    what: str  # what is new, for operators: settings or weights; empty: nothing
+
+
+def roll_target(
+    overlays: Mapping[str, Settings],
+    target: Settings | None,
+    worker_ids: Sequence[str],
+    former: Settings | None,
+    *,
+    is_undo: bool,
+) -> RollTarget:
+    """`overlays`: of each worker now. `target`: the new one, or None. `former`: the one before the last roll-out, if
+    that can be undone. Raises ConfigError and InvalidRequest."""
+    if is_undo:
+        if target is not None or worker_ids:
+            expected = "nothing beside it: it concerns the last roll-out"
+            raise InvalidRequest("undo", "settings, a model or workers", expected)
+        if former is None:
+            expected = "a last one that has replaced workers with new settings or weights, and was not undone yet"
+            raise ConfigError("undo", "no roll-out", expected)
+        target, worker_ids = former, [name for name, one in overlays.items() if one != former]
+        if not worker_ids:
+            raise ConfigError("undo", "no worker", "workers with other settings than before the last roll-out")
+    elif target is not None and worker_ids:
+        raise InvalidRequest("workers", "some of them", "all: a cluster has one model and one set of settings")
+    new = {} if target is None else target
+    what = "" if target is None else "settings"
+    if what and any(revision_of(one) != revision_of(new) for one in overlays.values()):
+        what = "weights"
+    return RollTarget(overlay=target, worker_ids=tuple(worker_ids), what=what)
 
 
 MIN_REQUESTS: Final = 100  # in each of two windows whose misses are compared
@@ -250,14 +301,14 @@ def why_failed(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def stopped_text(why: str, done: Sequence[str], left: Sequence[str], *, has_settings: bool) -> str:
-    """What an operator is told of a roll-out that has stopped."""
+def stopped_text(why: str, done: Sequence[str], left: Sequence[str], what: str) -> str:
+    """What an operator is told of a roll-out that has stopped. `what` is new: settings, or weights; empty: nothing."""
     state = f"replaced: {', '.join(done) or 'none'}; not replaced: {', '.join(left) or 'none'}"
-    if not has_settings:
+    if not what:
         return f"the roll-out stopped: {why} ({state})"
     if not done:
-        return f"the roll-out stopped: {why} ({state}), so all workers have the settings from before"
-    return f"the roll-out stopped: {why} ({state}); `pdserve roll --undo` returns to the settings from before"
+        return f"the roll-out stopped: {why} ({state}), so all workers keep their {what}"
+    return f"the roll-out stopped: {why} ({state}); `pdserve roll --undo` returns to the {what} from before"
 
 
 # --- settings of a roll-out -----------------------------------------------------------------------------------
@@ -276,6 +327,7 @@ FIXED: Final = frozenset(
         "metrics_port",
         "profile",
         "rendezvous",
+        "revision",
         "tensor_parallel",  # GPUs are divided at the start
         "tls_ca",
         "tls_cert",

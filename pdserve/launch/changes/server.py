@@ -49,7 +49,9 @@ class Changeable(Protocol):
 
     async def set_role(self, worker_id: str, role: Role, say: Say) -> None: ...
 
-    async def roll(self, worker_ids: Sequence[str], surge: int, settings: str, *, is_undo: bool, say: Say) -> None: ...
+    async def roll(
+        self, worker_ids: Sequence[str], surge: int, settings: str, model: str, *, is_undo: bool, say: Say
+    ) -> None: ...
 
     def say(self, name: str, text: str) -> None: ...
 
@@ -154,7 +156,7 @@ class ChangeServer(cluster_pb2_grpc.ClusterServiceServicer):
             case "roll":
                 roll = request.roll
                 names = list(dict.fromkeys(roll.worker_ids))
-                return lambda: cluster.roll(names, roll.surge, roll.settings, is_undo=roll.is_undo, say=say)
+                return lambda: cluster.roll(names, roll.surge, roll.settings, roll.model, is_undo=roll.is_undo, say=say)
             case "role":
                 role = role_from_proto(request.role.role)
                 return lambda: cluster.set_role(request.role.worker_id, role, say)

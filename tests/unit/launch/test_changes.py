@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 
-from pdserve.core.errors import ConfigError, NotFound
+from pdserve.core.errors import ChangeFailed, ConfigError, InvalidRequest, NotFound, PdserveError
 from pdserve.core.live import LiveFrame
 from pdserve.core.types import Role
 from pdserve.launch.changes.cluster import LocalCluster
-from pdserve.launch.changes.plans import index_of, vacate
+from pdserve.launch.changes.plans import RollTarget, index_of, vacate
+from pdserve.launch.changes.weights import with_revision
 from pdserve.launch.detached.saved import SavedCluster
 from pdserve.launch.ports import free_ports, is_free
 from pdserve.launch.report import LauncherReport
+from pdserve.launch.settings import bundled_model
 from pdserve.launch.spec import ClusterSpec, processes
 from router.recording.replay import decode_value, encode_value
 from tests.unit.top import given
@@ -69,16 +71,85 @@ def test_sighup_changes_what_roll_outs_have_not_set(cluster: LocalCluster) -> No
 @pytest.mark.parametrize("table", ["worker", "decode_worker"])
 async def test_settings_that_up_would_reject_start_no_roll_out(cluster: LocalCluster, table: str) -> None:
     with pytest.raises(ConfigError, match=r"heartbeat_s: got 5.0, expected less than router.worker_silence_s"):
-        await cluster.roll([], 1, f"[{table}]\nheartbeat_s = 5.0", is_undo=False, say=print)
+        await cluster.roll([], 1, f"[{table}]\nheartbeat_s = 5.0", "", is_undo=False, say=print)
     with pytest.raises(NotFound):
-        await cluster.roll(["d7"], 1, "", is_undo=False, say=print)
+        await cluster.roll(["d7"], 1, "", "", is_undo=False, say=print)
 
 
 async def test_a_roll_out_cannot_divide_the_gpus_again(cluster: LocalCluster) -> None:
     slots = tuple(replace(one, gpus=(str(number),)) for number, one in enumerate(cluster.spec.slots))
     cluster.spec = replace(cluster.spec, gpus=("0", "1", "2"), slots=slots)
     with pytest.raises(ConfigError, match=r"worker\.device: got 0 GPUs, expected 1 for p0, as now"):
-        await cluster.roll([], 1, "[prefill_worker]\ndevice = 'cpu'", is_undo=False, say=print)
+        await cluster.roll([], 1, "[prefill_worker]\ndevice = 'cpu'", "", is_undo=False, say=print)
+
+
+async def test_weights_that_cannot_be_served_start_no_roll_out(cluster: LocalCluster) -> None:
+    for model, text in (
+        ("relative/folder", "an absolute path"),
+        ("/nowhere", "model: got /nowhere"),
+        ("toy", "all workers serve this one"),
+        (str(bundled_model()), "a tokenizer as of the weights that are served"),
+    ):
+        with pytest.raises(PdserveError, match=text):
+            await cluster.roll([], 1, "", model, is_undo=False, say=print)
+    with pytest.raises(InvalidRequest, match="one model"):
+        await cluster.roll(["d0"], 1, "", "toy-other", is_undo=False, say=print)
+    with pytest.raises(InvalidRequest, match="nothing beside it"):
+        await cluster.roll([], 1, "", "toy-other", is_undo=True, say=print)
+
+
+def test_each_worker_loads_the_weights_of_its_revision(cluster: LocalCluster) -> None:
+    cluster.spec, overlay = with_revision(cluster.spec, {"worker": {"drain_s": 9.0}}, "toy-other")
+    roll(cluster, overlay, "d0")
+    assert of_workers(cluster, "model") == {"p0": "toy", "d0": "toy-other", "d1": "toy"}
+    assert of_workers(cluster, "revision") == {"p0": "", "d0": "toy-other", "d1": ""}
+    assert of_workers(cluster, "drain_s") == {"p0": 3.0, "d0": 9.0, "d1": 3.0}
+    assert cluster._processes()[-1].config.model == "toy", "routers keep their folder"
+    cluster.reload({"worker": {"stall_s": 50.0}}, "info")
+    assert of_workers(cluster, "model")["d0"] == "toy-other", "after SIGHUP"
+
+
+class NoRouters:
+    """They see no worker."""
+
+    def __init__(self, *unused: object) -> None: ...
+
+    async def __aenter__(self) -> NoRouters:
+        return self
+
+    async def __aexit__(self, *error: object) -> None: ...
+
+    async def frames(self) -> list[LiveFrame]:
+        return []
+
+
+async def test_an_undo_concerns_the_last_roll_out_alone(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    replaced: list[str] = []
+
+    async def follow(steps: object, routers: object, target: RollTarget, *unused: object) -> None:
+        assert target.overlay is not None
+        roll(cluster, target.overlay, *replaced)
+        if len(replaced) < 3:
+            raise ChangeFailed("it stopped")
+
+    monkeypatch.setattr("pdserve.launch.changes.cluster.Routers", NoRouters)
+    monkeypatch.setattr(cluster, "_follow", follow)
+    replaced = ["p0", "d0", "d1"]
+    await cluster.roll([], 1, "[worker]\nmax_batch = 8", "", is_undo=False, say=print)
+    replaced = []
+    with pytest.raises(ChangeFailed):
+        await cluster.roll([], 1, "", "toy-other", is_undo=False, say=print)
+    with pytest.raises(ConfigError, match="undo: got no roll-out"):
+        await cluster.roll([], 1, "", "", is_undo=True, say=print)
+    assert of_workers(cluster, "max_batch") == dict.fromkeys(("p0", "d0", "d1"), 8), "the one before is not undone"
+    replaced = ["d0"]
+    with pytest.raises(ChangeFailed):
+        await cluster.roll([], 1, "[worker]\nmax_batch = 16", "toy-other", is_undo=False, say=print)
+    assert of_workers(cluster, "model") == {"p0": "toy", "d0": "toy-other", "d1": "toy"}
+    replaced = ["p0", "d0", "d1"]
+    await cluster.roll([], 1, "", "", is_undo=True, say=print)
+    assert of_workers(cluster, "model") == dict.fromkeys(("p0", "d0", "d1"), "toy")
+    assert of_workers(cluster, "max_batch") == dict.fromkeys(("p0", "d0", "d1"), 8)
 
 
 # --- ports ----------------------------------------------------------------------------------------------------

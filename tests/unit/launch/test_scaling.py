@@ -30,6 +30,7 @@ from pdserve.launch.changes.plans import (
     Attainment,
     RollCounts,
     RollStep,
+    RollTarget,
     ScalePlan,
     add_worker,
     burst_of,
@@ -41,6 +42,7 @@ from pdserve.launch.changes.plans import (
     plan_roll,
     plan_scale,
     read_settings,
+    roll_target,
     stopped_text,
     vacate,
     why_failed,
@@ -245,6 +247,36 @@ def test_a_worker_of_each_role_stands_in_for_the_others() -> None:
     assert steps(undone) == ["replace d1", "replace d0", "replace p0"]
 
 
+def test_the_roles_take_turns_for_other_weights() -> None:
+    cluster, workers = spec(prefill=1, decode=2), [live("p0"), live("d0"), live("d1")]
+    turns = ["add p1", "add d2", "replace d1", "replace p0", "replace d0", "end p1", "end d2"]
+    assert steps(plan_roll(cluster.slots, workers, (), 1, by_turns=True)) == turns
+    assert steps(plan_roll(cluster.slots, workers, (), 0, by_turns=True)) == ["replace d1", "replace p0", "replace d0"]
+    undone = plan_roll(cluster.slots, workers, (), 1, by_turns=True, is_undo=True)
+    assert steps(undone) == ["add d2", "add p1", "replace d1", "replace p0", "replace d0", "end d2", "end p1"]
+    assert steps(plan_roll(spec(prefill=0).slots, [], (), 1, by_turns=True)) == ["add d1", "replace d0", "end d1"]
+
+
+def test_a_roll_out_to_another_revision_is_one_of_weights() -> None:
+    now: dict[str, Any] = {"p0": {}, "d0": {}}
+    new: Any = {"worker": {"revision": "v2"}}
+    find = roll_target
+    assert find(now, None, ["d0"], None, is_undo=False) == RollTarget(overlay=None, worker_ids=("d0",), what="")
+    assert find(now, {"worker": {"max_batch": 8}}, [], None, is_undo=False).what == "settings"
+    assert find(now, new, [], None, is_undo=False).what == "weights"
+    assert find({**now, "d0": new}, None, [], {}, is_undo=True) == RollTarget(
+        overlay={}, worker_ids=("d0",), what="weights"
+    )
+    with pytest.raises(ConfigError, match="no worker"):
+        find(now, None, [], {}, is_undo=True)
+    with pytest.raises(ConfigError, match="no roll-out"):
+        find(now, None, [], None, is_undo=True)
+    with pytest.raises(InvalidRequest):
+        find(now, new, ["d0"], None, is_undo=False)
+    with pytest.raises(ConfigError, match="revision"):
+        read_settings("[worker]\nrevision = 'v2'", {})
+
+
 def test_only_chosen_workers_are_replaced() -> None:
     cluster = vacate(spec(prefill=0, decode=3), "d1")
     assert steps(plan_roll(cluster.slots, [], ["d2"], 1)) == ["add d1", "replace d2", "end d1"]
@@ -380,9 +412,9 @@ def test_a_worker_counts_with_the_requests_of_all_routers() -> None:
 
 def test_a_stopped_roll_out_says_how_to_undo_it() -> None:
     undo = "`pdserve roll --undo` returns to the settings from before"
-    assert stopped_text("why", ["d0"], ["d1"], has_settings=True).endswith(f"not replaced: d1); {undo}")
-    assert "all workers have the settings from before" in stopped_text("why", [], ["d1"], has_settings=True)
-    assert stopped_text("why", ["d0"], [], has_settings=False).endswith("(replaced: d0; not replaced: none)")
+    assert stopped_text("why", ["d0"], ["d1"], "settings").endswith(f"not replaced: d1); {undo}")
+    assert "all workers keep their weights" in stopped_text("why", [], ["d1"], "weights")
+    assert stopped_text("why", ["d0"], [], "").endswith("(replaced: d0; not replaced: none)")
 
 
 @pytest.mark.parametrize(

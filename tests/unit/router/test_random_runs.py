@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from router.policy import POLICIES
 from router.state.attempts import INNOCENT_TOKENS
 from router.state.interface import EndCancelled, FailKind, FailRequest, FinishRequest, RouterSettings
 from tests.unit.router.router_events import arrival
-from tests.unit.router.world import World
+from tests.unit.router.world import WEIGHTS, World
 from tests.unit.router.world_parts import Client
 
 SEEDS = range(25)
@@ -99,18 +100,27 @@ def test_without_faults_one_attempt_is_enough(policy: str, seed: int) -> None:
     assert rejected < len(world.clients)
 
 
-def run_with_drains(seed: int, policy: str, faults: float = 0.0) -> World:
+def run_with_drains(seed: int, policy: str, faults: float = 0.0, weights: Sequence[str] = ("",)) -> World:
     """Decode workers drain in turn, also two of the three at a time. With even seeds they send the KV of answers."""
     world = World(seed, RouterSettings(policy=policy, is_strict=True), faults)
     rng = world.rng
     for index in range(2):
-        world.start(f"p{index}", Role.PREFILL)
-    decodes = [world.start(f"d{index}", Role.DECODE, sends_kv=seed % 2 == 0) for index in range(3)]
+        world.start(f"p{index}", Role.PREFILL, weights=weights[index % len(weights)])
+    decodes = [
+        world.start(f"d{index}", Role.DECODE, sends_kv=seed % 2 == 0, weights=weights[index % len(weights)])
+        for index in range(3)
+    ]
     for turn in range(4000):
         if turn % 100 == 0 and len(world.clients) < 30:
             name = f"r{len(world.clients)}"
             world.arrive(
-                arrival(name, prompt=rng.choice([5, 40, 100]), max_tokens=60, slo=Slo(ttft_s=100.0)),
+                arrival(
+                    name,
+                    prompt=rng.choice([5, 40, 100]),
+                    max_tokens=60,
+                    slo=Slo(ttft_s=100.0),
+                    weights=world.state.next_weights,
+                ),
                 length=rng.randint(20, 60),
             )
         if turn % 300 == 0:
@@ -122,6 +132,15 @@ def run_with_drains(seed: int, policy: str, faults: float = 0.0) -> World:
         world.stir()
     world.settle()
     return world
+
+
+@pytest.mark.parametrize(("policy", "seed"), runs(10, 1))
+def test_an_answer_keeps_its_weights(policy: str, seed: int) -> None:
+    """Workers drain, and crashed ones come back with other weights. The world checks each pair, and each attempt that
+    continues an answer."""
+    world = run_with_drains(seed, policy, faults=0.02, weights=WEIGHTS)
+    _check_ends(world)
+    assert {client.weights for client in world.clients.values()} - {""} <= set(WEIGHTS)
 
 
 @pytest.mark.parametrize(("policy", "seed"), runs(10, 1))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from typing import Final
 
 from pdserve.core.attempt import AttemptKey, FailureKind, RefusalReason
 from pdserve.core.protocol import (
@@ -47,6 +48,8 @@ from router.state.state import RouterState
 from tests.unit.router.router_events import answer, hello
 from tests.unit.router.world_parts import Client, Held, Key, Worker, grant_of
 
+WEIGHTS: Final = ("a", "b")
+
 
 class World:
     def __init__(self, seed: int, settings: RouterSettings, faults: float = 0.0) -> None:
@@ -81,6 +84,7 @@ class World:
                 client = self.clients[command.request_id]
                 assert client.last_word is None, f"{command.request_id} hears tokens after its last word"
                 assert command.first_index == len(client.heard), "tokens are not contiguous"
+                client.weights = client.weights or command.weights
                 client.heard += [token.token_id for token in command.tokens]
                 right = [answer(command.request_id, index) for index in range(len(client.heard))]
                 assert client.heard == right, f"{command.request_id} hears wrong tokens"
@@ -116,14 +120,16 @@ class World:
 
     # -- workers -------------------------------------------------------------------------------------------------
 
-    def start(self, worker_id: str, role: Role, *, sends_kv: bool = False) -> Worker:
-        worker = self.workers[worker_id] = Worker(worker_id, role, sends_kv=sends_kv)
+    def start(self, worker_id: str, role: Role, *, sends_kv: bool = False, weights: str = "") -> Worker:
+        """With `weights`, one of WEIGHTS, the worker has a random one of these after each crash."""
+        worker = self.workers[worker_id] = Worker(worker_id, role, sends_kv=sends_kv, weights=weights)
         self.connect(worker)
         return worker
 
     def connect(self, worker: Worker) -> None:
         worker.is_connected = True
-        self.submit(hello(worker.worker_id, worker.role, worker.generation, sends_kv=worker.sends_kv))
+        facts = {"sends_kv": worker.sends_kv, "weights": worker.weights}
+        self.submit(hello(worker.worker_id, worker.role, worker.generation, **facts))
 
     def disconnect(self, worker: Worker, is_dead: bool) -> None:
         """Loses messages in both directions that were on their way."""
@@ -133,6 +139,7 @@ class World:
         worker.is_connected = worker.is_frozen = worker.is_draining = False
         if is_dead:
             worker.generation += 1
+            worker.weights = self.rng.choice(WEIGHTS) if worker.weights else ""
         self.submit(WorkerLost(worker_id=worker.worker_id, reason="gone"))
 
     def take(self, worker: Worker) -> None:
@@ -156,12 +163,13 @@ class World:
             case DrainWorker():
                 worker.is_draining = True
 
-    def _check_output(self, request_id: str, output: tuple[int, ...]) -> None:
+    def _check_output(self, worker: Worker, request_id: str, output: tuple[int, ...]) -> None:
+        assert not output or worker.weights == self.clients[request_id].weights, "an answer changes its weights"
         assert output == tuple(answer(request_id, index) for index in range(len(output))), "wrong resumption point"
 
     def _reserve(self, worker: Worker, command: Reserve) -> None:
         assert worker.role is Role.DECODE
-        self._check_output(command.request_id, command.output_token_ids)
+        self._check_output(worker, command.request_id, command.output_token_ids)
         key = (command.request_id, command.attempt)
         assert key not in worker.held, "an attempt number is used twice"
         if self._refuses(worker, key):
@@ -175,7 +183,7 @@ class World:
 
     def _prefill(self, worker: Worker, command: Prefill) -> None:
         assert worker.role is Role.PREFILL or worker.sends_kv
-        self._check_output(command.request_id, command.output_token_ids)
+        self._check_output(worker, command.request_id, command.output_token_ids)
         key = (command.request_id, command.attempt)
         assert key not in worker.held, "an attempt number is used twice"
         if self._refuses(worker, key, may_drain=worker.sends_kv):
@@ -183,6 +191,8 @@ class World:
         tokens = self.clients[command.request_id].request.num_prompt_tokens + len(command.output_token_ids)
         granter, generation, attempt = command.grant.decode().split("/")
         assert int(attempt) == command.attempt, "an old grant is used"
+        if self.workers[granter].generation == int(generation):
+            assert self.workers[granter].weights == worker.weights, "a pair has different weights"
         worker.held[key] = Held(len(command.output_token_ids), tokens, granted_by=(granter, int(generation)))
 
     def _refuses(self, worker: Worker, key: Key, *, may_drain: bool = False) -> bool:

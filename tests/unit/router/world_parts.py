@@ -41,6 +41,7 @@ class Worker:
     is_frozen: bool = False
     is_draining: bool = False
     sends_kv: bool = False
+    weights: str = ""
     held: dict[Key, Held] = field(default_factory=dict)
     inbox: deque[Command] = field(default_factory=deque)
     outbox: deque[Event] = field(default_factory=deque)
@@ -65,5 +66,6 @@ class Client:
     request: RequestArrived
     length: int  # Number of output tokens of the right answer.
     heard: list[int] = field(default_factory=list)
+    weights: str = ""  # that the first tokens named
     last_word: Command | None = None
     stop_after: int | None = None  # Number of output tokens after which the runtime finds a stop string.

@@ -239,14 +239,15 @@ def test_a_key_is_of_one_tenant_and_of_limited_age() -> None:
 
     key = make_key(secret, facts(), 1000.0)
     for now_s in (1000.0 - CLOCK_SKEW_S, 1000.0, 1600.0 + CLOCK_SKEW_S):
-        check_key(secret, facts(), key, now_s, longest_s=600.0)
+        check_key(secret, [facts()], key, now_s, longest_s=600.0)
     for now_s in (999.0 - CLOCK_SKEW_S, 1601.0 + CLOCK_SKEW_S):
         with pytest.raises(InvalidRequest, match=r"resume\.key"):
-            check_key(secret, facts(), key, now_s, longest_s=600.0)
+            check_key(secret, [facts()], key, now_s, longest_s=600.0)
+    assert check_key(secret, [facts("beta"), facts()], key, 1000.0, longest_s=600.0) == facts()
     with pytest.raises(InvalidRequest, match=r"resume\.key"):
-        check_key(secret, facts("beta"), key, 1000.0, longest_s=600.0)
+        check_key(secret, [facts("beta")], key, 1000.0, longest_s=600.0)
     with pytest.raises(InvalidRequest, match=r"resume\.key"):
-        check_key(ClusterSecret(TEXT[::-1]), facts(), key, 1000.0, longest_s=600.0)
+        check_key(ClusterSecret(TEXT[::-1]), [facts()], key, 1000.0, longest_s=600.0)
 
 
 # --- the seam -------------------------------------------------------------------------------------------------
