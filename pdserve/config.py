@@ -168,6 +168,12 @@ class WorkerConfig(TlsSettings):
         0,
         within=(0, 2**46),
     )
+    kv_host_bytes: int = setting(
+        "memory for KV blocks that leave the pool, from which later prompts load them where that is sooner than "
+        "computing them; 0: none. For pools on a CPU only",
+        0,
+        within=(0, 2**46),
+    )
     gpu_memory_share: float = setting(
         "share of a GPU's memory for this worker: weights, activations, CUDA graphs and KV pool",
         0.9,

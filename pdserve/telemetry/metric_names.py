@@ -303,6 +303,14 @@ KV_BLOCKS: Final = _metric(
     "KV blocks of the pool, by state; a cached block holds a prefix that no sequence uses now",
     {"state": ("free", "cached", "used")},
 )
+KV_HOST_BLOCKS: Final = _metric("pdserve_kv_host_blocks", "gauge", "worker", "KV blocks in the host tier")
+KV_HOST_COPIES: Final = _metric(
+    "pdserve_kv_host_copies_total",
+    "counter",
+    "worker",
+    "KV blocks copied to the host tier as they left the pool (saved), and back for a later prompt (loaded)",
+    {"direction": ("saved", "loaded")},
+)
 PREFILLED_TOKENS: Final = _metric("pdserve_prefilled_tokens_total", "counter", "worker", "prompt tokens computed")
 REUSED_TOKENS: Final = _metric(
     "pdserve_reused_tokens_total", "counter", "worker", "prompt tokens found in the prefix cache"

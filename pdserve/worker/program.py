@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar, assert_never
+from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar, assert_never
 
 from pdserve.build import FULL_VERSION
 from pdserve.config import WorkerConfig
@@ -24,19 +24,22 @@ from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
 from pdserve.core.adapters import Adapter, AdapterLimits
 from pdserve.core.attempt import Attempt, AttemptKey, AttemptLedger, EndRule, FailureKind, RefusalReason
-from pdserve.core.cost.latency import CostPrior
+from pdserve.core.cost.latency import CostModel, CostPrior
 from pdserve.core.errors import InternalError, InvalidRequest
 from pdserve.core.kv.blocks import BlockAllocator, CacheChange
 from pdserve.core.kv.cache import KvCache
 from pdserve.core.kv.hashing import hash_seed
+from pdserve.core.kv.host_tier import HostTier, LoadRule
 from pdserve.core.kv.kv_shape import Fingerprint, TransferKey
 from pdserve.core.kv.stamps import BlockStamps
 from pdserve.core.types import Role
 from pdserve.engine.adapters import read_adapter
 from pdserve.engine.interface import Engine, PlainOuts, RowOut, compacted
+from pdserve.engine.memory.host import host_copies
 from pdserve.engine.memory.plan import with_device_defaults
 from pdserve.engine.ranks.rejected_joins import rejected_joins
 from pdserve.outage_log import PeerLog
+from pdserve.progress import PhaseReport
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics
 from pdserve.tls.certificates import ReloadingCertificates
@@ -51,6 +54,7 @@ from pdserve.worker.reports import StatusReports
 from pdserve.worker.steps import Begun, Isolation, RowFailed, free_row
 
 log = logging.getLogger(__name__)
+LONG_BLOCKS: Final = 64  # of a prompt that is worth to be loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +124,9 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         self.num_steps = 0
         self.received_s = 0.0  # arrival time of the message that is being handled
         if (kept := context.kept) is None:
-            blocks = BlockAllocator(spec.num_blocks, is_cache_on=config.is_prefix_cache_on, stamps=stamps)
+            copies = host_copies(engine, config, PhaseReport(config.worker_id, "host tier", "bytes"))
+            tier = None if copies is None else HostTier(copies, copies.most_saved)
+            blocks = BlockAllocator(spec.num_blocks, is_cache_on=config.is_prefix_cache_on, stamps=stamps, tier=tier)
             self.kv = KvCache(blocks, spec.block_size)
         else:
             self.kv = kept.kv
@@ -132,6 +138,13 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         self.end_rule = EndRule(eos_token_ids=frozenset(spec.eos_token_ids), max_context_tokens=max_context_tokens)
         if kept is None:
             self.cost = calibrate.calibrate(engine, context.role, config)
+            if copies is not None:
+                rule = LoadRule(copies.measure_s(), CostModel(self.cost).prefill_s)
+                self.kv.load_rule = rule
+                if not rule.loads(LONG_BLOCKS, cached_tokens=0, block_size=spec.block_size):
+                    # Routers would count on blocks that are computed again.
+                    log.warning("to load KV blocks would take longer than to compute them: there is no host tier")
+                    self.blocks.tier = None
         else:
             self.cost = calibrate.calibrate_again(engine, context.role, config, kept.cost, kept.kv)
         self.log_fields = AttemptFields()
@@ -387,7 +400,7 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
 
     def take_over(self) -> None:
         """Called once on a program that was made from what another left: counts of the whole process go on."""
-        self.reports.metrics.skip(self.transfer_events(), rejected_joins())
+        self.reports.metrics.skip(self.transfer_events(), rejected_joins(), self.blocks.tier)
 
     def check(self) -> None:
         """Raises AssertionError unless all tables are consistent; for tests."""
@@ -496,6 +509,8 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         metrics = self.reports.metrics
         if metrics.is_on:
             metrics.loaded(load, self.blocks.num_referenced)
+            if self.blocks.tier is not None:
+                metrics.tiered(self.blocks.tier)
             metrics.transferred(self.transfer_events())
             metrics.rejected_rank_joins(rejected_joins())
 

@@ -8,6 +8,7 @@ from typing import Final, final
 
 from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
+from pdserve.core.kv.host_tier import HostTier
 from pdserve.engine.interface import PlainOuts, RowOut
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metric_names import MetricSpec
@@ -48,6 +49,10 @@ class WorkerMetrics:
         metrics.set(metric_names.KV_BLOCKS, load.evictable_blocks, state="cached")
         metrics.set(metric_names.KV_BLOCKS, num_used_blocks, state="used")
 
+    def tiered(self, tier: HostTier) -> None:
+        self._metrics.set(metric_names.KV_HOST_BLOCKS, len(tier))
+        self._add_new(metric_names.KV_HOST_COPIES, "direction", tier.copies)
+
     def transferred(self, events: Mapping[str, int]) -> None:
         """Takes total counts; adds the difference from the last call."""
         self._add_new(metric_names.TRANSFER_EVENTS, "event", events)
@@ -56,12 +61,14 @@ class WorkerMetrics:
         """Takes total counts; adds the difference from the last call."""
         self._add_new(metric_names.REJECTED_RANK_JOINS, "reason", by_reason)
 
-    def skip(self, events: Mapping[str, int], joins: Mapping[str, int]) -> None:
+    def skip(self, events: Mapping[str, int], joins: Mapping[str, int], tier: HostTier | None) -> None:
         """Takes total counts of the process of which an earlier program has reported the difference."""
         self._reported = {
             metric_names.TRANSFER_EVENTS.name: dict(events),
             metric_names.REJECTED_RANK_JOINS.name: dict(joins),
         }
+        if tier is not None:
+            self._reported[metric_names.KV_HOST_COPIES.name] = tier.copies
 
     def _add_new(self, spec: MetricSpec, label: str, counts: Mapping[str, int]) -> None:
         reported = self._reported.get(spec.name, {})

@@ -2,7 +2,7 @@
 
 A block is in exactly one state: free; cached (no sequence uses it, but its hash finds it); or referenced (one or more
 sequences use it, with or without a hash). When there are no free blocks, the least recently used cached blocks are
-evicted.
+evicted. With a host tier, their contents are copied there, and a later prompt may load them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from pdserve.core.kv.stamps import BlockStamps
+from pdserve.core.kv.host_tier import HostTier
+from pdserve.core.kv.stamps import BlockStamps, content_hash64
 
 # --- runs of free blocks --------------------------------------------------------------------------------------
 # Free block numbers are kept as runs, so that an allocation is contiguous where memory allows. A transfer needs one
@@ -111,9 +112,20 @@ class CacheChange:
 
 @final
 class BlockAllocator:
-    """Reference-counted blocks 0 .. num_blocks - 1, the prefix cache over them, and their stamps."""
+    """Reference-counted blocks 0 .. num_blocks - 1, the prefix cache over them, and their stamps.
 
-    def __init__(self, num_blocks: int, *, is_cache_on: bool = True, stamps: BlockStamps | None = None) -> None:
+    The changes of the prefix cache include the host tier: a hash is stored while the pool or the tier has it.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        is_cache_on: bool = True,
+        stamps: BlockStamps | None = None,
+        tier: HostTier | None = None,
+    ) -> None:
+        self.tier = tier
         self.stamps = BlockStamps(num_blocks) if stamps is None else stamps
         self._is_cache_on = is_cache_on
         self._free = FreeRuns(num_blocks)
@@ -151,8 +163,11 @@ class BlockAllocator:
         fewer."""
         if count > self.num_available:
             return None
-        for _ in range(count - len(self._free)):
+        num_evicted = count - len(self._free)
+        for left in range(num_evicted, 0, -1):
             block, _ = self._evictable.popitem(last=False)
+            if self.tier is not None and left <= self.tier.most_saved:  # the most recently used of many
+                self._save(self.tier, block)
             self._forget(block)
             self._free.add(block)
         blocks = self._free.take(count)
@@ -174,6 +189,16 @@ class BlockAllocator:
             blocks.append(block)
         return blocks
 
+    def load(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Fills the first of `blocks`, which are referenced and unused so far, with the blocks `hashes` of the host
+        tier, which are a part of a text in its order. Adds them to the prefix cache."""
+        assert self.tier is not None
+        filled = blocks[: len(hashes)]
+        self.tier.load(hashes, filled)
+        for block, block_hash in zip(filled, hashes, strict=True):
+            self.stamps.mark(block, content_hash64(block_hash))
+            self.publish(block, block_hash)
+
     def publish(self, block: int, block_hash: bytes) -> bool:
         """Adds a referenced block with final contents to the prefix cache.
 
@@ -188,12 +213,15 @@ class BlockAllocator:
         if known is None:
             self._hash_of[block] = block_hash
             self._block_of[block_hash] = block
-            self._note(block_hash, self._stored, self._removed)
+            if not self._is_in_tier(block_hash):
+                self._note(block_hash, self._stored, self._removed)
         return True
 
     def invalidate(self, block: int) -> None:
         """Removes the block from the prefix cache because its contents are wrong."""
         if block in self._hash_of:
+            if self.tier is not None:
+                self.tier.drop(self._hash_of[block])
             self._forget(block)
             if block in self._evictable:
                 del self._evictable[block]
@@ -223,7 +251,8 @@ class BlockAllocator:
         return change
 
     def snapshot(self) -> CacheChange:
-        return CacheChange(sequence=self._sequence, stored=tuple(self._block_of), is_snapshot=True)
+        stored = dict.fromkeys((*self._block_of, *(self.tier or ())))
+        return CacheChange(sequence=self._sequence, stored=tuple(stored), is_snapshot=True)
 
     def check(self, holders: Iterable[Sequence[int]] | None = None) -> None:
         """Raises AssertionError unless the tables are consistent and, if `holders` is given, unless the references are
@@ -244,8 +273,11 @@ class BlockAllocator:
         assert {h: b for b, h in self._hash_of.items()} == self._block_of, "hashes and blocks are not one to one"
         assert self.num_referenced == len(referenced), "counts do not add up"
         assert not set(self._stored) & set(self._removed), "a hash is reported as both stored and removed"
-        assert all(one in self._block_of for one in self._stored), "a hash is reported as stored but cannot be found"
-        assert not any(one in self._block_of for one in self._removed), "a hash is reported as removed but can be found"
+        found = self._block_of.keys() | set(self.tier or ())
+        assert found.issuperset(self._stored), "a hash is reported as stored but cannot be found"
+        assert found.isdisjoint(self._removed), "a hash is reported as removed but can be found"
+        if self.tier is not None:
+            self.tier.check()
         if holders is not None:
             held = Counter(block for blocks in holders for block in blocks)
             wrong = {
@@ -253,10 +285,22 @@ class BlockAllocator:
             }
             assert not wrong, f"block: (references, holders) differ: {wrong}"
 
+    def _save(self, tier: HostTier, block: int) -> None:
+        block_hash = self._hash_of[block]
+        if self.stamps.content_hash(block) != content_hash64(block_hash):
+            return  # something else wrote to it
+        left = tier.save(block, block_hash)
+        if left is not None and left not in self._block_of:
+            self._note(left, self._removed, self._stored)
+
     def _forget(self, block: int) -> None:
         block_hash = self._hash_of.pop(block)
         del self._block_of[block_hash]
-        self._note(block_hash, self._removed, self._stored)
+        if not self._is_in_tier(block_hash):
+            self._note(block_hash, self._removed, self._stored)
+
+    def _is_in_tier(self, block_hash: bytes) -> bool:
+        return self.tier is not None and block_hash in self.tier
 
     @staticmethod
     def _note(block_hash: bytes, into: dict[bytes, None], undoes: dict[bytes, None]) -> None:

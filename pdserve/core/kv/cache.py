@@ -12,6 +12,7 @@ from typing import final
 
 from pdserve.core.attempt import blocks_for, shareable_blocks
 from pdserve.core.kv.blocks import BlockAllocator, CacheChange
+from pdserve.core.kv.host_tier import LoadRule
 from pdserve.core.kv.stamps import content_hash64
 
 
@@ -30,20 +31,36 @@ class KvCache:
     def __init__(self, blocks: BlockAllocator, block_size: int) -> None:
         self.blocks = blocks
         self.block_size = block_size
+        self.load_rule: LoadRule | None = None  # of the host tier; None: nothing is loaded
 
     def allocate(self, num_tokens: int, hashes: Sequence[bytes] = (), *, spare: int = 0) -> Allocation | None:
         """Blocks for a text of `num_tokens` tokens: those of its longest cached prefix, then new ones.
 
-        `hashes` are the chain hashes of its full blocks; without them, no block is reused. At least the last token
-        must be computed. Returns None, and holds nothing, unless `spare` further blocks remain available.
+        `hashes` are the chain hashes of its full blocks; without them, no block is reused. Blocks that follow the
+        cached ones are loaded from the host tier where it has them. At least the last token must be computed. Returns
+        None, and holds nothing, unless `spare` further blocks remain available.
         """
-        cached = self.blocks.match(hashes[: shareable_blocks(num_tokens, self.block_size)])
+        shared = hashes[: shareable_blocks(num_tokens, self.block_size)]
+        cached = self.blocks.match(shared)
         missing = blocks_for(num_tokens, self.block_size) - len(cached)
         new = self.blocks.allocate(missing) if missing + spare <= self.blocks.num_available else None
         if new is None:
             self.blocks.release(cached)
             return None
-        return Allocation(cached + new, len(cached) * self.block_size)
+        num_cached = len(cached) + self._load(shared[len(cached) :], new, len(cached) * self.block_size)
+        return Allocation(cached + new, num_cached * self.block_size)
+
+    def _load(self, hashes: Sequence[bytes], blocks: Sequence[int], cached_tokens: int) -> int:
+        """Loads the first blocks of `hashes` into `blocks`. Returns their number. Called after `blocks` were allocated,
+        because that may have moved a block to the tier, or out of it."""
+        tier, rule = self.blocks.tier, self.load_rule
+        if tier is None or rule is None:
+            return 0
+        count = tier.num_found(hashes)
+        if not count or not rule.loads(count, cached_tokens=cached_tokens, block_size=self.block_size):
+            return 0
+        self.blocks.load(hashes[:count], blocks)
+        return count
 
     def extend(self, count: int) -> list[int] | None:
         """`count` new blocks, for texts that grow. None, without a change, if there are fewer."""

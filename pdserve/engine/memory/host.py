@@ -1,5 +1,5 @@
-"""Memory of the host: pools that processes share, and the memory and cores that it leaves to this process. Imports no
-torch.
+"""Memory of the host: pools that processes share, the memory and cores that it leaves to this process, and a tier for
+blocks that leave a pool. Imports no torch.
 
 Other processes of this machine may map a pool, but never write it. It is an anonymous memory file (memfd): it needs no
 unlinking, leaves nothing behind after a SIGKILL, and is not limited by /dev/shm. Its owners map it (a process, or the
@@ -13,10 +13,15 @@ import math
 import mmap
 import os
 import sys
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, final
+
+from pdserve.config import WorkerConfig
+from pdserve.core.errors import ConfigError
+from pdserve.engine.interface import Engine, KvPool
 
 _SEAL_FUTURE_WRITE: Final = 0x10  # defined in fcntl from Python 3.13 on
 
@@ -141,3 +146,80 @@ def _lines(path: Path) -> list[str]:
         return path.read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
+
+
+# --- host tier ------------------------------------------------------------------------------------------------
+# Memory for blocks that have left a pool on the host (core/kv/host_tier.py), and the time of a copy.
+
+TIMED_BLOCKS: Final = 8
+MOST_SHARE: Final = 0.9  # of the memory that is free
+MOST_HASHES: Final = 2**19  # of pool and tier together: a router that attaches gets all of them in one message
+BURST_BYTES: Final = 128 * 2**20  # copied for one allocation, while the engine waits
+PAGED_BYTES: Final = 64 * 2**20  # of memory that gets its pages at a time
+
+
+@final
+class HostCopies:
+    """Slots in the order of their numbers, each one run of bytes: the runs of a block one after the other."""
+
+    def __init__(
+        self, pool: KvPool, num_bytes: int, report: Callable[[int, int], None] = lambda done, of: None
+    ) -> None:
+        """Takes the whole memory at once, because an engine that waits for pages waits for seconds. `report` is called
+        with the bytes so far. Raises ConfigError if not one block fits, or if the memory is not free."""
+        import numpy as np  # workers load it anyway, and the commands of clients import this file
+
+        pool_bytes = pool.num_blocks * pool.block_bytes
+        self.num_slots = min(num_bytes // pool.block_bytes, MOST_HASHES - pool.num_blocks)
+        if self.num_slots < 1:
+            expected = (
+                f"0, or at least {pool.block_bytes}, one block of this model, with a pool of fewer than {MOST_HASHES}"
+            )
+            raise ConfigError("kv_host_bytes", num_bytes, expected)
+        free = free_bytes()
+        left = None if free is None else int(MOST_SHARE * (free - pool_bytes))  # the pool gets its pages later
+        if left is not None and num_bytes > left:
+            raise ConfigError("kv_host_bytes", num_bytes, f"at most {max(left, 0)}: {free} bytes are free")
+        self.most_saved = max(1, BURST_BYTES // pool.block_bytes)
+        runs = pool.runs_per_block
+        self._pool = np.frombuffer(pool.buffer, np.uint8, count=pool_bytes).reshape(
+            runs, pool.num_blocks, pool.block_bytes // runs
+        )
+        num_bytes = self.num_slots * pool.block_bytes
+        self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        flat = np.frombuffer(self._memory, np.uint8)
+        for start in range(0, num_bytes, PAGED_BYTES):
+            flat[start : start + PAGED_BYTES] = 0
+            report(min(start + PAGED_BYTES, num_bytes), num_bytes)
+        self._slots = flat.reshape(self.num_slots, runs, -1)
+
+    def save(self, block: int, slot: int) -> None:
+        self._slots[slot] = self._pool[:, block]
+
+    def load(self, slot: int, block: int) -> None:
+        self._pool[:, block] = self._slots[slot]
+
+    def measure_s(self) -> float:
+        """Seconds to load one block, the mean over some at different places. Overwrites the first blocks of the
+        pool."""
+        num_blocks = min(self._pool.shape[1], TIMED_BLOCKS)
+        step = max(1, self.num_slots // num_blocks)
+        began_s = time.perf_counter()
+        for block in range(num_blocks):
+            self.load(block * step % self.num_slots, block)
+        return (time.perf_counter() - began_s) / num_blocks
+
+
+def host_copies(
+    engine: Engine, config: WorkerConfig, report: Callable[[int, int], None] = lambda done, of: None
+) -> HostCopies | None:
+    """None if the tier is off. Raises ConfigError if the engine's pool cannot have one."""
+    if not config.kv_host_bytes:
+        return None
+    if not config.is_prefix_cache_on:
+        raise ConfigError("kv_host_bytes", config.kv_host_bytes, "0 while is_prefix_cache_on is false")
+    if not engine.pool.is_on_host or engine.spec.tp_degree > 1:
+        raise ConfigError("kv_host_bytes", config.kv_host_bytes, "0 for a pool on GPUs, or of several ranks")
+    return HostCopies(engine.pool, config.kv_host_bytes, report)

@@ -8,9 +8,24 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from pdserve.core.kv.blocks import BlockAllocator
 from pdserve.core.kv.hashing import block_hashes
+from pdserve.core.kv.host_tier import HostTier
+from pdserve.core.kv.stamps import content_hash64
 from tests.support.examples import examples
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=8)
+
+
+class Copies:
+    """Host memory whose contents are hashes, as those of the pool are here."""
+
+    def __init__(self, sequences: Sequences, num_slots: int) -> None:
+        self._sequences, self.num_slots, self._slots = sequences, num_slots, dict[int, bytes]()
+
+    def save(self, block: int, slot: int) -> None:
+        self._slots[slot] = self._sequences.contents[block]
+
+    def load(self, slot: int, block: int) -> None:
+        self._sequences.contents[block] = self._slots[slot]
 
 
 class Sequences(RuleBasedStateMachine):
@@ -18,9 +33,10 @@ class Sequences(RuleBasedStateMachine):
 
     held = Bundle("held")
 
-    @initialize(num_blocks=st.integers(1, 12))
-    def start(self, num_blocks: int) -> None:
-        self.allocator = BlockAllocator(num_blocks)
+    @initialize(num_blocks=st.integers(1, 12), num_slots=st.integers(0, 8), most_saved=st.integers(1, 8))
+    def start(self, num_blocks: int, num_slots: int, most_saved: int) -> None:
+        tier = HostTier(Copies(self, num_slots), most_saved) if num_slots else None
+        self.allocator = BlockAllocator(num_blocks, tier=tier)
         self.holders: dict[int, list[int]] = {}
         self.contents: dict[int, bytes] = {}  # Block -> hash of its contents.
         self.index: set[bytes] = set()  # The hashes that a reader of the changes knows.
@@ -41,8 +57,17 @@ class Sequences(RuleBasedStateMachine):
             return self.next_id
         in_use = {block for blocks in self.holders.values() for block in blocks} | set(matched)
         assert not in_use & set(fresh)
-        for block, one in zip(fresh, hashes[len(matched) :], strict=True):
+        rest = hashes[len(matched) :]
+        found = 0
+        if (tier := self.allocator.tier) is not None:
+            found = tier.num_found(rest)
+            for block in fresh:
+                self.contents.pop(block, None)
+            self.allocator.load(rest[:found], fresh)
+            assert [self.contents[block] for block in fresh[:found]] == rest[:found]
+        for block, one in zip(fresh[found:], rest[found:], strict=True):
             self.contents[block] = one
+            self.allocator.stamps.mark(block, content_hash64(one))
             self.allocator.publish(block, one)
         self.holders[self.next_id] = matched + fresh
         return self.next_id
@@ -50,6 +75,15 @@ class Sequences(RuleBasedStateMachine):
     @rule(which=consumes(held))
     def end(self, which: int) -> None:
         self.allocator.release(self.holders.pop(which))
+
+    @rule(which=held)
+    def damage(self, which: int) -> None:
+        """A block turns out to have wrong contents, so no later text may have them."""
+        for block in self.holders.get(which, [])[-1:]:
+            self.allocator.invalidate(block)
+            again = self.allocator.match([self.contents[block]])  # another block may have the same tokens
+            assert block not in again
+            self.allocator.release(again)
 
     @rule()
     def tell(self) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from pdserve.core.kv.blocks import BlockAllocator
 from pdserve.core.kv.cache import Allocation, KvCache
+from pdserve.core.kv.host_tier import HostTier, LoadRule
 from pdserve.core.kv.stamps import UNMARKED, content_hash64
 
 SIZE = 4
@@ -85,3 +86,134 @@ def test_an_invalidated_block_is_not_reused(kv: KvCache) -> None:
     again = kv.allocate(2 * SIZE + 1, HASHES[:2])
     assert again is not None
     assert (again.blocks[0], again.cached_tokens) == (blocks[0], SIZE)
+
+
+# --- host tier ------------------------------------------------------------------------------------------------
+
+
+class Slots:
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.copies: list[tuple[str, int, int]] = []  # from and to
+
+    def save(self, block: int, slot: int) -> None:
+        self.copies.append(("save", block, slot))
+
+    def load(self, slot: int, block: int) -> None:
+        self.copies.append(("load", slot, block))
+
+
+def tiered(
+    num_slots: int, *, block_s: float = 0.0, per_token_s: float = 1.0, most_saved: int = 100
+) -> tuple[KvCache, Slots]:
+    slots = Slots(num_slots)
+    kv = KvCache(BlockAllocator(4, tier=HostTier(slots, most_saved)), SIZE)
+    kv.load_rule = LoadRule(block_s, lambda num_tokens, cached_tokens: num_tokens * per_token_s)
+    return kv, slots
+
+
+def evict_all(kv: KvCache) -> None:
+    blocks = kv.extend(kv.blocks.num_blocks)
+    assert blocks is not None
+    kv.release(blocks)
+
+
+def test_evicted_blocks_are_loaded_again() -> None:
+    kv, slots = tiered(8)
+    kv.release(computed(kv, 3 * SIZE, HASHES))
+    kv.take_changes()
+    evict_all(kv)
+    assert [kind for kind, _, _ in slots.copies] == ["save"] * 3
+    saved = {block: slot for _, block, slot in slots.copies}
+    assert kv.take_changes() is None  # a router still counts on them
+    again = kv.allocate(3 * SIZE + 1, HASHES)
+    assert again is not None
+    assert again.cached_tokens == 3 * SIZE
+    assert slots.copies[3:] == [("load", saved[index], block) for index, block in enumerate(again.blocks[:3])]
+    assert kv.blocks.stamps.content_hashes(again.blocks) == (*map(content_hash64, HASHES), UNMARKED)
+    kv.release(again.blocks)
+    evict_all(kv)
+    assert len(slots.copies) == 6  # the tier has kept its copies
+    kv.blocks.check()
+
+
+def test_one_allocation_copies_a_limited_number_of_blocks() -> None:
+    kv, slots = tiered(8, most_saved=2)
+    kv.release(computed(kv, 3 * SIZE, HASHES))
+    evict_all(kv)
+    assert len(slots.copies) == 2
+    assert set(kv.snapshot().stored) == set(HASHES[:2])  # a text's first blocks, without which no other is found
+    kv.blocks.check()
+
+
+def test_a_block_that_was_overwritten_is_not_copied() -> None:
+    kv, slots = tiered(8)
+    blocks = computed(kv, 2 * SIZE, HASHES[:2])
+    kv.mark(blocks[1:], [7])
+    kv.release(blocks)
+    evict_all(kv)
+    assert len(slots.copies) == 1
+    assert kv.snapshot().stored == (HASHES[0],)
+
+
+def test_the_last_token_is_computed_and_not_loaded() -> None:
+    kv, _ = tiered(8)
+    kv.release(computed(kv, 3 * SIZE, HASHES))
+    evict_all(kv)
+    again = kv.allocate(3 * SIZE, HASHES)
+    assert again is not None
+    assert again.cached_tokens == 2 * SIZE
+
+
+def test_what_leaves_the_tier_is_no_longer_cached() -> None:
+    kv, _ = tiered(2)
+    kv.release(computed(kv, 3 * SIZE, HASHES))
+    kv.take_changes()
+    evict_all(kv)  # the last block is evicted first, so it leaves the tier first
+    change = kv.take_changes()
+    assert change is not None
+    assert (change.stored, change.removed) == ((), (HASHES[2],))
+    assert set(kv.snapshot().stored) == set(HASHES[:2])
+    again = kv.allocate(3 * SIZE + 1, HASHES)
+    assert again is not None
+    assert again.cached_tokens == 2 * SIZE
+    kv.blocks.check()
+
+
+def test_an_allocation_that_evicts_what_it_would_load_loads_the_rest() -> None:
+    kv, _ = tiered(3)
+    kv.release(computed(kv, 3 * SIZE, HASHES))
+    evict_all(kv)
+    others = [bytes([number] * 16) for number in range(4, 6)]
+    kv.release(computed(kv, 2 * SIZE, others))
+    again = kv.allocate(3 * SIZE + 1, HASHES)  # takes all blocks, so both others move to the tier
+    assert again is not None
+    assert again.cached_tokens == SIZE
+    assert set(kv.snapshot().stored) == {HASHES[0], *others}
+    kv.blocks.check(holders=[again.blocks])
+
+
+@pytest.mark.parametrize(
+    ("block_s", "per_token_s", "cached_tokens"),
+    [(1.0, 0.3, 3 * SIZE), (1.0, 0.2, 0), (1.0, 0.0, 3 * SIZE)],  # computing is slower, faster, unknown
+)
+def test_blocks_are_loaded_where_that_is_sooner(block_s: float, per_token_s: float, cached_tokens: int) -> None:
+    kv, _ = tiered(8, block_s=block_s, per_token_s=per_token_s)
+    kv.release(computed(kv, 3 * SIZE, HASHES))
+    evict_all(kv)
+    again = kv.allocate(3 * SIZE + 1, HASHES)
+    assert again is not None
+    assert again.cached_tokens == cached_tokens
+
+
+def test_wrong_contents_leave_the_tier_too() -> None:
+    kv, _ = tiered(8)
+    kv.release(computed(kv, 2 * SIZE, HASHES[:2]))
+    evict_all(kv)
+    again = kv.allocate(2 * SIZE + 1, HASHES[:2])
+    assert again is not None
+    kv.invalidate(again.blocks[0])
+    kv.release(again.blocks)
+    evict_all(kv)
+    assert kv.snapshot().stored == (HASHES[1],)
+    kv.blocks.check()

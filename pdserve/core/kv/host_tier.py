@@ -1,0 +1,110 @@
+"""Blocks that have left the pool, in memory of the host: which are kept, and when they are loaded again. Pure: another
+object makes the copies.
+
+A copy stays when its block is loaded, so that the block can leave the pool again without another copy. The least
+recently used copies leave first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, final
+
+
+class BlockCopies(Protocol):
+    """Memory of `num_slots` blocks beside the pool."""
+
+    @property
+    def num_slots(self) -> int: ...
+
+    def save(self, block: int, slot: int) -> None:
+        """Copies a block of the pool into a slot."""
+        ...
+
+    def load(self, slot: int, block: int) -> None:
+        """Copies a slot into a block of the pool."""
+        ...
+
+
+@final
+class HostTier:
+    def __init__(self, copies: BlockCopies, most_saved: int) -> None:
+        """`most_saved`: copies for one allocation, because each takes time."""
+        self.most_saved = most_saved
+        self._copies = copies
+        self._free = list(range(copies.num_slots))
+        self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # by block hash, least recently used first
+        self.num_saved = 0
+        self.num_loaded = 0
+
+    @property
+    def num_slots(self) -> int:
+        return self._copies.num_slots
+
+    @property
+    def copies(self) -> dict[str, int]:
+        """Blocks that were copied in each direction."""
+        return {"saved": self.num_saved, "loaded": self.num_loaded}
+
+    def __len__(self) -> int:
+        return len(self._slot_of)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._slot_of)
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._slot_of
+
+    def num_found(self, hashes: Sequence[bytes]) -> int:
+        """The length of the longest prefix of `hashes` that has copies."""
+        return next((index for index, one in enumerate(hashes) if one not in self._slot_of), len(hashes))
+
+    def save(self, block: int, block_hash: bytes) -> bytes | None:
+        """Copies a block that leaves the pool, unless it has a copy. Returns the hash whose copy had to leave."""
+        if block_hash in self._slot_of:
+            self._slot_of.move_to_end(block_hash)
+            return None
+        left = None
+        if self._free:
+            slot = self._free.pop()
+        else:
+            left, slot = self._slot_of.popitem(last=False)
+        self._copies.save(block, slot)
+        self._slot_of[block_hash] = slot
+        self.num_saved += 1
+        return left
+
+    def load(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Copies the kept blocks `hashes` of a text, in its order, into `blocks`."""
+        for block_hash, block in zip(hashes, blocks, strict=True):
+            self._copies.load(self._slot_of[block_hash], block)
+        # Reversed, so that a shared prefix leaves last: without it, the blocks after it cannot be found.
+        for block_hash in reversed(hashes):
+            self._slot_of.move_to_end(block_hash)
+        self.num_loaded += len(hashes)
+
+    def drop(self, block_hash: bytes) -> None:
+        """Its contents are wrong."""
+        slot = self._slot_of.pop(block_hash, None)
+        if slot is not None:
+            self._free.append(slot)
+
+    def check(self) -> None:
+        """Raises AssertionError unless each slot is free, or has one hash."""
+        slots = [*self._free, *self._slot_of.values()]
+        assert sorted(slots) == list(range(self.num_slots)), f"slots are lost or used twice: {sorted(slots)}"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRule:
+    """Blocks are loaded where that is sooner than computing them, and where nothing is known about computing."""
+
+    block_s: float  # to load one block
+    prefill_s: Callable[[int, int], float]  # to compute so many tokens after so many others; 0.0: unknown
+
+    def loads(self, num_blocks: int, *, cached_tokens: int, block_size: int) -> bool:
+        """Whether to load `num_blocks` blocks that follow `cached_tokens` tokens."""
+        computed_s = self.prefill_s(num_blocks * block_size, cached_tokens)
+        return computed_s == 0.0 or num_blocks * self.block_s < computed_s
