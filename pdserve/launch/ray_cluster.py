@@ -33,7 +33,6 @@ from pdserve.engine.load_engine import VLLM
 from pdserve.isolated.tied_program import session_of
 from pdserve.launch import confine
 from pdserve.launch.actor_api import ActorApi, ActorGone, ActorUnreachable, Bundles, NameTaken, RayTrouble
-from pdserve.launch.child import StartFailed
 from pdserve.launch.engine_python import ANSWER_S, trouble_with
 from pdserve.launch.ports import listeners
 from pdserve.launch.rank_actor import RankActor

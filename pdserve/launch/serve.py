@@ -24,7 +24,7 @@ from pdserve.engine.memory.host import free_bytes, usable_cores
 from pdserve.engine.memory.plan import PoolUnit, host_blocks
 from pdserve.engine.model.config import ModelConfig, read_config
 from pdserve.engine.toy import CELL_BYTES
-from pdserve.launch.changes.cluster import LocalCluster
+from pdserve.launch.changes.local_cluster import LocalCluster
 from pdserve.launch.detached.link import KeeperLink, look
 from pdserve.launch.keys import Settings, Value
 from pdserve.launch.local import LaunchedCluster

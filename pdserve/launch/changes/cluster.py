@@ -1,6 +1,5 @@
 """Changes of a cluster while it serves: the launcher starts, drains and ends workers when an operator asks a router for
-it. `plans.py` decides which; a subclass starts and ends one worker. Also the cluster whose workers are processes of
-this host.
+it. `plans.py` decides which; a subclass starts and ends one worker.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final
 
 from pdserve.client.results import Worker
 from pdserve.core.errors import (
@@ -26,7 +25,6 @@ from pdserve.launch.changes.plans import (
     RollCounts,
     RollStep,
     RollTarget,
-    add_worker,
     cheapest,
     check_serving,
     index_of,
@@ -35,7 +33,6 @@ from pdserve.launch.changes.plans import (
     plan_scale,
     read_settings,
     roll_target,
-    slot_for,
     stopped_text,
     vacate,
     why_failed,
@@ -48,21 +45,16 @@ from pdserve.launch.changes.server import ChangeServer, Say
 from pdserve.launch.changes.weights import check_weights, folder_of, with_revision
 from pdserve.launch.detached.link import Attached, KeeperLink
 from pdserve.launch.keys import Settings
-from pdserve.launch.local import LaunchedCluster, split
-from pdserve.launch.ports import free_ports
+from pdserve.launch.local import LaunchedCluster
 from pdserve.launch.report import LauncherReport
 from pdserve.launch.spec import (
     ClusterSpec,
     Process,
     check_reports,
     num_gpus,
-    ports,
-    processes,
     router_config,
     worker_process,
 )
-from pdserve.launch.supervisor import side_by_side, supervised
-from pdserve.worker.role_change import change_role
 
 if TYPE_CHECKING:
     from pdserve.launch.changes.autoscale import Autoscaler
@@ -513,78 +505,3 @@ def _is_empty(one: Worker | None) -> bool:
 
 
 # --- processes of this host -----------------------------------------------------------------------------------
-
-
-@final
-class LocalCluster(ChangingCluster):
-    """The workers are processes of this host."""
-
-    what_follows = "it is started again until it runs"
-
-    def _first_start_s(self) -> float:
-        return max(map(self._supervisor.start_s, self.spec.worker_ids))
-
-    def _processes(self) -> list[Process]:
-        workers = [self._process(one, self._overlays[one]) for one in self.spec.worker_ids]
-        return [*workers, *self._routers()]
-
-    def _routers(self) -> Sequence[Process]:
-        return split(processes(self.spec), self.spec)[1]
-
-    async def _start_workers(self, workers: Sequence[Process]) -> None:
-        await side_by_side(self._supervisor.start(supervised(process)) for process in workers)
-
-    def _names_of_workers(self) -> Sequence[str]:
-        return self.spec.worker_ids
-
-    def _with_worker(self, worker_id: str, role: Role, *, is_surge: bool) -> ClusterSpec:
-        """Raises ConfigError without GPUs for it, or if one of its ports is in use."""
-        before = self.spec
-        listed = {port for _, _, port in ports(before, are_workers_here=True)}
-        index, port = slot_for(before, role), 0
-        if index == len(before.slots) or not before.slots[index].port:
-            [port] = free_ports(1, {"127.0.0.1"}, avoid={*listed, *self._held.ports})
-        held: list[int] = []
-        try:
-            spec = add_worker(before, worker_id, role, port, is_surge=is_surge)
-            for name, host, number in ports(spec, are_workers_here=True):
-                if number not in listed and number not in self._held.ports:
-                    self._held.hold(name, host, number)
-                    held.append(number)
-        except (PdserveError, OSError):
-            self._held.release({port, *held})
-            raise
-        return spec
-
-    async def _start_worker(self, worker_id: str, overlay: Settings, say: Say, *, is_retried: bool = False) -> None:
-        await self._supervisor.start(supervised(self._process(worker_id, overlay)), is_retried=is_retried)
-
-    async def _take_role(self, worker_id: str, role: Role, say: Say) -> bool:
-        """If the process ends in the meantime, it is started again in the new role."""
-        before, began_s = self.spec, time.monotonic()
-        former = self._process(worker_id, self._overlays[worker_id])
-        self.spec = with_role(before, worker_id, role)
-        process = self._process(worker_id, self._overlays[worker_id])
-        self._has_taken_role(worker_id)
-        why = await change_role(self._supervisor.address(worker_id), role, former.config, process.config)
-        if why:
-            self._restore_workers(before)
-            say(worker_id, f"needs a new process for this role: {why}")
-        else:
-            # What SIGHUP has set may differ by role, and may have changed in the meantime.
-            self._supervisor.reload([self._process(worker_id, self._overlays[worker_id])])
-            say(worker_id, f"is a {role.value} worker after {time.monotonic() - began_s:.2f} s, in the same process")
-        return not why
-
-    def _has_taken_role(self, worker_id: str) -> None:
-        self._supervisor.replace(supervised(self._process(worker_id, self._overlays[worker_id])))
-
-    async def _end_worker(self, worker_id: str) -> None:
-        await self._supervisor.end(worker_id)
-
-    def _drain_s(self, worker_id: str) -> float:
-        return self._supervisor.drain_s(worker_id)
-
-    def _release_ports(self, before: ClusterSpec, after: ClusterSpec) -> None:
-        left = {port for _, _, port in ports(after, are_workers_here=True)}
-        self._held.release({port for _, _, port in ports(before, are_workers_here=True)} - left)

@@ -13,7 +13,7 @@ import pytest
 from pdserve.core.errors import ChangeFailed, ConfigError, InvalidRequest, NotFound, PdserveError
 from pdserve.core.live import LiveFrame
 from pdserve.core.types import Role
-from pdserve.launch.changes.cluster import LocalCluster
+from pdserve.launch.changes.local_cluster import LocalCluster
 from pdserve.launch.changes.plans import RollTarget, index_of, vacate
 from pdserve.launch.changes.weights import with_revision
 from pdserve.launch.detached.saved import SavedCluster
