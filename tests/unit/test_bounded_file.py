@@ -283,6 +283,7 @@ def test_a_command_ends_with_one_line(tmp_path: Path) -> None:
 OWN = {
     "pdserve/bounded_file.py",
     *("pdserve/plot_flag.py", "pdserve/engine/memory/host.py", "pdserve/launch/ports.py"),  # /proc, /sys
+    "pdserve/isolated/tied_program.py",  # /proc
     *("pdserve/launch/ports.py", "kvtransfer/transports/common/slots.py", "kvtransfer/checks.py"),
     *("pdserve/structured/checker.py", "pdserve/cli/main.py", "pdserve/image_check.py"),
     "pdserve/gateway/ui/page.py",  # in the package

@@ -180,9 +180,14 @@ def raw(pair: Pair) -> Iterator[RawSender]:
 
 @pytest.fixture(autouse=True)
 def no_threads_left() -> Iterator[None]:
-    """Checks that each test ends the threads that it started."""
+    """Checks that each test ends the threads that it started. Clusters of other tests may run in this process."""
+
+    def found() -> set[threading.Thread]:
+        return {one for one in threading.enumerate() if one.name.startswith("kv-")}
+
+    before = found()
     yield
-    wait_for(lambda: not [t for t in threading.enumerate() if t.name.startswith("kv-")], "transfer threads to end")
+    wait_for(lambda: found() <= before, "transfer threads to end")
 
 
 @pytest.fixture
