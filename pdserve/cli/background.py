@@ -45,6 +45,8 @@ def start_in_background(argv: Sequence[str]) -> int:
     ready, log = process.stdout.readline(), process.stdout.readline().rstrip("\n")
     if not log:
         return process.wait() or 1
+    for number in (signal.SIGINT, signal.SIGTERM):  # these now end this command, and not the cluster
+        signal.signal(number, signal.SIG_DFL)
     sys.stdout.write(ready)
     sys.stdout.flush()
     text = (

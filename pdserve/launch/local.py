@@ -267,12 +267,13 @@ class LaunchedCluster(ABC):
 
     # -- without its launcher --------------------------------------------------------------------------------------
 
-    async def detach(self, orphan_s: float) -> None:
+    async def detach(self, orphan_s: float) -> KeeperLink:
         """Before `start`: its processes will outlive this launcher, for that time. Raises OSError and Unavailable."""
         folders = [self._sockets, *([] if self._certificates is None else [self._certificates.folder])]
         link = await KeeperLink.start(self._sockets, orphan_s, folders)
         self._use(link)
         self._held.hold_with(link)
+        return link
 
     async def adopt(self, link: KeeperLink, attached: Attached) -> str:
         """Instead of `start`, if it was saved. Processes that have ended are started again. Returns the router's

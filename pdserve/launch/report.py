@@ -301,8 +301,7 @@ class LauncherReport:
         self._held = None
         if self._is_json:
             line = json_line("launcher", json.dumps({"elapsed_s": round(self.elapsed_s, 3), "message": line}))
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
+        _to_stdout(line)
 
     def to_background(self, path: Path) -> None:
         """From now on, this process uses neither the terminal nor the pipes of the command that has started it: what it
@@ -310,8 +309,7 @@ class LauncherReport:
         with _a_folder(path.parent):
             self._files[_BACKGROUND] = LogFile(path, lambda why: None, self._log_limits)
         self._status.is_terminal = False
-        sys.stdout.write(f"{path}\n")
-        sys.stdout.flush()
+        _to_stdout(str(path))
         log = open_private(path, is_appended=True)  # for what Python writes itself if it crashes
         nothing = os.open(os.devnull, os.O_WRONLY)
         for taken, number in ((nothing, 1), (log, 2)):
@@ -339,6 +337,13 @@ class LauncherReport:
         self.settled()
         for file in self._files.values():
             file.close()
+
+
+def _to_stdout(line: str) -> None:
+    """The cluster goes on if nobody reads it."""
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
 
 
 def memory_of(line: str) -> MemoryPlan | None:

@@ -7,6 +7,7 @@ import importlib.util
 import math
 import os
 import signal
+import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ from pdserve.progress import is_on_terminal
 from pdserve.telemetry.logs import JSON, log_format
 
 if TYPE_CHECKING:
-    from pdserve.launch.detached.saved import SavedCluster
+    from pdserve.launch.detached.saved import SavedCluster, SavedLauncher
 
 # --- capacity of this host ------------------------------------------------------------------------------------
 # Checks before the start whether it has cores and memory for the workers, and how many would fit.
@@ -178,6 +179,7 @@ def _size(num_bytes: int) -> str:
 
 INTERRUPTED: Final = 130
 LAUNCHER_LOG: Final = "launcher.log"
+NO_LAUNCHER: Final = "the cluster has no launcher now; run `pdserve adopt`"
 TICK_S: Final = 0.25  # between two draws of the status line
 
 
@@ -187,9 +189,7 @@ async def serve(asked: Asked, source: SettingsSource, *, detaches: bool = False)
 
     Raises PdserveError if the cluster cannot start; all its processes have then ended.
     """
-    if asked.spec.http is not None and importlib.util.find_spec("starlette") is None:
-        raise ConfigError("http", "no such package as starlette", f"the extra gateway: {advice('gateway')}")
-    _allow_descriptors(asked)
+    _check_host(asked)
     serving = _Serving(asked, source)
     if swept := sweep():  # folders of killed launchers
         serving.report.say("launcher", f"removed {len(swept)} temporary folders that have no owner")
@@ -200,7 +200,7 @@ async def serve(asked: Asked, source: SettingsSource, *, detaches: bool = False)
 
     async def start() -> str:
         if detaches:
-            await cluster.detach(asked.orphan_s)
+            (await cluster.detach(asked.orphan_s)).set_on_down(serving.down)
         return await cluster.start()
 
     return await serving.run(cluster, start)
@@ -211,21 +211,29 @@ async def take_over(path: Path) -> int:
 
     Raises PdserveError if it stays, or if this one cannot take its place. The cluster goes on.
     """
-    from pdserve.launch.detached.saved import SavedLauncher  # imports the router
-
-    SavedLauncher.from_json((await look(path)).state)  # before the other one leaves
+    _restore((await look(path)).state)  # raises before the other one leaves
     link, attached = await KeeperLink.attach(path)
     try:
-        saved = SavedLauncher.from_json(attached.state)
-        saved.restore()
-        os.environ[LOG_LEVEL_ENV] = saved.asked.log_level
-        _allow_descriptors(saved.asked)
+        saved = _restore(attached.state)
         serving = _Serving(saved.asked, saved.source)
+        link.set_on_down(serving.down)
         cluster = _cluster(saved.asked, serving.report, saved.cluster)
     except BaseException:
         await link.close(ends=False)
+        sys.stderr.write(f"{NO_LAUNCHER}\n")
         raise
     return await serving.run(cluster, lambda: cluster.adopt(link, attached), adopts=True)
+
+
+def _restore(state: Any) -> SavedLauncher:
+    """This process gets the folder and the environment of the launcher that has saved it. Raises ConfigError."""
+    from pdserve.launch.detached.saved import SavedLauncher  # imports the router
+
+    saved = SavedLauncher.from_json(state)
+    saved.restore()
+    os.environ[LOG_LEVEL_ENV] = saved.asked.log_level
+    _check_host(saved.asked)
+    return saved
 
 
 @final
@@ -237,6 +245,7 @@ class _Serving:
         self._environ = dict(os.environ)
         self._stop, self._force = asyncio.Event(), asyncio.Event()
         self._leaves = False  # for another launcher
+        self._is_down = False  # `pdserve down` was called
         _on_signals(self._stop, self._force)
         is_json, holds_details = log_format() == JSON, not asked.is_level_given
         self.report = LauncherReport(asked.log_dir, asked.log_limits, is_json=is_json, holds_details=holds_details)
@@ -255,7 +264,6 @@ class _Serving:
             address = await _unless_set(self._stop, start)
             if address is None:
                 return INTERRUPTED
-            leaves = False
             if not adopts:
                 report.table()
             _say_security(cluster.spec, report)
@@ -264,13 +272,17 @@ class _Serving:
             if cluster.spec.http is not None:
                 report.say("launcher", f"live view: {live_url(cluster.spec)}")
             missing = await degradations(cluster.spec, has_own_redis=cluster.has_own_redis)
-            report.ready(ready_line(cluster.spec, address, missing))
             if (link := cluster.link) is not None:
                 cluster.on_change = lambda: self._save(cluster, link)
                 cluster.on_change()
-                link.on_down, link.on_leave = self._stop.set, lambda: self._leave(cluster, link)
+                link.set_on_down(self.down)
+                link.on_leave, link.on_go = lambda: self._why_not(cluster), self._leave
+            if adopts and self._stop.is_set() and not self._is_down:  # interrupted before it was ready
+                return INTERRUPTED
+            report.ready(ready_line(cluster.spec, address, missing))
+            if link is not None:
                 report.to_background((self._asked.log_dir or cluster.folder) / LAUNCHER_LOG)
-            is_graceful = True
+            is_graceful, leaves = True, False
             tasks.append(asyncio.create_task(self._follow_hangups(cluster)))
             await cluster.run(self._stop)
             leaves = self._leaves
@@ -278,7 +290,10 @@ class _Serving:
         finally:
             report.failed()
             if leaves:
-                report.say("launcher", "leaves; the cluster goes on")
+                what_follows = "the keeper ends the cluster" if self._is_down else "the cluster goes on"
+                report.say("launcher", f"leaves; {what_follows}")
+                if not self._leaves and not self._is_down:  # nobody takes its place
+                    report.say("launcher", NO_LAUNCHER)
                 await cluster.leave()
             else:
                 await _stop(cluster, self._force, is_graceful=is_graceful)
@@ -287,21 +302,26 @@ class _Serving:
             sweep()  # folders of workers that were killed during their start
             report.close()
 
+    def down(self) -> None:
+        """`pdserve down` was called."""
+        self._is_down = True
+        self._stop.set()
+
     def _save(self, cluster: LaunchedCluster, link: KeeperLink) -> None:
         from pdserve.launch.detached.saved import SavedLauncher  # imports the router
 
         saved = SavedLauncher.of_this(self._asked, self._source, cluster.saved(), self._environ)
         link.save(saved.to_json())
 
-    def _leave(self, cluster: LaunchedCluster, link: KeeperLink) -> None:
-        """Another launcher asks for its place."""
+    def _why_not(self, cluster: LaunchedCluster) -> str:
+        """Why it cannot leave for another launcher now; empty: it can."""
         if change := cluster.running_change:
-            link.stays(f"the launcher makes a change ({change}); try again when it has ended")
-        elif self._stop.is_set():
-            link.stays("the cluster is ending")
-        else:
-            self._leaves = True
-            self._stop.set()
+            return f"the launcher makes a change ({change}); try again when it has ended"
+        return "the cluster is ending" if self._stop.is_set() else ""
+
+    def _leave(self) -> None:
+        self._leaves = True
+        self._stop.set()
 
     async def _follow_hangups(self, cluster: LaunchedCluster) -> None:
         report = self.report
@@ -382,8 +402,6 @@ def _say_security(spec: ClusterSpec, report: LauncherReport) -> None:
 def _cluster(asked: Asked, report: LauncherReport, saved: SavedCluster | None = None) -> LaunchedCluster:
     if asked.ray is None:
         return LocalCluster(asked.spec, report, saved=saved)
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError("ray", "no such package", f"the extra ray: {advice('ray')}")
     return RayCluster(asked.spec, asked.ray, report, saved=saved)
 
 
@@ -410,6 +428,15 @@ async def _stop(cluster: LaunchedCluster, force: asyncio.Event, *, is_graceful: 
         draining.cancel()
         await asyncio.gather(draining, return_exceptions=True)
         await cluster.stop(is_graceful=False)
+
+
+def _check_host(asked: Asked) -> None:
+    """Raises ConfigError without the packages or the open files that the cluster needs."""
+    if asked.spec.http is not None and importlib.util.find_spec("starlette") is None:
+        raise ConfigError("http", "no such package as starlette", f"the extra gateway: {advice('gateway')}")
+    if asked.ray is not None and importlib.util.find_spec("ray") is None:
+        raise ConfigError("ray", "no such package", f"the extra ray: {advice('ray')}")
+    _allow_descriptors(asked)
 
 
 def _allow_descriptors(asked: Asked) -> None:

@@ -31,6 +31,7 @@ from pdserve.launch.changes.cluster import ChangingCluster
 from pdserve.launch.changes.plans import add_worker, index_of, overlaid, with_role
 from pdserve.launch.changes.server import Say
 from pdserve.launch.child import StartFailed
+from pdserve.launch.detached.link import Attached, KeeperLink
 from pdserve.launch.keys import Settings
 from pdserve.launch.local import start_steps
 from pdserve.launch.report import LauncherReport, memory_of
@@ -285,6 +286,20 @@ class RayCluster(ChangingCluster):
             drain_s=self._longest_drain_s(),
             on_line=self._on_line,
         )
+
+    async def adopt(self, link: KeeperLink, attached: Attached) -> str:
+        self._want_all()
+        return await super().adopt(link, attached)
+
+    def _want_all(self) -> None:
+        """The former launcher may have been killed before it had asked for a worker, or while it ended one that it
+        would have started again. An additional worker of a roll-out is then ended as all others are."""
+        missing = [one for one in self.spec.worker_ids if one not in self._wanted or self._wanted[one].is_ended]
+        for worker_id in missing:
+            self._revision += 1
+            self._wanted[worker_id] = self._want(worker_id, self._revision, self._overlays[worker_id])
+        if missing:
+            self._write()
 
     def _processes(self) -> list[Process]:
         return self._routers()

@@ -26,7 +26,7 @@ import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
@@ -38,10 +38,12 @@ MAX_MESSAGE_BYTES: Final = 1 << 24
 KILL_AFTER_S: Final = 5.0  # in addition to a process's own drain time
 LISTENING: Final = re.compile(r" listening on (\S+:\d+)$|eady to accept connections( )?")  # the latter of Redis
 _FIRST_S: Final = 5.0  # for the first message of a connection
+_FIRST_LAUNCHER_S: Final = 60.0  # for the launcher that starts the keeper
 _LEAVE_S: Final = 30.0  # for the launcher that is to be replaced
 _LAST_LINES_S: Final = 1.0  # for the output of a process that has ended
 _MOST_CONNECTIONS: Final = 32
 _MOST_WAITING_BYTES: Final = 1 << 20  # of lines, while there is no launcher
+_LINE_BYTES: Final = 64  # of a line that waits, beside its characters
 _MOST_UNSENT_BYTES: Final = 1 << 23  # of a launcher that reads nothing; further lines are lost
 _PEER: Final = struct.Struct("3i")  # pid, uid, gid
 
@@ -73,12 +75,14 @@ class Keeper:
         self._is_free = asyncio.Event()  # no launcher is connected
         self._is_free.set()
         self._is_replacing = False
-        self._refusal = ""  # of the launcher that is to be replaced
-        self._has_refused = asyncio.Event()
+        self._leave_number = 0  # of the last request to leave
+        self._refusal = ""  # of the launcher that is to be replaced; empty: it can leave
+        self._has_answered = asyncio.Event()
         self._waiting: deque[tuple[str, str]] = deque()  # lines for the next launcher, each with its process
         self._waiting_bytes = 0
         self._orphaned: asyncio.TimerHandle | None = None
         self._num_connections = 0
+        self._is_down = False  # the cluster shall end
         self._ending: asyncio.Task[None] | None = None
         self.has_ended = asyncio.Event()
 
@@ -103,7 +107,7 @@ class Keeper:
                     await self._attach(pid, reader, writer)
                 case "down":
                     self.down()
-                    await self.has_ended.wait()
+                    await _first_of(self.has_ended.wait(), _closed(reader))
         except (OSError, ValueError, TimeoutError):
             pass  # the other side is told by the end of the connection
         finally:
@@ -111,18 +115,25 @@ class Keeper:
             writer.close()
 
     def down(self) -> None:
-        """The launcher drains and ends the cluster; without one, the keeper does."""
+        """The launcher drains and ends the cluster; without one, or if it ends without that, the keeper does."""
+        self._is_down = True
         if self._launcher is not None:
             send(self._launcher, {"down": True})
         elif self._ending is None:
             self._ending = asyncio.create_task(self._finish(is_graceful=self._state is not None))
 
+    def expect_launcher(self, limit_s: float) -> None:
+        """The cluster ends unless one attaches in that time."""
+        self._orphaned = asyncio.get_running_loop().call_later(limit_s, self.down)
+
     # -- launchers -----------------------------------------------------------------------------------------------
 
     async def _attach(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if why := await self._why_not():
+        if why := await self._why_not(reader):
             send(writer, {"error": why})
             await writer.drain()
+            return
+        if _is_closed(reader):  # it has not waited
             return
         self._launcher, self._launcher_pid = writer, pid
         self._is_free.clear()
@@ -148,29 +159,35 @@ class Keeper:
         finally:
             self._launcher, self._launcher_pid = None, 0
             self._is_free.set()
-            if self._state is None:  # the cluster was not ready yet
+            if self._is_down or self._state is None:  # the latter: the cluster was not ready yet
                 self.down()
             else:
-                self._orphaned = asyncio.get_running_loop().call_later(self._orphan_s, self.down)
+                self.expect_launcher(self._orphan_s)
 
-    async def _why_not(self) -> str:
-        """Why no launcher may connect now; empty: none is connected any more."""
-        if self._ending is not None:
+    async def _why_not(self, reader: asyncio.StreamReader) -> str:
+        """Why the launcher that `reader` receives from may not connect now; empty: no other is connected any more.
+
+        In two steps, so that a launcher that answers late stays if its successor has given up."""
+        if self._is_down or self._ending is not None:
             return "the cluster is ending"
         if self._is_replacing:
             return "another launcher is just taking over"
         if self._launcher is None:
             return ""
         self._is_replacing, self._refusal = True, ""
-        self._has_refused.clear()
-        send(self._launcher, {"leave": True})
-        waits = [asyncio.ensure_future(one.wait()) for one in (self._is_free, self._has_refused)]
+        self._leave_number += 1
+        self._has_answered.clear()
+        send(self._launcher, {"leave": self._leave_number})
         try:
-            await asyncio.wait(waits, timeout=_LEAVE_S, return_when=asyncio.FIRST_COMPLETED)
+            await _first_of(self._is_free.wait(), self._has_answered.wait(), _closed(reader), limit_s=_LEAVE_S)
+            if self._has_answered.is_set() and not self._refusal and not _is_closed(reader):
+                self._has_answered.clear()
+                self._tell({"go": self._leave_number})
+                await _first_of(self._is_free.wait(), self._has_answered.wait(), limit_s=_LEAVE_S)
         finally:
             self._is_replacing = False
-            for one in waits:
-                one.cancel()
+        if self._is_down:
+            return "the cluster is ending"
         if self._launcher is None:
             return ""
         return self._refusal or (
@@ -186,14 +203,18 @@ class Keeper:
                     _signal(self._kept[key], number)
             case {"state": state}:
                 self._state = state
+                if self._is_down:  # the launcher may not have been able to end it before
+                    self._tell({"down": True})
             case {"hold": [int(port), list(addresses)]}:
                 self._hold(port, addresses)
             case {"release": int(port)}:
                 for one in self._held.pop(port, ()):
                     one.close()
-            case {"stays": str(why)}:
+            case {"ready_to_leave": int(number)} if number == self._leave_number:
+                self._has_answered.set()
+            case {"stays": [int(number), str(why)]} if number == self._leave_number:
                 self._refusal = why
-                self._has_refused.set()
+                self._has_answered.set()
             case {"end": True}:
                 if self._ending is None:
                     self._ending = asyncio.create_task(self._finish(is_graceful=False))
@@ -263,9 +284,9 @@ class Keeper:
             kept.address, kept.start_s = found.group(1) or kept.name, time.monotonic() - kept.began_s
         if self._launcher is None:
             self._waiting.append((kept.name, line))
-            self._waiting_bytes += len(line)
+            self._waiting_bytes += len(line) + _LINE_BYTES
             while self._waiting_bytes > _MOST_WAITING_BYTES:
-                self._waiting_bytes -= len(self._waiting.popleft()[1])
+                self._waiting_bytes -= len(self._waiting.popleft()[1]) + _LINE_BYTES
         elif self._launcher.transport.get_write_buffer_size() < _MOST_UNSENT_BYTES:
             send(self._launcher, {"line": [kept.key, is_stdout, line]})
 
@@ -286,6 +307,26 @@ class Keeper:
             _signal(one, signal.SIGKILL)
             await self._lives[one.key]
         self.has_ended.set()
+
+
+async def _first_of(*waits: Coroutine[Any, Any, object], limit_s: float | None = None) -> None:
+    tasks = [asyncio.ensure_future(one) for one in waits]
+    try:
+        await asyncio.wait(tasks, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for one in tasks:
+            one.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _closed(reader: asyncio.StreamReader) -> None:
+    """Returns when the other side has closed the connection, or sends something out of turn."""
+    with contextlib.suppress(OSError):
+        await reader.read(1)
+
+
+def _is_closed(reader: asyncio.StreamReader) -> bool:
+    return reader.at_eof() or reader.exception() is not None
 
 
 def _signal(kept: _Kept, number: int) -> None:
@@ -327,6 +368,7 @@ async def main(descriptor: int, orphan_s: float, folders: list[str]) -> None:
         loop.add_signal_handler(number, keeper.down)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     listener = socket.socket(fileno=descriptor)
+    keeper.expect_launcher(_FIRST_LAUNCHER_S)
     server = await asyncio.start_unix_server(keeper.serve, sock=listener, limit=MAX_MESSAGE_BYTES)
     await keeper.has_ended.wait()
     server.close()

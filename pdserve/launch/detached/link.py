@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -21,6 +22,7 @@ from pdserve.owned_folder import PREFIX, OwnedFolder, is_private, open_private, 
 
 KEEPER_SOCKET: Final = "keeper.sock"
 KEEPER_LOG: Final = "keeper.log"
+log = logging.getLogger(__name__)
 _LOOK_S: Final = 5.0
 _ATTACH_S: Final = 60.0  # more than the launcher that is replaced may take
 
@@ -77,8 +79,12 @@ class Attached:
 
 @final
 class KeeperLink:
-    """Starts processes through a keeper. `on_leave`, `on_down` and `on_lost` are called when another launcher asks for
-    its place, when the cluster shall end, and when the keeper has ended."""
+    """Starts processes through a keeper.
+
+    `on_leave` is called when another launcher asks for the place of this one, and returns why it stays; empty: it can
+    leave. `on_go` is called when it must. `set_on_down` is for the end of the cluster, and `on_lost` for that of the
+    keeper.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -89,8 +95,10 @@ class KeeperLink:
         self._parent_pid = 0
         self._keeper: subprocess.Popen[bytes] | None = None  # if this process has started it
         self._reading: asyncio.Task[None] | None = None
-        self.on_leave: Callable[[], None] = lambda: self.stays("the launcher is still starting; try again when it has")
-        self.on_down: Callable[[], None] = lambda: None
+        self.on_leave: Callable[[], str] = lambda: "the launcher is still starting; try again when it has"
+        self.on_go: Callable[[], None] = lambda: None
+        self._on_down: Callable[[], None] = lambda: None
+        self._is_down = False
         self.on_lost: Callable[[], None] = lambda: None
 
     @classmethod
@@ -120,7 +128,12 @@ class KeeperLink:
                 )
             finally:
                 os.close(log)
-        link, _ = await cls.attach(path)
+        try:
+            link, _ = await cls.attach(path)
+        except BaseException:
+            keeper.kill()
+            keeper.wait()
+            raise
         link._keeper = keeper
         return link
 
@@ -148,6 +161,12 @@ class KeeperLink:
     def parent_pid(self) -> int:
         return self._parent_pid
 
+    def set_on_down(self, on_down: Callable[[], None]) -> None:
+        """Calls it at once if the cluster shall end already."""
+        self._on_down = on_down
+        if self._is_down:
+            on_down()
+
     async def spawn(self, command: SpawnCommand, on_line: OnLine) -> KeptProcess:
         """Raises OSError."""
         if self._is_closed:
@@ -173,10 +192,6 @@ class KeeperLink:
 
     def release(self, port: int) -> None:
         self.send({"release": port})
-
-    def stays(self, why: str) -> None:
-        """The answer to `on_leave`, if this launcher keeps its place."""
-        self.send({"stays": why})
 
     async def close(self, *, ends: bool) -> None:
         """`ends`: the keeper ends, and kills the processes that are left. Otherwise they go on. Idempotent."""
@@ -208,9 +223,12 @@ class KeeperLink:
         return Attached(first["state"], running, tuple(first["ports"]), [(name, line) for name, line in first["lines"]])
 
     async def _read(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            while (message := await receive(self._reader)) is not None:
+        while (message := await self._receive()) is not None:
+            try:
                 self._take(message)
+            except Exception:  # of whoever takes a line: the keeper and the processes are well
+                log.exception("a message of the keeper has failed: %s", ", ".join(message))
+        self.send({"end": True})  # if only the connection is lost, nothing may be left of what is reported as ended
         for _, started in self._spawning.values():
             started.set_exception(OSError(0, "the keeper of the processes has ended"))
         for process in self._processes.values():
@@ -220,6 +238,12 @@ class KeeperLink:
         if not self._is_closed:
             self._is_closed = True
             self.on_lost()
+
+    async def _receive(self) -> dict[str, Any] | None:
+        """None: the connection is lost."""
+        with contextlib.suppress(OSError, ValueError):
+            return await receive(self._reader)
+        return None
 
     def _take(self, message: Mapping[str, Any]) -> None:
         match message:
@@ -235,10 +259,17 @@ class KeeperLink:
             case {"ended": [key, code]}:
                 if key in self._processes:
                     self._processes.pop(key).ended(code)
-            case {"leave": True}:
-                self.on_leave()
+            case {"leave": number}:
+                why = self.on_leave()
+                self.send({"stays": [number, why]} if why else {"ready_to_leave": number})
+            case {"go": number}:
+                if why := self.on_leave():  # since it was ready to
+                    self.send({"stays": [number, why]})
+                else:
+                    self.on_go()
             case {"down": True}:
-                self.on_down()
+                self._is_down = True
+                self._on_down()
 
 
 # --- commands -------------------------------------------------------------------------------------------------

@@ -49,8 +49,12 @@ class SavedLauncher:
         return cls(asked=asked, source=source, cluster=cluster, folder=str(Path.cwd()), environ=kept)
 
     def restore(self) -> None:
-        """Folder and environment of this process become those of the saved one."""
-        os.chdir(self.folder)
+        """Folder and environment of this process become those of the saved one. Raises ConfigError."""
+        try:
+            os.chdir(self.folder)
+        except OSError as error:
+            expected = "a folder that can be entered: the cluster was started in it, and relative paths begin there"
+            raise ConfigError("folder", f"{self.folder} ({error.strerror})", expected) from None
         for name in [one for one in os.environ if not _is_of_installation(one)]:
             del os.environ[name]
         os.environ.update(self.environ)

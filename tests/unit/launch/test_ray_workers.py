@@ -17,6 +17,7 @@ from pdserve.core.errors import ChangeFailed, ConfigError
 from pdserve.core.types import Role
 from pdserve.launch.changes.server import ChangeServer
 from pdserve.launch.child import StartFailed
+from pdserve.launch.keys import Settings
 from pdserve.launch.ray_workers import RayWorkers
 from pdserve.launch.report import LauncherReport
 from pdserve.launch.spec import ClusterSpec, PlacedWorker, choose_node, needs_text
@@ -698,6 +699,22 @@ async def test_the_launcher_starts_and_ends_workers() -> None:
         cluster._forget("d1")
         await found.until(lambda: len(found.ray.groups) == 2)
         assert cluster.spec.worker_ids == ("p0", "d0")
+
+
+async def test_a_new_launcher_starts_workers_that_the_former_one_had_not() -> None:
+    """It was killed while it replaced d0, or after it had taken a slot for d1."""
+    async with launched(4.0) as found:
+        cluster = found.cluster
+        before = cluster._wanted["p0"]
+        await cluster._end_worker("d0")
+        overlay: Settings = {"worker": {"drain_s": 77.0}}
+        cluster._take_slot("d1", Role.DECODE, overlay)
+        again = RayCluster(cluster.spec, "", LauncherReport(), saved=cluster.saved())
+        again._want_all()
+        await found.until(lambda: found.ray.running().keys() == {"p0", "d0", "d1"})
+        assert again._drain_s("d1") == 77.0
+        assert again._wanted["p0"] == before
+        await again.leave()
 
 
 async def test_the_first_start_says_how_long_the_next_one_may_take() -> None:
