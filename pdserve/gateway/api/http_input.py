@@ -131,12 +131,15 @@ def _seconds(header: str, value: str) -> float:
 
 # --- body -----------------------------------------------------------------------------------------------------
 # The number of objects, arrays, names and items is limited before the parser runs, because each costs far more than its
-# bytes. The parser rejects nesting over 200 levels while it reads, before an object exists, and numbers of any length
-# cost no more than their digits.
+# bytes. The parser rejects nesting over 200 levels while it reads, before an object exists. The length of a number is
+# limited because the time to write an integer grows with the square of its digits.
 
 MAX_PARTS: Final = 65_536  # objects, arrays and names of a body
 MAX_ITEMS: Final = 262_144  # commas of a body, which separate numbers and texts too; more in a longer context
 MAX_TEXTS: Final = 131_072
+MAX_DIGITS: Final = 300  # of a number, in a row; the largest float has 309
+_AS_ZEROS: Final = bytes.maketrans(b"123456789", b"0" * 9)
+_TOO_LONG: Final = b"0" * (MAX_DIGITS + 1)
 _KINDS: Final = {list: "an array", dict: "an object", str: "a string", type(None): "null"}
 _DUPLICATE: Final = re.compile(r'Detected duplicate key (".*") at line \d+ column \d+', re.DOTALL)
 
@@ -169,18 +172,26 @@ def summarised(value: object) -> str:
 
 def _check_parts(body: bytes, max_items: int) -> None:
     """Counts the marks of parts: first everywhere, which is enough for almost all bodies, and then outside of texts."""
-    if _num_marks(body) <= MAX_PARTS and body.count(b",") <= max_items and body.count(b'"') <= 2 * MAX_TEXTS:
+    are_few = _num_marks(body) <= MAX_PARTS and body.count(b",") <= max_items and body.count(b'"') <= 2 * MAX_TEXTS
+    if are_few and not _has_long_number(body):
         return
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # so that each quote begins or ends a text
     num_texts = plain.count(b'"') // 2
     if num_texts > MAX_TEXTS:
         raise InvalidRequest("body", f"{num_texts} texts", f"at most {MAX_TEXTS} texts")
-    outside = b"".join(plain.split(b'"')[::2])
+    outside = b'"'.join(plain.split(b'"')[::2])
     num_parts, num_items = _num_marks(outside), outside.count(b",")
     if num_parts > MAX_PARTS:
         raise InvalidRequest("body", f"{num_parts} objects, arrays and names", f"at most {MAX_PARTS} of them")
     if num_items > max_items:
         raise InvalidRequest("body", f"{num_items} items", f"at most {max_items} of them")
+    if _has_long_number(outside):
+        raise InvalidRequest("body", f"a number of over {MAX_DIGITS} digits", f"at most {MAX_DIGITS} digits")
+
+
+def _has_long_number(data: bytes) -> bool:
+    """In a time that grows with the length alone, unlike that of a regular expression's search."""
+    return _TOO_LONG in data.translate(_AS_ZEROS)
 
 
 def _num_marks(data: bytes) -> int:

@@ -298,6 +298,17 @@ def test_the_types_of_a_parameter_cost_few_steps() -> None:
     assert found == {"integer", "number", "string", "null", "array"}
 
 
+@pytest.mark.parametrize("text", ["1" * 301, f"-{'0123456789' * 400}", f'["\\\\", {"9" * 301}]', "0." + "3" * 301])
+def test_a_number_has_few_digits(text: str) -> None:
+    with pytest.raises(PdserveError, match=r"^body: got a number of over 300 digits"):
+        http_input.parse(f'{{"a": {text}}}'.encode())
+
+
+def test_texts_and_short_numbers_have_any_digits() -> None:
+    body = {"a": "1" * 10_000, "b": [int("1" * 300)] * 2, "c" + "2" * 400: f'"\\{"3" * 400}'}
+    assert http_input.parse(json.dumps(body, separators=(",", ":")).encode()) == body
+
+
 def test_validated_names_the_first_error() -> None:
     with pytest.raises(PdserveError, match=r"^prompt: "):
         validated(MODELS["/v1/completions"], {"prompt": ["a", 1]})
