@@ -173,25 +173,34 @@ def summarised(value: object) -> str:
 def _check_parts(body: bytes, max_items: int) -> None:
     """Counts the marks of parts: first everywhere, which is enough for almost all bodies, and then outside of texts."""
     are_few = _num_marks(body) <= MAX_PARTS and body.count(b",") <= max_items and body.count(b'"') <= 2 * MAX_TEXTS
-    if are_few and not _has_long_number(body):
+    if are_few and not _has_digits(body):
         return
-    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # so that each quote begins or ends a text
-    num_texts = plain.count(b'"') // 2
+    num_texts, outside = _texts(body)
     if num_texts > MAX_TEXTS:
         raise InvalidRequest("body", f"{num_texts} texts", f"at most {MAX_TEXTS} texts")
-    outside = b'"'.join(plain.split(b'"')[::2])
     num_parts, num_items = _num_marks(outside), outside.count(b",")
     if num_parts > MAX_PARTS:
         raise InvalidRequest("body", f"{num_parts} objects, arrays and names", f"at most {MAX_PARTS} of them")
     if num_items > max_items:
         raise InvalidRequest("body", f"{num_items} items", f"at most {max_items} of them")
-    if _has_long_number(outside):
+    if _has_digits(outside):
         raise InvalidRequest("body", f"a number of over {MAX_DIGITS} digits", f"at most {MAX_DIGITS} digits")
 
 
-def _has_long_number(data: bytes) -> bool:
+def has_long_number(text: bytes) -> bool:
+    """Whether JSON has a number of over MAX_DIGITS digits."""
+    return _has_digits(text) and _has_digits(_texts(text)[1])
+
+
+def _has_digits(data: bytes) -> bool:
     """In a time that grows with the length alone, unlike that of a regular expression's search."""
     return _TOO_LONG in data.translate(_AS_ZEROS)
+
+
+def _texts(body: bytes) -> tuple[int, bytes]:
+    """The number of texts, and what is outside of them."""
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # so that each quote begins or ends a text
+    return plain.count(b'"') // 2, b'"'.join(plain.split(b'"')[::2])
 
 
 def _num_marks(data: bytes) -> int:

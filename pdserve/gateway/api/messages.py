@@ -6,6 +6,7 @@ As in /v1/responses, nothing is stored, so the messages hold the whole conversat
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from pdserve.client.results import Completion, Model, Piece
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.results import Usage
 from pdserve.core.types import MESSAGE_ID_PREFIX, FinishReason
-from pdserve.gateway.api import sse
+from pdserve.gateway.api import http_input, sse
 from pdserve.gateway.api.errors import ErrorReply
 from pdserve.gateway.api.field_support import supported
 from pdserve.gateway.api.logprobs import BytesOf
@@ -228,6 +229,7 @@ class MessagesWriter(Writer):
         self._is_hidden = call.shown.is_only_scored
         self._tools = None if call.tools is None else AnswerTools(call.tools, head.reasoning)
         self._blocks: list[dict[str, Any]] = []  # without their texts, if the answer is streamed
+        self._control = _Control()  # of the last call
         self._template: FrameTemplate | None = None  # of the deltas of the last block; None: no block is open
         self._keeps_text = not call.shown.is_streamed
         self._has_begun = False
@@ -236,9 +238,9 @@ class MessagesWriter(Writer):
         [one] = completions
         list(self._feed(one.text))
         list(self._rest())
-        for block in self._blocks:
-            if block["type"] == "tool_use":
-                block["input"] = _arguments(block["input"])
+        is_cut = one.finish_reason is not FinishReason.STOP or one.choices[0].stop is not None
+        last = len(self._blocks) - 1
+        self._blocks = [_finished(block, is_cut and at == last) for at, block in enumerate(self._blocks)]
         return {**self._base(), "content": self._blocks, **self._stop(one), "usage": self._usage(one.usage)}
 
     def pieces(self, pieces: Iterable[Piece], prompt_tokens: int) -> Iterable[bytes]:
@@ -279,8 +281,9 @@ class MessagesWriter(Writer):
         for delta in deltas:
             for part in delta.get("tool_calls", ()):
                 if "id" in part:
+                    self._control = _Control()
                     yield from self._open({"type": "tool_use", "id": part["id"], "name": part["function"]["name"]})
-                yield from self._add_text("input", part["function"]["arguments"])
+                yield from self._add_text("input", self._control.escaped(part["function"]["arguments"]))
             if reasoning := delta.get("reasoning_content"):
                 if self._kind != "thinking":
                     yield from self._open({"type": "thinking", "signature": ""})
@@ -331,7 +334,7 @@ class MessagesWriter(Writer):
             return {"stop_reason": "max_tokens", "stop_sequence": None}
         if choice.stop is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop}
-        has_calls = self._tools is not None and self._tools.num_calls
+        has_calls = any(block["type"] == "tool_use" for block in self._blocks)
         return {"stop_reason": "tool_use" if has_calls else "end_turn", "stop_sequence": None}
 
     def _usage(self, used: Usage) -> dict[str, Any]:
@@ -357,10 +360,47 @@ def _frame(event: Mapping[str, Any]) -> bytes:
     return b"event: %b\n%b" % (event["type"].encode(), sse.frame(event))
 
 
-def _arguments(text: str) -> dict[str, Any]:
-    """Those of a call, as far as they were generated before `max_tokens`."""
-    try:
-        found = jiter.from_json(text.encode(), partial_mode="trailing-strings")
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+@final
+class _Control:
+    """Escapes the control characters within the strings of JSON that comes in pieces: models write raw line ends, which
+    JSON does not allow."""
+
+    def __init__(self) -> None:
+        self._is_in_string = False
+        self._is_escaped = False  # a backslash was the last character
+
+    def escaped(self, text: str) -> str:
+        return "".join(map(self._escaped, text))
+
+    def _escaped(self, char: str) -> str:
+        was_escaped, self._is_escaped = self._is_escaped, False
+        if not self._is_in_string:
+            self._is_in_string = char == '"'
+        elif char < " ":
+            return json.dumps(char)[1 + was_escaped : -1]  # without a backslash that is there already
+        elif char == "\\":
+            self._is_escaped = not was_escaped
+        elif char == '"':
+            self._is_in_string = was_escaped
+        return char
+
+
+def _finished(block: dict[str, Any], is_cut: bool) -> dict[str, Any]:
+    """A block of a whole answer. A call whose arguments are not an object in JSON is text, so that nothing of it is
+    lost. `is_cut`: `max_tokens` or a stop sequence may have ended the block."""
+    if block["type"] != "tool_use":
+        return block
+    arguments = _arguments(block["input"], is_cut)
+    if arguments is not None:
+        return {**block, "input": arguments}
+    return {"type": "text", "text": f'{{"name": {json.dumps(block["name"])}, "arguments": {block["input"]}}}'}
+
+
+def _arguments(text: str, is_cut: bool) -> dict[str, Any] | None:
+    """Those of a call, if it is cut as far as they were generated. None if they are not an object."""
+    data, found = text.encode() or b"{}", None
+    if not http_input.has_long_number(data):
+        with contextlib.suppress(ValueError, RecursionError):
+            mode: Any = "trailing-strings" if is_cut else False
+            found = jiter.from_json(data, allow_inf_nan=False, partial_mode=mode)
+    return found if isinstance(found, dict) else {} if is_cut else None
