@@ -12,6 +12,7 @@ import jiter
 
 from pdserve.core.access.hosts import is_token
 from pdserve.core.errors import InvalidRequest, Unauthenticated, shortened
+from pdserve.core.types import MAX_SESSION_ID_CHARS
 from pdserve.telemetry import trace_context
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 REQUEST_ID: Final = "x-request-id"
 SESSION_ID: Final = "x-session-id"
-#: In which clients say what session a request belongs to. The first one that is present counts.
+#: In which clients say what session a request belongs to. The first one counts; of the others, the first valid one.
 SESSION_IDS: Final = (
     SESSION_ID,
     "x-claude-code-session-id",
@@ -96,11 +97,14 @@ def is_own_host(host: str) -> bool:
 
 
 def options(headers: Mapping[str, str]) -> Options:
-    """Raises InvalidRequest. A malformed traceparent is ignored, as W3C's rules ask."""
+    """Raises InvalidRequest. A malformed traceparent is ignored, as W3C's rules ask. So is the session in a client's own
+    header, which was not made for this server."""
     found: dict[str, Any] = {}
     if REQUEST_ID in headers:
         found["request_id"] = _text(REQUEST_ID, headers[REQUEST_ID])
-    if (header := next((one for one in SESSION_IDS if one in headers), None)) is not None:
+    if SESSION_ID in headers:
+        found["session_id"] = _text(SESSION_ID, headers[SESSION_ID])
+    elif (header := next((one for one in SESSION_IDS if _is_session(headers.get(one, ""))), None)) is not None:
         found["session_id"] = _text(header, headers[header])
     targets = {name: _seconds(header, headers[header]) for header, name in TARGETS.items() if header in headers}
     if targets:
@@ -109,6 +113,14 @@ def options(headers: Mapping[str, str]) -> Options:
     if trace_context.parse(traceparent) is not None:
         found["traceparent"] = traceparent
     return cast("Options", found)
+
+
+def _is_session(value: str) -> bool:
+    try:
+        text = _text(SESSION_ID, value)
+    except InvalidRequest:
+        return False
+    return 0 < len(text) <= MAX_SESSION_ID_CHARS and text.isprintable()
 
 
 def _text(header: str, value: str) -> str:

@@ -196,6 +196,15 @@ def test_headers_become_options() -> None:
     }
 
 
+@pytest.mark.parametrize("value", ["", "s" * 129, "a\tb", "\xff", "\xc2\x80"])
+def test_only_the_own_header_of_a_session_may_be_an_error(value: str) -> None:
+    given_headers = {"x-claude-code-session-id": value, "session-id": "s" * 128, "x-session-affinity": "other"}
+    assert http_input.options(given_headers) == {"session_id": "s" * 128}
+    assert http_input.options({"session_id": value}) == {}
+    with pytest.raises(InvalidRequest, match=r"x-session-id"):
+        http_input.options({**given_headers, "x-session-id": "\xff"})
+
+
 @pytest.mark.parametrize("value", ["", "soon", "nan", "inf", "1e999", "1" * 33])
 def test_a_target_is_a_number(value: str) -> None:
     with pytest.raises(InvalidRequest, match="x-slo-tpot-ms"):
