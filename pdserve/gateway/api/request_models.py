@@ -213,7 +213,7 @@ Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 
 
 class Function(Strict):
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")  # OpenAI allows 64, Anthropic 128
     description: str | None = None
     parameters: Schema | None = None
     strict: bool | None = None

@@ -311,6 +311,12 @@ def test_calls_and_results_come_back_as_blocks(tooled: Served) -> None:
     assert "".join(one.get("text", "") for one in found["content"]) == expected.text
 
 
+def test_a_tool_s_name_has_up_to_128_characters(tooled: Served) -> None:
+    name = "mcp__" + "f" * 123
+    fields = {"tools": [{**ADD, "name": name}], "tool_choice": {"type": "any"}, "max_tokens": 200}
+    assert ask(tooled, **fields)["content"][0]["name"] == name
+
+
 def test_a_stop_sequence_is_named(bundled: Served) -> None:
     text = ask(bundled, max_tokens=40)["content"][0]["text"]
     stop = text[4:7]
@@ -414,6 +420,7 @@ def test_thinking_is_an_effort(script: Script, target: str, given: dict[str, Any
             *(400, "invalid_request_error", "a block tool_use of the role user"),
         ),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, 400, "invalid_request_error", "tools[0].name"),
+        ({"tools": [{"name": "f" * 129, "input_schema": {}}]}, 400, "invalid_request_error", "tools[0].name"),
         (
             {"tools": [{"type": "x_1"}, {"name": "f", "input_schema": {"type": "no"}}], "tool_choice": {"type": "any"}},
             *(400, "invalid_request_error", "tools"),
