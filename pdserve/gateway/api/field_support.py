@@ -63,6 +63,7 @@ IGNORED: Final[Mapping[Endpoint, Mapping[str, str]]] = {
         "inference_geo": "the workers are where they are",
         "service_tier": "there are no tiers; see priority",
         "speed": "there are no tiers; see priority",
+        "workspace_id": "of Anthropic's accounts",
     },
 }
 
