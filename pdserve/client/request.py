@@ -153,9 +153,11 @@ def tokenize_request(
     add_special_tokens: bool | None = None,
     add_generation_prompt: bool | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    reasoning_effort: str | None = None,
 ) -> inference_pb2.TokenizeRequest:
     request = inference_pb2.TokenizeRequest(add_special_tokens=add_special_tokens)
-    is_chat_option = tools is not None or add_generation_prompt is not None or bool(chat_template_kwargs)
+    of_chats = (tools, add_generation_prompt, reasoning_effort, chat_template_kwargs or None)
+    is_chat_option = any(one is not None for one in of_chats)
     if isinstance(prompt, str) and not is_chat_option:
         request.text = _utf8("prompt", prompt)
     elif _is_list(prompt):
@@ -163,6 +165,8 @@ def tokenize_request(
         request.chat.tools.extend(_tools("tools", () if tools is None else tools))
         if chat_template_kwargs:
             _set_template_arguments(request, "chat_template_kwargs", chat_template_kwargs)
+        if reasoning_effort is not None:
+            _set_of_chat(request, "reasoning_effort", reasoning_effort)
         if add_generation_prompt is not None:
             request.add_generation_prompt = add_generation_prompt
     else:
@@ -267,7 +271,7 @@ def _set_template_arguments(
         request.chat.template_arguments = _utf8(name, json.dumps(dict(value), ensure_ascii=False))
 
 
-def _set_of_chat(request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
+def _set_of_chat(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, name: str, value: Any) -> None:
     kind = bool if name == "allow_special_tokens" else str
     if not isinstance(value, kind):
         raise _wrong(name, kind.__name__, value)

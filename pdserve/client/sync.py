@@ -118,6 +118,7 @@ class Client(BaseClient):
         add_special_tokens: bool | None = None,
         add_generation_prompt: bool | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        reasoning_effort: str | None = None,
     ) -> list[int]:
         """`add_special_tokens`: those of the tokenizer around the text, by default for a text alone. The other
         options are of messages, for the chat template."""
@@ -128,6 +129,7 @@ class Client(BaseClient):
                 add_special_tokens=add_special_tokens,
                 add_generation_prompt=add_generation_prompt,
                 chat_template_kwargs=chat_template_kwargs,
+                reasoning_effort=reasoning_effort,
             )
         )
 

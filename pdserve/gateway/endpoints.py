@@ -107,10 +107,12 @@ async def count(call: SdkCall, caller: Caller) -> dict[str, Any]:
             call.prompts[0],  # type: ignore[arg-type]
             tools=options.get("tools"),
             chat_template_kwargs=options.get("chat_template_kwargs"),
+            reasoning_effort=options.get("reasoning_effort"),
         )
     except InvalidRequest as error:
         raise call.renamed(error) from None
-    return {"input_tokens": len(ids)}
+    kept = options.get("truncate_prompt_tokens")
+    return {"input_tokens": len(ids) if kept is None else min(len(ids), kept)}
 
 
 async def detokenize(request: DetokenizeRequest, caller: Caller) -> dict[str, Any]:

@@ -193,8 +193,11 @@ def test_a_value_that_cannot_be_encoded_names_its_field(prompt: Any, options: di
 def test_tokenize_takes_text_or_messages_but_no_ids() -> None:
     assert tokenize_request("hi").text == "hi"
     assert tokenize_request([{"role": "user", "content": "hi"}]).chat.messages[0].content == "hi"
+    assert tokenize_request([{"role": "user", "content": "hi"}], reasoning_effort="low").chat.reasoning_effort == "low"
     with pytest.raises(TypeError, match="prompt"):
         tokenize_request(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="messages"):
+        tokenize_request("hi", reasoning_effort="low")
 
 
 def test_each_kind_of_structured_output_reaches_its_field() -> None:

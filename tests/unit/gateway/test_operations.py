@@ -194,6 +194,7 @@ def tokens(served: Served, **fields: Any) -> list[int]:
 
 TEMPLATE = (
     "{{- style or '' }}{%- for one in messages %}{{- one.role + ': ' + one.content + '\\n' }}{%- endfor %}"
+    "{%- if enable_thinking is defined %}{{- 'thinks: ' + enable_thinking | string }}{%- endif %}"
     "{%- if add_generation_prompt %}{{- 'assistant: ' }}{%- endif %}"
 )
 
@@ -230,6 +231,18 @@ def test_a_chat_is_tokenized_with_and_without_the_next_message(begun: Served) ->
     styled = tokens(begun, messages=MESSAGES, chat_template_kwargs={"style": "def "})
     text = "def user: add two numbers\nassistant: "
     assert styled == tokens(begun, prompt=text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"thinking": {"type": "disabled"}}, {"thinking": {"type": "adaptive"}}, {"truncate_prompt_tokens": 3}]
+)
+def test_tokens_are_counted_as_in_the_request(begun: Served, fields: dict[str, Any]) -> None:
+    body = {"model": begun.model, "messages": MESSAGES, **fields}
+    counted = ask(begun, "POST", "/v1/messages/count_tokens", **body).json()["input_tokens"]
+    used = ask(begun, "POST", "/v1/messages", **body, max_tokens=1).json()["usage"]
+    assert counted == used["input_tokens"] + used["cache_read_input_tokens"]
+    plain = len(tokens(begun, messages=MESSAGES))
+    assert (counted > plain, counted == 3) == ("thinking" in fields, "truncate_prompt_tokens" in fields)
 
 
 def test_special_tokens_are_added_to_a_text_and_not_to_a_chat(begun: Served) -> None:
