@@ -100,7 +100,7 @@ def _messages(request: MessagesRequest) -> tuple[list[dict[str, Any]], dict[str,
     system = [request.system] if isinstance(request.system, str) else [one.text for one in request.system or ()]
     texts = [one for one in system if not one.startswith(BILLING)]
     if texts:
-        found.append({"role": "system", "content": "\n".join(texts)})
+        found.append({"role": "system", "content": texts})
         places["messages[0]"] = "system"
     for index, message in enumerate(request.messages):
         place = f"messages[{index}]"
@@ -136,7 +136,7 @@ def _add(found: list[dict[str, Any]], message: TurnMessage) -> dict[str, str]:
 
 
 def _add_text(found: list[dict[str, Any]], role: str, text: str) -> None:
-    if found and found[-1]["role"] == role == "user":
+    if found and found[-1]["role"] == role:
         found[-1]["content"].append(text)
     else:
         found.append({"role": role, "content": [text]})

@@ -166,6 +166,10 @@ def test_an_answer_has_its_request_s_id(bundled: Served) -> None:
         ),
         ({"system": [{"type": "text", "text": "x-anthropic-billing-header: cch=1;"}]}, [USER]),
         (
+            {"messages": [{"role": "system", "content": [{"type": "text", "text": one} for one in ("Write", "it.")]}, USER]},
+            [{"role": "system", "content": "Write\nit."}, USER],
+        ),
+        (
             {
                 "messages": [
                     {"role": "user", "content": "one"},
