@@ -395,10 +395,13 @@ class Gateway:
     def shed(self, url: bytes, headers: Iterable[tuple[bytes, bytes]]) -> ErrorReply | None:
         """The answer to a request that the gate rejects, from its head alone; None: it is served as usual. Only callers
         that were admitted lately are rejected here, because an unknown token must be checked first."""
-        path = _SHED_URLS.get(url)
+        path = _SHED_URLS.get(url.partition(b"?")[0])
         if path is None or self._shutdown.is_draining:
             return None
-        given = {name.decode(): value.decode("latin-1") for name, value in headers if name in _TOKENS}
+        given: dict[str, str] = {}
+        for name, value in headers:
+            if name in _TOKENS:
+                given.setdefault(name.decode(), value.decode("latin-1"))  # the first counts, as in Starlette
         try:
             caller = self._door.known(http_input.token_of(given))
         except Unauthenticated:

@@ -208,6 +208,20 @@ def test_other_paths_and_health_are_not_shed(toy: Served, raw: Connect) -> None:
         )
 
 
+def is_shed(host: GatewayHost, url: bytes, *headers: tuple[bytes, bytes]) -> bool:
+    assert host._server._gateway is not None
+    return host._server._gateway.shed(url, headers) is not None
+
+
+def test_a_query_makes_no_other_path(toy: Served, raw: Connect) -> None:
+    with gateway(toy.router) as host:
+        exchange(raw(host.address), post())
+        assert not is_shed(host, b"/v1/messages?beta=true")
+        close_gate(gate_of(host))
+        assert is_shed(host, b"/v1/messages?beta=true")
+        assert not is_shed(host, b"/tokenize?/v1/messages")
+
+
 def test_an_unknown_token_is_checked_before_it_is_shed() -> None:
     with serve(token="operator") as served, gateway(served.router) as host:
         connection = http.client.HTTPConnection(host.address, timeout=30.0)
@@ -222,6 +236,9 @@ def test_an_unknown_token_is_checked_before_it_is_shed() -> None:
         assert status_with("operator") == 200
         close_gate(gate_of(host))
         assert [status_with(token) for token in ("operator", "wrong", "operator")] == [429, 401, 429]
+        own, wrong = (b"x-api-key", b"operator"), (b"x-api-key", b"wrong")
+        assert is_shed(host, b"/v1/messages", own, wrong)
+        assert not is_shed(host, b"/v1/messages", wrong, own)  # the first counts, as for a request that is served
         connection.close()
 
 
