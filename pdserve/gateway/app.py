@@ -146,7 +146,7 @@ GENERATION_PATHS: Final[Mapping[str, Endpoint]] = {
     "/v1/responses": "responses",
     "/v1/messages": "messages",
 }
-ANTHROPIC_PATHS: Final = ("/v1/messages", "/v1/messages/count_tokens")  # whose errors have Anthropic's form
+ANTHROPIC_PATH: Final = "/v1/messages"  # at and below it, errors have Anthropic's form
 _TOKENS: Final = (b"authorization", http_input.API_KEY.encode())
 _SHED_URLS: Final = {path.encode(): path for path in GENERATION_PATHS}
 QUICK_BYTES: Final = 65_536  # a smaller body is validated on the event loop: a thread would take longer
@@ -570,8 +570,12 @@ class _Received:
 
 
 def _reply(path: str, error: PdserveError) -> ErrorReply:
-    found = errors.reply(error)
-    return errors.as_anthropic(found) if path in ANTHROPIC_PATHS else found
+    return _in_form(path, errors.reply(error))
+
+
+def _in_form(path: str, found: ErrorReply) -> ErrorReply:
+    is_anthropic = path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
+    return errors.as_anthropic(found) if is_anthropic else found
 
 
 def _make(body: bytes, model: Model, make: Callable[[Mapping[str, Any], Model], AnyRequest]) -> AnyRequest:
@@ -588,11 +592,12 @@ async def _no_such_path(request: Any, error: Exception) -> Any:
     path = given.rstrip("/")
     if given.endswith("/") and any(path == known for _, known in OPERATIONS):
         return Response(status_code=307, headers={"location": path})
-    return _Whole(errors.reply(NotFound("path", given)))
+    return _Whole(_reply(given, NotFound("path", given)))
 
 
 async def _wrong_method(request: Any, error: Any) -> Any:
-    return _Whole(errors.wrong_method(request.method, request.scope["path"], error.headers))
+    path: str = request.scope["path"]
+    return _Whole(_in_form(path, errors.wrong_method(request.method, path, error.headers)))
 
 
 @final

@@ -45,12 +45,16 @@ CHAT_ADD = {"type": "function", "function": {"name": "add", "description": "adds
 
 
 def post(
-    address: str, body: Mapping[str, Any], path: str = "/v1/messages", headers: Mapping[str, str] | None = None
+    address: str,
+    body: Mapping[str, Any],
+    path: str = "/v1/messages",
+    headers: Mapping[str, str] | None = None,
+    method: str = "POST",
 ) -> tuple[int, Mapping[str, str], str]:
     connection = http.client.HTTPConnection(address, timeout=60.0)
     try:
         own = {"content-type": "application/json", "anthropic-version": "2023-06-01", **(headers or {})}
-        connection.request("POST", path, json.dumps(body), own)
+        connection.request(method, path, json.dumps(body), own)
         answer = connection.getresponse()
         return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read().decode()
     finally:
@@ -444,6 +448,28 @@ def test_an_error_has_anthropic_s_form(tooled: Served, given: Any, status: int, 
         error = json.loads(text)["error"]
         assert (seen, error["type"]) == (status, kind)
         assert place in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "kind"),
+    [
+        ("GET", "/v1/messages", 405, "invalid_request_error"),
+        ("PUT", "/v1/messages/count_tokens", 405, "invalid_request_error"),
+        ("POST", "/v1/messages/batches", 404, "not_found_error"),
+        ("GET", "/v1/messages/", 307, None),
+        ("POST", "/v1/messagesx", 404, None),
+    ],
+)
+def test_other_methods_and_paths_have_the_form_of_their_beginning(
+    bundled: Served, method: str, path: str, status: int, kind: str | None
+) -> None:
+    seen, _, text = post(bundled.address, {}, path, method=method)
+    assert seen == status
+    if kind is None:
+        assert text == "" or "param" in json.loads(text)["error"]
+    else:
+        MessagesErrorAnswer.model_validate_json(text)
+        assert json.loads(text)["error"]["type"] == kind
 
 
 def test_threads_are_refused_as_clients_expect_it(tooled: Served) -> None:
