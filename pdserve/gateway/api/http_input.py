@@ -97,8 +97,8 @@ def is_own_host(host: str) -> bool:
 
 
 def options(headers: Mapping[str, str]) -> Options:
-    """Raises InvalidRequest. A malformed traceparent is ignored, as W3C's rules ask. So is the session in a client's own
-    header, which was not made for this server."""
+    """Raises InvalidRequest. A malformed traceparent is ignored, as W3C's rules ask. So is a malformed session in a
+    client's own header, which was not made for this server."""
     found: dict[str, Any] = {}
     if REQUEST_ID in headers:
         found["request_id"] = _text(REQUEST_ID, headers[REQUEST_ID])

@@ -70,6 +70,7 @@ class ToolResultBlock(History):
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | Annotated[list[ReadBlock], Most(MAX_PARTS)] | None = None
+    is_error: bool = False
 
 
 Block = Annotated[

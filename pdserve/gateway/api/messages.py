@@ -44,6 +44,7 @@ MAX_NAMED: Final = 8  # types of ignored tools in the answer's header
 #: Begins a block that Claude Code adds to its system message. It differs in each request, so behind it no prefix would
 #: ever be found in the cache.
 BILLING: Final = "x-anthropic-billing-header:"
+ERROR: Final = "Error: "  # begins the result of a call that failed
 DEFAULT_EFFORT: Final = "high"  # Anthropic's, of a request that asks for thinking
 #: Clients require a signature. It is not checked: what a client sends back is text of a conversation like any other.
 SIGNATURE: Final = "unsigned"
@@ -105,7 +106,7 @@ def _messages(request: MessagesRequest) -> tuple[list[dict[str, Any]], dict[str,
     for index, message in enumerate(request.messages):
         place = f"messages[{index}]"
         add = _add_assistant if message.role == "assistant" else _add
-        for at, added in add(found, message).items():
+        for at, added in add(found, message, place).items():
             places.setdefault(at, place + added)
     for turn in found:
         for name in ("content", "reasoning_content"):
@@ -114,7 +115,7 @@ def _messages(request: MessagesRequest) -> tuple[list[dict[str, Any]], dict[str,
     return found, places
 
 
-def _add(found: list[dict[str, Any]], message: TurnMessage) -> dict[str, str]:
+def _add(found: list[dict[str, Any]], message: TurnMessage, place: str) -> dict[str, str]:
     """A message of the user or the system. Results of calls are messages of their own. A later message of the system is
     text of the user's turn: the chat templates of many models take only one, at the beginning."""
     role = "user" if found else message.role
@@ -128,7 +129,7 @@ def _add(found: list[dict[str, Any]], message: TurnMessage) -> dict[str, str]:
         elif isinstance(block, (TextBlock, DocumentBlock)):
             _add_text(found, role, block.text)
         else:
-            raise _misplaced(block.type, message.role)
+            raise _misplaced(f"{place}.content[{number}]", block.type, message.role)
         places.setdefault(f"messages[{len(found) - 1}]", f".content[{number}]")
     if not message.content:
         _add_text(found, role, "")
@@ -142,7 +143,7 @@ def _add_text(found: list[dict[str, Any]], role: str, text: str) -> None:
         found.append({"role": role, "content": [text]})
 
 
-def _add_assistant(found: list[dict[str, Any]], message: TurnMessage) -> dict[str, str]:
+def _add_assistant(found: list[dict[str, Any]], message: TurnMessage, place: str) -> dict[str, str]:
     if not found or found[-1]["role"] != "assistant":
         found.append({"role": "assistant", "content": None})
     turn, at = found[-1], f"messages[{len(found) - 1}]"
@@ -155,10 +156,10 @@ def _add_assistant(found: list[dict[str, Any]], message: TurnMessage) -> dict[st
         elif isinstance(block, ThinkingBlock):
             turn.setdefault("reasoning_content", []).append(block.thinking)
         elif isinstance(block, (DocumentBlock, ToolResultBlock)):
-            raise _misplaced(block.type, message.role)
+            raise _misplaced(f"{place}.content[{number}]", block.type, message.role)
         elif not isinstance(block, RedactedThinkingBlock):
             calls = turn.setdefault("tool_calls", [])
-            arguments = json.dumps(block.input, ensure_ascii=False)
+            arguments = _written(block.input, f"{place}.content[{number}].input")
             calls.append({"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}})
             places[f"{at}.tool_calls[{len(calls) - 1}].function"] = f".content[{number}]"
     if turn["content"] is None and not turn.keys() & {"tool_calls", "reasoning_content"}:
@@ -166,13 +167,22 @@ def _add_assistant(found: list[dict[str, Any]], message: TurnMessage) -> dict[st
     return places
 
 
-def _misplaced(kind: str, role: str) -> InvalidRequest:
-    return InvalidRequest("messages", f"a block {kind} of the role {role}", "blocks that this role may have")
+def _misplaced(place: str, kind: str, role: str) -> InvalidRequest:
+    return InvalidRequest(f"{place}.type", f"a block {kind} of the role {role}", "blocks that this role may have")
+
+
+def _written(arguments: Mapping[str, Any], place: str) -> str:
+    try:
+        return json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        raise InvalidRequest(place, "a number that is not finite", "finite numbers") from None
 
 
 def _text(block: ToolResultBlock) -> str:
+    """Chat templates have no field for `is_error`."""
     content = block.content or ""
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+    text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+    return f"{ERROR}{text}" if block.is_error and not text.startswith(ERROR.strip()) else text
 
 
 def _stops(request: MessagesRequest) -> list[str] | None:

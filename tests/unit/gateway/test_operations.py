@@ -234,7 +234,8 @@ def test_a_chat_is_tokenized_with_and_without_the_next_message(begun: Served) ->
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"thinking": {"type": "disabled"}}, {"thinking": {"type": "adaptive"}}, {"truncate_prompt_tokens": 3}]
+    "fields",
+    [{}, {"thinking": {"type": "disabled"}}, {"thinking": {"type": "adaptive"}}, {"truncate_prompt_tokens": 3}],
 )
 def test_tokens_are_counted_as_in_the_request(begun: Served, fields: dict[str, Any]) -> None:
     body = {"model": begun.model, "messages": MESSAGES, **fields}
