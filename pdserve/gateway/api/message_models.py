@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import Field, Tag
 
 from pdserve.core.types import MAX_MESSAGES, MAX_STOP_STRINGS, MAX_TOOLS
 from pdserve.gateway.api.request_models import (
@@ -12,11 +12,12 @@ from pdserve.gateway.api.request_models import (
     MAX_PARTS,
     History,
     Most,
-    NullIsAbsent,
+    OtherTool,
     SamplingFields,
     Schema,
     Strict,
     TemplateArguments,
+    by_type,
     described,
 )
 
@@ -94,21 +95,6 @@ class CustomTool(History):
     strict: bool | None = None
 
 
-class BuiltInTool(NullIsAbsent):
-    """One whose schema Anthropic's models know, or which its service runs. The model does not see it."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-    type: str = Field(pattern=r"^[a-z0-9_]{1,64}$")
-
-
-def _tool_kind(given: Any) -> str:
-    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
-    return "custom" if kind in (None, "custom") else "other"
-
-
-_ByKind = Discriminator(_tool_kind)
-
-
 class ToolChoice(Strict):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -145,7 +131,11 @@ class MessagesRequest(SamplingFields):
     stop_sequences: Annotated[list[str], Most(MAX_STOP_STRINGS)] | None = described("up to 16 strings")
     tools: (
         Annotated[
-            list[Annotated[Annotated[CustomTool, Tag("custom")] | Annotated[BuiltInTool, Tag("other")], _ByKind]],
+            list[
+                Annotated[
+                    Annotated[CustomTool, Tag("function")] | Annotated[OtherTool, Tag("other")], by_type(None, "custom")
+                ]
+            ],
             Most(2 * MAX_TOOLS),  # with those that are ignored
         ]
         | None

@@ -24,7 +24,6 @@ from pdserve.gateway.api.errors import ErrorReply
 from pdserve.gateway.api.field_support import supported
 from pdserve.gateway.api.logprobs import BytesOf
 from pdserve.gateway.api.message_models import (
-    BuiltInTool,
     CustomTool,
     DocumentBlock,
     MessagesRequest,
@@ -36,11 +35,10 @@ from pdserve.gateway.api.message_models import (
 )
 from pdserve.gateway.api.replies import Head, Writer
 from pdserve.gateway.api.request_models import SamplingFields
-from pdserve.gateway.api.sdk_call import SdkCall, chat_call, check_model, renamed_place, validated
+from pdserve.gateway.api.sdk_call import SdkCall, chat_call_as, check_model, ignored_tools, text_of, validated
 from pdserve.gateway.api.sse import FrameTemplate
 from pdserve.gateway.tools.plan import AnswerTools
 
-MAX_NAMED: Final = 8  # types of ignored tools in the answer's header
 #: Begins a block that Claude Code adds to its system message. It differs in each request, so behind it no prefix would
 #: ever be found in the cache.
 BILLING: Final = "x-anthropic-billing-header:"
@@ -84,13 +82,8 @@ def messages_call(given: Mapping[str, Any], model: Model, headers: Options) -> S
         "tools": [_tool(one) for _, one in numbered] or None,
         **_choice(request),
     }
-    try:
-        call = chat_call({name: value for name, value in chat.items() if value is not None}, model, headers)
-    except InvalidRequest as error:
-        raise error.renamed(renamed_place(error.field, _NAMES | places)) from None
-    names = {theirs: _NAMES.get(ours, ours) for theirs, ours in call.names.items()} | _NAMES | places
-    shown = replace(call.shown, is_only_scored=most == 0)
-    return replace(call, shown=shown, names=names, ignored=_ignored(request))
+    call = chat_call_as(chat, model, headers, _NAMES | places, _ignored(request))
+    return replace(call, shown=replace(call.shown, is_only_scored=most == 0))
 
 
 def _messages(request: MessagesRequest) -> tuple[list[dict[str, Any]], dict[str, str]]:
@@ -180,8 +173,7 @@ def _written(arguments: Mapping[str, Any], place: str) -> str:
 
 def _text(block: ToolResultBlock) -> str:
     """Chat templates have no field for `is_error`."""
-    content = block.content or ""
-    text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+    text = text_of(block.content or "")
     return f"{ERROR}{text}" if block.is_error and not text.startswith(ERROR.strip()) else text
 
 
@@ -218,13 +210,12 @@ def _choice(request: MessagesRequest) -> dict[str, Any]:
     return {"tool_choice": choice, "parallel_tool_calls": False if asked.disable_parallel_tool_use else None}
 
 
-def _ignored(request: MessagesRequest) -> tuple[str, ...]:
+def _ignored(request: MessagesRequest) -> list[str]:
     """What the request asks for, and the answer lacks."""
-    kinds = sorted({one.type for one in request.tools or () if isinstance(one, BuiltInTool)})
-    found = [f"tools.{kind}" for kind in kinds[:MAX_NAMED]]
+    found = ignored_tools(request.tools)
     if request.thinking is not None:
         found += [f"thinking.{name}" for name in ("budget_tokens", "display") if getattr(request.thinking, name)]
-    return tuple(found)
+    return found
 
 
 # --- answer ---------------------------------------------------------------------------------------------------
@@ -367,7 +358,7 @@ _DELTAS: Final[Mapping[str, tuple[str, _Event]]] = {
 
 
 def _frame(event: Mapping[str, Any]) -> bytes:
-    return b"event: %b\n%b" % (event["type"].encode(), sse.frame(event))
+    return sse.event_line(event) + sse.frame(event)
 
 
 @final

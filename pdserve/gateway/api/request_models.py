@@ -402,18 +402,21 @@ class FunctionTool(History):
 
 
 class OtherTool(NullIsAbsent):
-    """One that OpenAI's service runs, or whose calls are no JSON. The model does not see it."""
+    """One that OpenAI's or Anthropic's service runs, whose schema only its models know, or whose calls are no JSON. The
+    model does not see it."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
     type: str = Field(pattern=r"^[a-z0-9_]{1,64}$")
 
 
-def _tool_kind(given: Any) -> str:
-    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
-    return "function" if kind == "function" else "other"
+def by_type(*functions: str | None) -> Discriminator:
+    """Tells tools of these types, whose tag is "function", from others, whose tag is "other"."""
 
+    def tag(given: Any) -> str:
+        kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+        return "function" if kind in functions else "other"
 
-_ByKind: Final = Discriminator(_tool_kind)
+    return Discriminator(tag)
 
 
 class FunctionChoice(Strict):
@@ -470,7 +473,11 @@ class ResponsesRequest(SamplingFields):
     reasoning: ReasoningOptions | None = described("`effort` as `reasoning_effort` of a chat; `summary` has no effect")
     tools: (
         Annotated[
-            list[Annotated[Annotated[FunctionTool, Tag("function")] | Annotated[OtherTool, Tag("other")], _ByKind]],
+            list[
+                Annotated[
+                    Annotated[FunctionTool, Tag("function")] | Annotated[OtherTool, Tag("other")], by_type("function")
+                ]
+            ],
             Most(2 * MAX_TOOLS),  # with those that are ignored
         ]
         | None

@@ -24,20 +24,16 @@ from pdserve.gateway.api.request_models import (
     FunctionChoice,
     FunctionTool,
     InputCall,
-    InputPart,
     InputReasoning,
     InputResult,
-    OtherTool,
-    RefusalPart,
     ResponsesRequest,
     SamplingFields,
     SchemaFormat,
     TextOptions,
 )
-from pdserve.gateway.api.sdk_call import SdkCall, chat_call, check_model, renamed_place, validated
+from pdserve.gateway.api.sdk_call import SdkCall, chat_call_as, check_model, ignored_tools, text_of, validated
 from pdserve.gateway.tools.plan import AnswerTools
 
-MAX_NAMED: Final = 8  # types of ignored tools in the answer's header
 #: The name that a chat's field has here.
 _NAMES: Final = {
     "messages": "input",
@@ -73,13 +69,8 @@ def responses_call(given: Mapping[str, Any], model: Model, headers: Options) -> 
         "logprobs": is_scored or None,
         "top_logprobs": request.top_logprobs if is_scored else None,
     }
-    try:
-        call = chat_call({name: value for name, value in chat.items() if value is not None}, model, headers)
-    except InvalidRequest as error:
-        raise error.renamed(renamed_place(error.field, _NAMES | places)) from None
-    names = {theirs: _NAMES.get(ours, ours) for theirs, ours in call.names.items()} | _NAMES | places
-    shown = replace(call.shown, is_repeated=True)
-    return replace(call, shown=shown, names=names, echoed=_echoed(request, functions), ignored=_ignored(request))
+    call = chat_call_as(chat, model, headers, _NAMES | places, _ignored(request))
+    return replace(call, shown=replace(call.shown, is_repeated=True), echoed=_echoed(request, functions))
 
 
 def _messages(
@@ -122,11 +113,11 @@ def _add(messages: list[dict[str, Any]], place: str, item: dict[str, Any]) -> st
             return ""
         _assistant(messages).setdefault("reasoning_content", []).append(text)
     elif isinstance(one, InputResult):
-        messages.append({"role": "tool", "tool_call_id": one.call_id, "content": _text(one.output)})
+        messages.append({"role": "tool", "tool_call_id": one.call_id, "content": text_of(one.output)})
     elif one.role == "assistant" and messages and messages[-1]["role"] == "assistant" and _is_bare(messages[-1]):
-        messages[-1]["content"] = _text(one.content)
+        messages[-1]["content"] = text_of(one.content)
     else:
-        messages.append({"role": one.role, "content": _text(one.content)})
+        messages.append({"role": one.role, "content": text_of(one.content)})
     return f"messages[{len(messages) - 1}]"
 
 
@@ -152,24 +143,19 @@ def _reasoning(item: InputReasoning) -> str:
     return ""
 
 
-def _text(content: str | Sequence[InputPart | RefusalPart]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
-
-
 def _stream_options(request: ResponsesRequest) -> dict[str, Any] | None:
     asked = request.stream_options
     return {"include_obfuscation": asked.include_obfuscation} if asked is not None and request.stream else None
 
 
-def _ignored(request: ResponsesRequest) -> tuple[str, ...]:
+def _ignored(request: ResponsesRequest) -> list[str]:
     """What the request asks for, and the answer lacks."""
-    kinds = sorted({one.type for one in request.tools or () if isinstance(one, OtherTool)})
-    found = [f"tools.{kind}" for kind in kinds[:MAX_NAMED]]
+    found = ignored_tools(request.tools)
     if request.text is not None and request.text.verbosity in ("low", "high"):
         found.append("text.verbosity")
     if request.reasoning is not None and request.reasoning.summary not in (None, "none"):
         found.append("reasoning.summary")
-    return tuple(found)
+    return found
 
 
 def _format(text: TextOptions | None) -> dict[str, Any] | None:
@@ -307,9 +293,9 @@ class ResponsesWriter(Writer):
         """Whole if it is a delta. Others may have the logprobs of the whole answer, and come in pieces."""
         if event["type"].endswith(".delta"):
             make = sse.padded_frame if self._call.shown.is_padded else sse.frame
-            yield _name(event) + make(self._numbered(event))
+            yield sse.event_line(event) + make(self._numbered(event))
         else:
-            yield _name(event)
+            yield sse.event_line(event)
             yield from sse.frame_pieces(self._numbered(event))
 
     def _numbered(self, event: _Event) -> _Event:
@@ -422,7 +408,3 @@ class _Output:
             else one
             for name, one in value.items()
         }
-
-
-def _name(event: _Event) -> bytes:
-    return f"event: {event['type']}\n".encode()

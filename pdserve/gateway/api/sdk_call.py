@@ -25,6 +25,7 @@ from pdserve.gateway.api.request_models import (
     JsonObjectFormat,
     JsonSchemaFormat,
     Message,
+    OtherTool,
     SamplingRequest,
     StreamOptions,
     TextRequest,
@@ -34,6 +35,7 @@ from pdserve.gateway.tools.plan import ToolPlan, plan_tools
 
 _STRUCTURES: Final = {one.value for one in GrammarKind}
 _MESSAGES: Final = ("prompt", "chat", "messages")
+MAX_IGNORED_TOOLS: Final = 8  # types of tools in the header of an answer
 _PARTS: Final = ("'refusal'", "'document'")  # a union with one of these types is that of the parts of a content
 MAX_KIND_CHARS: Final = 32  # of a text in an error, in place of one of a few names
 _EMBEDDED: Final = "%json"  # begins a schema in a Lark grammar
@@ -191,6 +193,25 @@ def chat_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCa
     if plan is not None and plan.tools:
         names |= dict.fromkeys(_STRUCTURES, "tools")
     return _call(request, [sdk_messages(request.messages)], {**options, **headers}, logprobs, names, plan)
+
+
+def chat_call_as(
+    chat: Mapping[str, Any], model: Model, headers: Options, names: Mapping[str, str], ignored: Sequence[str]
+) -> SdkCall:
+    """That of a chat which was made from another request. `chat` may have None for absent fields. `names`: what the
+    chat's fields are called in the request. Raises InvalidRequest and UnknownModel."""
+    try:
+        call = chat_call({name: value for name, value in chat.items() if value is not None}, model, headers)
+    except InvalidRequest as error:
+        raise error.renamed(renamed_place(error.field, names)) from None
+    own = {theirs: names.get(ours, ours) for theirs, ours in call.names.items()}
+    return dataclasses.replace(call, names=own | dict(names), ignored=tuple(ignored))
+
+
+def ignored_tools(tools: Sequence[Any] | None) -> list[str]:
+    """Names for the answer's header."""
+    kinds = sorted({one.type for one in tools or () if isinstance(one, OtherTool)})
+    return [f"tools.{kind}" for kind in kinds[:MAX_IGNORED_TOOLS]]
 
 
 def _answer_form(structure: Mapping[str, Any]) -> dict[str, Any] | str:
@@ -352,7 +373,7 @@ def _sdk_message(place: str, message: Message) -> dict[str, Any]:
     if message.role not in _SENT_BACK and message.model_extra:
         raise InvalidRequest(f"{place}.{next(iter(message.model_extra))}", "an unknown field", "no such field")
     role = "system" if message.role == "developer" else message.role
-    found: dict[str, Any] = {"role": role, "content": None if content is None else _text(content)}
+    found: dict[str, Any] = {"role": role, "content": None if content is None else text_of(content)}
     if message.tool_calls:
         found["tool_calls"] = [one.model_dump() for one in message.tool_calls]
     optional = {"tool_call_id": message.tool_call_id, "name": message.name, "reasoning_content": reasoning}
@@ -360,7 +381,8 @@ def _sdk_message(place: str, message: Message) -> dict[str, Any]:
     return found
 
 
-def _text(content: Any) -> str:
+def text_of(content: Any) -> str:
+    """Of a content, which is a text or parts of one."""
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 

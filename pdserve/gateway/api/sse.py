@@ -71,6 +71,11 @@ def _values_left(value: Any, most: int) -> int:
     return most
 
 
+def event_line(event: Mapping[str, Any]) -> bytes:
+    """Before the frame of an event that names its type."""
+    return b"event: %b\n" % event["type"].encode()
+
+
 def frame(value: Mapping[str, Any], *, is_long: bool = False) -> bytes:
     """`is_long`: it is encoded in pieces, because the encoder keeps the interpreter to itself for a whole one."""
     return b"".join(frame_pieces(value)) if is_long else b"data: " + _one_line(to_json(value)) + b"\n\n"
