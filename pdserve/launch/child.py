@@ -16,12 +16,11 @@ from typing import Any, Final, Protocol, final
 from pdserve.config import without_secrets
 from pdserve.core.errors import PdserveError
 from pdserve.core.progress import phase_of
-from pdserve.isolated.tied_program import end_session, tied_command
-from pdserve.launch.detached.keeper import LISTENING, MAX_LINE_BYTES, read_lines
+from pdserve.isolated.tied_program import tied_command
+from pdserve.launch.detached.keeper import LISTENING, TiedProcess
 from pdserve.launch.spec import waiting_env
 
 TAIL_LINES: Final = 40
-_LAST_LINES_S: Final = 1.0  # for the output of a process that has ended
 _LOG_LINE: Final = re.compile(r'[ "](DEBUG|INFO|WARNING|ERROR|CRITICAL)[ "]')
 _COMPLAINT: Final = re.compile(r"error(?! in sys\.excepthook)|: got .+, expected ", re.IGNORECASE)
 _NOISE: Final = re.compile(r"^(pdserve\.core\.errors\.\w+|prefill_worker|decode_worker|router|gateway): |^error: ")
@@ -82,40 +81,6 @@ class Spawner(Protocol):
 
 
 @final
-class TiedProcess:
-    """A child of this process."""
-
-    def __init__(self, process: asyncio.subprocess.Process, on_line: OnLine) -> None:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        self._process = process
-        self._readers = [
-            asyncio.create_task(read_lines(process.stdout, lambda line: on_line(line, True))),
-            asyncio.create_task(read_lines(process.stderr, lambda line: on_line(line, False))),
-        ]
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.returncode
-
-    async def wait(self) -> int:
-        code = await self._process.wait()
-        end_session(self._process.pid)
-        _, late = await asyncio.wait(self._readers, timeout=_LAST_LINES_S)
-        for one in late:
-            one.cancel()
-        return code
-
-    def send_signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(number)
-
-
-@final
 class TiedSpawner:
     """Starts children of this process. They end when it ends, even if it is killed."""
 
@@ -124,17 +89,7 @@ class TiedSpawner:
         return os.getpid()
 
     async def spawn(self, command: SpawnCommand, on_line: OnLine) -> Spawned:
-        process = await asyncio.create_subprocess_exec(
-            *command.words,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            limit=MAX_LINE_BYTES,
-            env=command.env,
-            start_new_session=True,
-            pass_fds=command.files,
-        )
-        return TiedProcess(process, on_line)
+        return await TiedProcess.start(command.words, command.env, on_line, command.files)
 
 
 # --- its life -------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
@@ -48,6 +48,75 @@ _MOST_UNSENT_BYTES: Final = 1 << 23  # of a launcher that reads nothing; further
 _PEER: Final = struct.Struct("3i")  # pid, uid, gid
 
 
+@final
+class TiedProcess:
+    """A child of this process, in a session of its own."""
+
+    def __init__(self, process: asyncio.subprocess.Process, on_line: Callable[[str, bool], None]) -> None:
+        """`on_line` gets each line, and whether it is of stdout."""
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._process = process
+        self._readers = [
+            asyncio.create_task(_read_lines(process.stdout, lambda line: on_line(line, True))),
+            asyncio.create_task(_read_lines(process.stderr, lambda line: on_line(line, False))),
+        ]
+
+    @classmethod
+    async def start(
+        cls,
+        words: Sequence[str],
+        env: Mapping[str, str],
+        on_line: Callable[[str, bool], None],
+        files: Sequence[int] = (),
+    ) -> TiedProcess:
+        """`files`: open descriptors that it inherits. Raises OSError and ValueError."""
+        process = await asyncio.create_subprocess_exec(
+            *words,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=MAX_LINE_BYTES,
+            env=env,
+            start_new_session=True,
+            pass_fds=files,
+        )
+        return cls(process, on_line)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+    async def wait(self) -> int:
+        """The exit status, once the process has ended and its lines are read. The rest of its session is ended."""
+        status = await self._process.wait()
+        end_session(self._process.pid)
+        _, late = await asyncio.wait(self._readers, timeout=_LAST_LINES_S)
+        for one in late:
+            one.cancel()
+        return status
+
+    def send_signal(self, number: int) -> None:
+        """Does nothing if it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+
+async def _read_lines(pipe: asyncio.StreamReader, take: Callable[[str], None]) -> None:
+    while True:
+        try:
+            raw = await pipe.readline()
+        except ValueError:  # a line over the limit: drop its buffered part
+            continue
+        if not raw:
+            return
+        take(raw.decode(errors="replace").rstrip())
+
+
 @dataclass(slots=True, kw_only=True)
 class _Kept:
     """A process that runs."""
@@ -56,7 +125,7 @@ class _Kept:
     name: str
     stage: int
     drain_s: float
-    process: asyncio.subprocess.Process
+    process: TiedProcess
     began_s: float = field(default_factory=time.monotonic)
     address: str = ""  # once it listens
     start_s: float = 0.0
@@ -200,7 +269,7 @@ class Keeper:
                 await self._spawn(**asked)
             case {"signal": [int(key), int(number)]}:
                 if key in self._kept:
-                    _signal(self._kept[key], number)
+                    self._kept[key].process.send_signal(number)
             case {"state": state}:
                 self._state = state
                 if self._is_down:  # the launcher may not have been able to end it before
@@ -246,14 +315,8 @@ class Keeper:
         try:
             if self._ending is not None:
                 raise OSError(0, "the cluster is ending")
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                limit=MAX_LINE_BYTES,
-                env=env,
-                start_new_session=True,
+            process = await TiedProcess.start(
+                command, env, lambda line, is_stdout: self._line(self._kept[key], line, is_stdout=is_stdout)
             )
         except (OSError, ValueError) as error:
             number, text = (error.errno or 0, error.strerror) if isinstance(error, OSError) else (0, None)
@@ -264,18 +327,7 @@ class Keeper:
         self._lives[key] = asyncio.create_task(self._live(kept))
 
     async def _live(self, kept: _Kept) -> None:
-        process = kept.process
-        assert process.stdout is not None
-        assert process.stderr is not None
-        readers = [
-            asyncio.create_task(read_lines(process.stdout, lambda line: self._line(kept, line, is_stdout=True))),
-            asyncio.create_task(read_lines(process.stderr, lambda line: self._line(kept, line, is_stdout=False))),
-        ]
-        status = await process.wait()
-        end_session(process.pid)
-        _, late = await asyncio.wait(readers, timeout=_LAST_LINES_S)
-        for one in late:
-            one.cancel()
+        status = await kept.process.wait()
         del self._kept[kept.key], self._lives[kept.key]
         self._tell({"ended": [kept.key, status]})
 
@@ -296,15 +348,15 @@ class Keeper:
             first = min(one.stage for one in self._kept.values())
             stage = [one for one in self._kept.values() if one.stage == first]
             for one in stage:
-                _signal(one, signal.SIGTERM)
+                one.process.send_signal(signal.SIGTERM)
             limit_s = max(one.drain_s for one in stage) + KILL_AFTER_S
             await asyncio.wait([self._lives[one.key] for one in stage], timeout=limit_s)
             for one in stage:
                 if one.key in self._kept:
-                    _signal(one, signal.SIGKILL)
+                    one.process.send_signal(signal.SIGKILL)
                     await self._lives[one.key]
         for one in list(self._kept.values()):
-            _signal(one, signal.SIGKILL)
+            one.process.send_signal(signal.SIGKILL)
             await self._lives[one.key]
         self.has_ended.set()
 
@@ -327,23 +379,6 @@ async def _closed(reader: asyncio.StreamReader) -> None:
 
 def _is_closed(reader: asyncio.StreamReader) -> bool:
     return reader.at_eof() or reader.exception() is not None
-
-
-def _signal(kept: _Kept, number: int) -> None:
-    """asyncio sends nothing to a process that has ended."""
-    with contextlib.suppress(ProcessLookupError):
-        kept.process.send_signal(number)
-
-
-async def read_lines(pipe: asyncio.StreamReader, take: Callable[[str], None]) -> None:
-    while True:
-        try:
-            raw = await pipe.readline()
-        except ValueError:  # a line over the limit: drop its buffered part
-            continue
-        if not raw:
-            return
-        take(raw.decode(errors="replace").rstrip())
 
 
 def send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
