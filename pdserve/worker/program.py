@@ -35,7 +35,7 @@ from pdserve.core.kv.stamps import BlockStamps
 from pdserve.core.types import Role
 from pdserve.engine.adapters import read_adapter
 from pdserve.engine.interface import Engine, PlainOuts, RowOut, compacted
-from pdserve.engine.memory.host import host_copies
+from pdserve.engine.memory.host import HostCopies, host_copies
 from pdserve.engine.memory.plan import with_device_defaults
 from pdserve.engine.ranks.rejected_joins import rejected_joins
 from pdserve.outage_log import PeerLog
@@ -125,28 +125,19 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         self.received_s = 0.0  # arrival time of the message that is being handled
         if (kept := context.kept) is None:
             copies = host_copies(engine, config, PhaseReport(config.worker_id, "host tier", "bytes"))
-            tier = None if copies is None else HostTier(copies, copies.most_saved)
+            self.cost = calibrate.calibrate(engine, context.role, config)
+            tier = None if copies is None else _host_tier(copies, self.cost, spec.block_size)
             blocks = BlockAllocator(spec.num_blocks, is_cache_on=config.is_prefix_cache_on, stamps=stamps, tier=tier)
             self.kv = KvCache(blocks, spec.block_size)
         else:
             self.kv = kept.kv
+            self.cost = calibrate.calibrate_again(engine, context.role, config, kept.cost, kept.kv)
         self.blocks = self.kv.blocks
         # A sequence must fit into the whole pool.
         max_context_tokens = min(spec.max_context_tokens, spec.num_blocks * spec.block_size)
         seed = hash_seed(spec.weights_hash, spec.dtype, spec.layout, spec.block_size)
         self.limits = SequenceLimits(vocab_size=spec.vocab_size, max_context_tokens=max_context_tokens, hash_seed=seed)
         self.end_rule = EndRule(eos_token_ids=frozenset(spec.eos_token_ids), max_context_tokens=max_context_tokens)
-        if kept is None:
-            self.cost = calibrate.calibrate(engine, context.role, config)
-            if copies is not None:
-                rule = LoadRule(copies.measure_s(), CostModel(self.cost).prefill_s)
-                self.kv.load_rule = rule
-                if not rule.loads(LONG_BLOCKS, cached_tokens=0, block_size=spec.block_size):
-                    # Routers would count on blocks that are computed again.
-                    log.warning("to load KV blocks would take longer than to compute them: there is no host tier")
-                    self.blocks.tier = None
-        else:
-            self.cost = calibrate.calibrate_again(engine, context.role, config, kept.cost, kept.kv)
         self.log_fields = AttemptFields()
         self.lines = PeerLog(log)  # that other processes can cause
         self.isolation = Isolation(engine, partial(free_row, self.kv))
@@ -516,6 +507,15 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
 
     def _with_state(self, load: pr.Load) -> pr.Load:
         return replace(load, steps=self.num_steps, is_draining=self.scheduler.is_draining, is_drained=self.is_drained)
+
+
+def _host_tier(copies: HostCopies, cost: CostPrior, block_size: int) -> HostTier | None:
+    """None if computing is sooner: routers would count on blocks that are computed again. Overwrites the pool."""
+    rule = LoadRule(copies.measure_s(), CostModel(cost).prefill_s)
+    if not rule.loads(LONG_BLOCKS, cached_tokens=0, block_size=block_size):
+        log.warning("loading KV blocks would take longer than computing them, so there is no host tier")
+        return None
+    return HostTier(copies, rule, copies.most_saved)
 
 
 #: For the host, which runs a program of either role, and sees neither its steps nor its effects.

@@ -12,7 +12,6 @@ from typing import final
 
 from pdserve.core.attempt import blocks_for, shareable_blocks
 from pdserve.core.kv.blocks import BlockAllocator, CacheChange
-from pdserve.core.kv.host_tier import LoadRule
 from pdserve.core.kv.stamps import content_hash64
 
 
@@ -31,7 +30,6 @@ class KvCache:
     def __init__(self, blocks: BlockAllocator, block_size: int) -> None:
         self.blocks = blocks
         self.block_size = block_size
-        self.load_rule: LoadRule | None = None  # of the host tier; None: nothing is loaded
 
     def allocate(self, num_tokens: int, hashes: Sequence[bytes] = (), *, spare: int = 0) -> Allocation | None:
         """Blocks for a text of `num_tokens` tokens: those of its longest cached prefix, then new ones.
@@ -53,11 +51,11 @@ class KvCache:
     def _load(self, hashes: Sequence[bytes], blocks: Sequence[int], cached_tokens: int) -> int:
         """Loads the first blocks of `hashes` into `blocks`. Returns their number. Called after `blocks` were allocated,
         because that may have moved a block to the tier, or out of it."""
-        tier, rule = self.blocks.tier, self.load_rule
-        if tier is None or rule is None:
+        tier = self.blocks.tier
+        if tier is None:
             return 0
         count = tier.num_found(hashes)
-        if not count or not rule.loads(count, cached_tokens=cached_tokens, block_size=self.block_size):
+        if not count or not tier.rule.loads(count, cached_tokens=cached_tokens, block_size=self.block_size):
             return 0
         self.blocks.load(hashes[:count], blocks)
         return count

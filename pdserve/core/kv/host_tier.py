@@ -28,10 +28,24 @@ class BlockCopies(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class LoadRule:
+    """Blocks are loaded where that is sooner than computing them, and where nothing is known about computing."""
+
+    block_s: float  # to load one block
+    prefill_s: Callable[[int, int], float]  # to compute so many tokens after so many others; 0.0: unknown
+
+    def loads(self, num_blocks: int, *, cached_tokens: int, block_size: int) -> bool:
+        """Whether to load `num_blocks` blocks that follow `cached_tokens` tokens."""
+        computed_s = self.prefill_s(num_blocks * block_size, cached_tokens)
+        return computed_s == 0.0 or num_blocks * self.block_s < computed_s
+
+
 @final
 class HostTier:
-    def __init__(self, copies: BlockCopies, most_saved: int) -> None:
+    def __init__(self, copies: BlockCopies, rule: LoadRule, most_saved: int) -> None:
         """`most_saved`: copies for one allocation, because each takes time."""
+        self.rule = rule
         self.most_saved = most_saved
         self._copies = copies
         self._free = list(range(copies.num_slots))
@@ -95,16 +109,3 @@ class HostTier:
         """Raises AssertionError unless each slot is free, or has one hash."""
         slots = [*self._free, *self._slot_of.values()]
         assert sorted(slots) == list(range(self.num_slots)), f"slots are lost or used twice: {sorted(slots)}"
-
-
-@dataclass(frozen=True, slots=True)
-class LoadRule:
-    """Blocks are loaded where that is sooner than computing them, and where nothing is known about computing."""
-
-    block_s: float  # to load one block
-    prefill_s: Callable[[int, int], float]  # to compute so many tokens after so many others; 0.0: unknown
-
-    def loads(self, num_blocks: int, *, cached_tokens: int, block_size: int) -> bool:
-        """Whether to load `num_blocks` blocks that follow `cached_tokens` tokens."""
-        computed_s = self.prefill_s(num_blocks * block_size, cached_tokens)
-        return computed_s == 0.0 or num_blocks * self.block_s < computed_s

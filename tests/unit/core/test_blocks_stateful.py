@@ -8,7 +8,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from pdserve.core.kv.blocks import BlockAllocator
 from pdserve.core.kv.hashing import block_hashes
-from pdserve.core.kv.host_tier import HostTier
+from pdserve.core.kv.host_tier import HostTier, LoadRule
 from pdserve.core.kv.stamps import content_hash64
 from tests.support.examples import examples
 
@@ -35,7 +35,11 @@ class Sequences(RuleBasedStateMachine):
 
     @initialize(num_blocks=st.integers(1, 12), num_slots=st.integers(0, 8), most_saved=st.integers(1, 8))
     def start(self, num_blocks: int, num_slots: int, most_saved: int) -> None:
-        tier = HostTier(Copies(self, num_slots), most_saved) if num_slots else None
+        tier = (
+            HostTier(Copies(self, num_slots), LoadRule(0.0, lambda uncached, cached: 0.0), most_saved)
+            if num_slots
+            else None
+        )
         self.allocator = BlockAllocator(num_blocks, tier=tier)
         self.holders: dict[int, list[int]] = {}
         self.contents: dict[int, bytes] = {}  # Block -> hash of its contents.

@@ -107,8 +107,8 @@ def tiered(
     num_slots: int, *, block_s: float = 0.0, per_token_s: float = 1.0, most_saved: int = 100
 ) -> tuple[KvCache, Slots]:
     slots = Slots(num_slots)
-    kv = KvCache(BlockAllocator(4, tier=HostTier(slots, most_saved)), SIZE)
-    kv.load_rule = LoadRule(block_s, lambda num_tokens, cached_tokens: num_tokens * per_token_s)
+    rule = LoadRule(block_s, lambda num_tokens, cached_tokens: num_tokens * per_token_s)
+    kv = KvCache(BlockAllocator(4, tier=HostTier(slots, rule, most_saved)), SIZE)
     return kv, slots
 
 
