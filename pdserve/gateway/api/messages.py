@@ -230,7 +230,7 @@ class MessagesWriter(Writer):
         self._is_hidden = call.shown.is_only_scored
         self._tools = None if call.tools is None else AnswerTools(call.tools, head.reasoning)
         self._blocks: list[dict[str, Any]] = []  # without their texts, if the answer is streamed
-        self._control = _Control()  # of the last call
+        self._control = _ControlEscaper()  # of the last call
         self._template: FrameTemplate | None = None  # of the deltas of the last block; None: no block is open
         self._keeps_text = not call.shown.is_streamed
         self._has_begun = False
@@ -282,7 +282,7 @@ class MessagesWriter(Writer):
         for delta in deltas:
             for part in delta.get("tool_calls", ()):
                 if "id" in part:
-                    self._control = _Control()
+                    self._control = _ControlEscaper()
                     yield from self._open({"type": "tool_use", "id": part["id"], "name": part["function"]["name"]})
                 yield from self._add_text("input", self._control.escaped(part["function"]["arguments"]))
             if reasoning := delta.get("reasoning_content"):
@@ -362,7 +362,7 @@ def _frame(event: Mapping[str, Any]) -> bytes:
 
 
 @final
-class _Control:
+class _ControlEscaper:
     """Escapes the control characters within the strings of JSON that comes in pieces: models write raw line ends, which
     JSON does not allow."""
 
