@@ -125,6 +125,11 @@ class _Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._memory = memory
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: else the first call imports torch._dynamo, which takes two seconds of every start."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _aten.empty.memory_format:
             return self._memory.empty(args[0], (kwargs or {}).get("dtype") or torch.get_default_dtype())
