@@ -87,14 +87,14 @@ def serve(
             yield Served(cluster.address, address, client, sdk, Path(model).name)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def bundled() -> Iterator[Served]:
     """The bundled model, which has a chat template, in deterministic mode: equal requests have equal answers."""
     with serve(model=str(BUNDLED), worker={"deterministic": "on"}) as served:
         yield served
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def toy() -> Iterator[Served]:
     with serve() as served:
         yield served
@@ -148,7 +148,7 @@ def is_idle(sdk: Client) -> bool:
     )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def tooled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """The bundled model with a chat template that shows tools."""
     folder = make_tooled_model(tmp_path_factory.mktemp("models"))

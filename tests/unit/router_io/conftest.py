@@ -25,8 +25,8 @@ from tests.unit.router_io.processes import Program, Start, programs
 SLOW_STEP_S = 0.02
 
 
-@pytest.fixture(scope="session")
-def start_for_session() -> Iterator[Start]:
+@pytest.fixture(scope="package")
+def start_for_package() -> Iterator[Start]:
     with programs() as start:
         yield start
 
@@ -37,20 +37,20 @@ def start() -> Iterator[Start]:
         yield start
 
 
-@pytest.fixture(scope="session")
-def decode(start_for_session: Start) -> Program:
-    return start_for_session("decode_worker", "--model=toy", "--worker-id=d0", "--heartbeat-s=0.05")
+@pytest.fixture(scope="package")
+def decode(start_for_package: Start) -> Program:
+    return start_for_package("decode_worker", "--model=toy", "--worker-id=d0", "--heartbeat-s=0.05")
 
 
-@pytest.fixture(scope="session")
-def prefill(start_for_session: Start) -> Program:
-    return start_for_session("prefill_worker", "--model=toy", "--worker-id=p0", "--heartbeat-s=0.05")
+@pytest.fixture(scope="package")
+def prefill(start_for_package: Start) -> Program:
+    return start_for_package("prefill_worker", "--model=toy", "--worker-id=p0", "--heartbeat-s=0.05")
 
 
-@pytest.fixture(scope="session")
-def slow_decode(start_for_session: Start) -> Program:
+@pytest.fixture(scope="package")
+def slow_decode(start_for_package: Start) -> Program:
     """Each step takes SLOW_STEP_S, so that a test can act in the middle of an answer."""
-    return start_for_session(
+    return start_for_package(
         "decode_worker", "--model=toy", "--worker-id=d1", "--heartbeat-s=0.05", f"--toy-step-s={SLOW_STEP_S}"
     )
 
