@@ -17,6 +17,7 @@ import signal
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -150,13 +151,16 @@ class FakeCopying:
 
 
 class Stream:
-    """One thread that runs its work in order."""
+    """One thread that runs its work in order. It ends with the object, or thousands would be left after the tests."""
 
     def __init__(self, name: str, trouble: Trouble = PLAIN) -> None:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._trouble, self._rng = trouble, random.Random(f"{trouble.seed} {name}")
-        self._thread = threading.Thread(target=self._run, name=f"fake-{name}", daemon=True)
+        rng = random.Random(f"{trouble.seed} {name}")
+        self._thread = threading.Thread(
+            target=_run_all, args=(self._work, trouble, rng), name=f"fake-{name}", daemon=True
+        )
         self._thread.start()
+        weakref.finalize(self, self._work.put, None).atexit = False
 
     def queue(
         self, work: Callable[[], bytes], wake: Wake, limit_s: float = COPY_S, number: int | None = None
@@ -183,11 +187,11 @@ class Stream:
         self._work.put(None)
         self._thread.join(DRAIN_S)
 
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            trouble = self._trouble
-            time.sleep(self._rng.random() * (trouble.late_s if self._rng.random() < trouble.late else trouble.delay_s))
-            work()
+
+def _run_all(queued: queue.SimpleQueue[Callable[[], None] | None], trouble: Trouble, rng: random.Random) -> None:
+    while (work := queued.get()) is not None:
+        time.sleep(rng.random() * (trouble.late_s if rng.random() < trouble.late else trouble.delay_s))
+        work()
 
 
 class FakeDevice:
