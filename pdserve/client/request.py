@@ -80,6 +80,9 @@ class Options(TypedDict, total=False):
     cache_salt: str | None  # only requests with the same salt share cached prefixes; 1 to 256 characters
     model: str | None  # a name that model() lists: of the model, which is the default, or of a LoRA adapter
     priority: int | None  # larger values are served first among requests of equal slack
+    # Hints (docs/sessions.md): seconds until the prefix is used again, 0 if the session ends; tokens of the answer.
+    reuse_within_s: float | None
+    expected_output_tokens: int | None
     truncate_prompt_tokens: int | None  # keeps this many last prompt tokens
     traceparent: str | None  # W3C trace context of the caller's span, for programs without OpenTelemetry
 

@@ -55,6 +55,7 @@ class Reserve(_AboutAttempt):
     output_token_ids: tuple[int, ...] = ()  # tokens that the client already has
     deadline_s: float | None = None  # remaining time
     waited_s: float = 0.0  # time since the request arrived at the router, or since its first token if there is one
+    reuse_within_s: float | None = None  # as in RequestAttributes, as far as the router believes it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,7 @@ class Prefill(_AboutAttempt):
     output_token_ids: tuple[int, ...] = ()
     deadline_s: float | None = None
     waited_s: float = 0.0
+    reuse_within_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

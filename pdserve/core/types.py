@@ -199,8 +199,12 @@ class RequestAttributes:
 
     priority: int = 0  # larger goes first
     session_id: str = ""  # groups the requests of one user or conversation; empty: none
+    #: Time from its end within which its prefix is used again; 0: never, since its session ends; None: unknown.
+    reuse_within_s: float | None = None
 
     def __post_init__(self) -> None:
+        if self.reuse_within_s is not None:
+            check_duration("reuse_within_s", self.reuse_within_s)
         is_short = len(self.session_id) <= MAX_SESSION_ID_CHARS
         if not is_short or not self.session_id.isprintable():
             given = "characters that cannot be printed" if is_short else f"{len(self.session_id)} characters"

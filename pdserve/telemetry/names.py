@@ -79,6 +79,9 @@ WORKER_ID: Final = _attribute("pdserve.worker.id", "name of the worker that did 
 REQUEST_ATTRIBUTES: Final[Mapping[str, str]] = {
     "priority": _attribute("pdserve.priority", "priority of the request, if it is not 0"),
     "session_id": CONVERSATION_ID,
+    "reuse_within_s": _attribute(
+        "pdserve.reuse_within_s", "seconds within which the prefix is used again, as the client expects"
+    ),
 }
 PREFILL_WORKER: Final = _attribute("pdserve.prefill_worker.id", "name of the last attempt's prefill worker")
 DECODE_WORKER: Final = _attribute("pdserve.decode_worker.id", "name of the last attempt's decode worker")
@@ -136,7 +139,7 @@ _OF_CALL: Final = (
 )  # fmt: skip
 _TRANSPORT: Final = (TRANSFER_KIND, TRANSFER_REASON)
 _OF_REQUEST: Final = (
-    *_OF_CALL, RPC_STATUS, REQUEST_ATTRIBUTES["priority"], TENANT, ATTEMPT, MIGRATIONS, REVISION, PATH,
+    *_OF_CALL, RPC_STATUS, REQUEST_ATTRIBUTES["priority"], REQUEST_ATTRIBUTES["reuse_within_s"], TENANT, ATTEMPT, MIGRATIONS, REVISION, PATH,
     PREFILL_WORKER, DECODE_WORKER, PREFIX_BLOCKS, TTFT_S, TPOT_S, QUEUE_S, SLO_TTFT_S, SLO_TPOT_S, TRANSFER_BYTES,
     *_TRANSPORT,
 )  # fmt: skip

@@ -26,7 +26,7 @@ PATH_REMOTE: Path
 PATH_LOCAL: Path
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "chat", "sampling", "slo", "request_id", "priority", "truncate_prompt_tokens", "n", "best_of", "session_id", "cache_salt", "model", "resume")
+    __slots__ = ("text", "token_ids", "chat", "sampling", "slo", "request_id", "priority", "truncate_prompt_tokens", "n", "best_of", "session_id", "cache_salt", "model", "resume", "reuse_within_s", "expected_output_tokens")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,8 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
+    REUSE_WITHIN_S_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: TokenIds
     chat: ChatPrompt
@@ -55,7 +57,9 @@ class GenerateRequest(_message.Message):
     cache_salt: str
     model: str
     resume: Resumption
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., slo: _Optional[_Union[Slo, _Mapping]] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., truncate_prompt_tokens: _Optional[int] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., session_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., model: _Optional[str] = ..., resume: _Optional[_Union[Resumption, _Mapping]] = ...) -> None: ...
+    reuse_within_s: float
+    expected_output_tokens: int
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., slo: _Optional[_Union[Slo, _Mapping]] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., truncate_prompt_tokens: _Optional[int] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., session_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., model: _Optional[str] = ..., resume: _Optional[_Union[Resumption, _Mapping]] = ..., reuse_within_s: _Optional[float] = ..., expected_output_tokens: _Optional[int] = ...) -> None: ...
 
 class Resumption(_message.Message):
     __slots__ = ("key", "answers")

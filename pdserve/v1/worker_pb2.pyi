@@ -124,7 +124,7 @@ class RouterHello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., router_incarnation: _Optional[str] = ..., wants_kv_events: _Optional[bool] = ..., reads_batches: _Optional[bool] = ..., version: _Optional[str] = ...) -> None: ...
 
 class Sequence(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "deadline_s", "traceparent", "cache_salt", "tpot_s", "priority", "session_id", "itl_s", "ttft_s", "waited_s", "adapter")
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "deadline_s", "traceparent", "cache_salt", "tpot_s", "priority", "session_id", "itl_s", "ttft_s", "waited_s", "adapter", "reuse_within_s")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -140,6 +140,7 @@ class Sequence(_message.Message):
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
     WAITED_S_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    REUSE_WITHIN_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -155,7 +156,8 @@ class Sequence(_message.Message):
     ttft_s: float
     waited_s: float
     adapter: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., cache_salt: _Optional[bytes] = ..., tpot_s: _Optional[float] = ..., priority: _Optional[int] = ..., session_id: _Optional[str] = ..., itl_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., waited_s: _Optional[float] = ..., adapter: _Optional[str] = ...) -> None: ...
+    reuse_within_s: float
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., cache_salt: _Optional[bytes] = ..., tpot_s: _Optional[float] = ..., priority: _Optional[int] = ..., session_id: _Optional[str] = ..., itl_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., waited_s: _Optional[float] = ..., adapter: _Optional[str] = ..., reuse_within_s: _Optional[float] = ...) -> None: ...
 
 class Reserve(_message.Message):
     __slots__ = ("sequence", "is_local")

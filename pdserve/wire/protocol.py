@@ -131,6 +131,9 @@ def _write_at(now: worker_pb2.Sequence, sequence: worker_pb2.Sequence | None, co
     if command.deadline_s is not None:
         now.deadline_s = command.deadline_s
     now.waited_s = command.waited_s
+    now.ClearField("reuse_within_s")  # the client's, which the router may not believe
+    if command.reuse_within_s is not None:
+        now.reuse_within_s = command.reuse_within_s
 
 
 def _tokens(worker_id: str, message: worker_pb2.Tokens) -> pr.TokensArrived:

@@ -88,6 +88,7 @@ class Prepared(RequestAttributes):
     model: ModelFacts  # whose hashes these are; of a resumed call the one that began it
     resume_keys: Mapping[str, bytes]  # by the weights that may compute the answers; empty: the call cannot be resumed
     resumed: tuple[ResumedAnswer, ...] = ()  # of a resumed call: one for each of `samplings`
+    expected_tokens: int | None = None  # as in RequestArrived
 
     @property
     def first(self) -> int:
@@ -218,6 +219,7 @@ class Admission:
             model=model,
             resume_keys=keys,
             resumed=resumed,
+            expected_tokens=_expected_tokens(request, sampling),
             **attributes.attributes(),
         )
 
@@ -374,6 +376,15 @@ def _check_scores(sampling: Sampling, num_tokens: int) -> None:
             f"{sampling.prompt_logprobs} for a prompt of {num_tokens} tokens",
             f"at most {most} tokens, or fewer logprobs of each",
         )
+
+
+def _expected_tokens(request: inference_pb2.GenerateRequest, sampling: Sampling) -> int | None:
+    if not request.HasField("expected_output_tokens"):
+        return None
+    expected = request.expected_output_tokens
+    if expected < 1:
+        raise InvalidRequest("expected_output_tokens", expected, "at least 1")
+    return min(expected, sampling.max_tokens)  # a client may expect more than it allows
 
 
 def _check_priority(priority: int, tenant: Tenant) -> None:

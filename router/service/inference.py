@@ -404,6 +404,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             keeps_weights=len(prepared.samplings) > 1 and len(prepared.resume_keys) == 1,
             output_ids=prepared.resumed[index].token_ids if prepared.resumed else (),
             finish=_finish_of(prepared, index, answer),
+            expected_tokens=prepared.expected_tokens,
             **prepared.attributes(),
         )
         facts = RequestFacts(

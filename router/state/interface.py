@@ -48,6 +48,7 @@ class RequestArrived(RequestAttributes):
     keeps_weights: bool = False  # also before its first token, because of other answers of its call
     output_ids: tuple[int, ...] = ()  # of a resumed answer: the tokens that its client has from another router
     finish: FinishReason | None = None  # the answer ends with `output_ids`, and only its end is missing
+    expected_tokens: int | None = None  # of the answer, by its client
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

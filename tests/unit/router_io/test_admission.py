@@ -129,6 +129,29 @@ async def test_a_prompt_with_too_many_logprobs_is_refused(
     )
 
 
+@pytest.mark.parametrize(
+    ("hint", "expected"),
+    [
+        ({"reuse_within_s": -1.0}, "between 0 and 86400 seconds"),
+        ({"reuse_within_s": 86_401.0}, "between 0 and 86400 seconds"),
+        ({"reuse_within_s": float("nan")}, "between 0 and 86400 seconds"),
+        ({"expected_output_tokens": 0}, "at least 1"),
+    ],
+)
+async def test_hints_are_bounded(
+    gated: tuple[Admission, GatedTokenizer], hint: dict[str, float], expected: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        await gated[0].prepare(request("hi", **hint), MODEL, None)
+    assert (caught.value.field, caught.value.expected) == (*hint, expected)
+
+
+async def test_an_answer_is_not_expected_to_exceed_its_limit(gated: tuple[Admission, GatedTokenizer]) -> None:
+    asked = request("hi", expected_output_tokens=2**32 - 1)
+    asked.sampling.max_tokens = 5
+    assert (await gated[0].prepare(asked, MODEL, None)).expected_tokens == 5
+
+
 @pytest.mark.parametrize("session_id", ["s" * 129, "a\nb"])
 async def test_a_session_id_is_checked_before_the_prompt(
     gated: tuple[Admission, GatedTokenizer], session_id: str
@@ -137,7 +160,7 @@ async def test_a_session_id_is_checked_before_the_prompt(
         await gated[0].prepare(request("", session_id=session_id), MODEL, None)
     assert (caught.value.field, caught.value.expected) == ("session_id", "at most 128 printable characters")
     prepared = await gated[0].prepare(request("hi", session_id="s" * 128, priority=-2), MODEL, None)
-    assert prepared.attributes() == {"priority": -2, "session_id": "s" * 128}
+    assert prepared.attributes() == {"priority": -2, "session_id": "s" * 128, "reuse_within_s": None}
 
 
 async def test_absent_fields_get_defaults(gated: tuple[Admission, GatedTokenizer]) -> None:

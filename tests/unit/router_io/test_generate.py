@@ -59,7 +59,7 @@ async def test_request_attributes_reach_state_and_workers(
         begin(arrival, answer, sequence, *rest)
 
     monkeypatch.setattr(runtime, "begin", note)
-    said = {"priority": -2, "session_id": "é" * 128}
+    said = {"priority": -2, "session_id": "é" * 128, "reuse_within_s": 30.0}
     await front.client.generate("hello", max_tokens=4, **said)
     await front.client.generate("hello", max_tokens=4)
     assert [(arrival.attributes(), attempt.attributes()) for arrival, attempt in begun] == [

@@ -80,12 +80,19 @@ def test_every_message_has_a_codec_or_is_read_elsewhere() -> None:
 def test_a_command_adds_the_sequence_without_changing_it(command: pr.Reserve | pr.Prefill) -> None:
     sequence = worker_pb2.Sequence(request_id="r", prompt_token_ids=[1, 2])
     kind = type(command)
-    last = kind(**{**_fields(command), "output_token_ids": (8, 9), "deadline_s": 1.5})
+    last = kind(**{**_fields(command), "output_token_ids": (8, 9), "deadline_s": 1.5, "reuse_within_s": 0.0})
     message = protocol.encode_request(last, sequence)
     sent = getattr(message, message.WhichOneof("message") or "").sequence
     assert (list(sent.prompt_token_ids), list(sent.output_token_ids)) == ([1, 2], [8, 9])
     assert (sent.request_id, sent.attempt, sent.deadline_s) == ("r", 3, 1.5)
+    assert (sent.HasField("reuse_within_s"), sent.reuse_within_s) == (True, 0.0)
     assert sequence == worker_pb2.Sequence(request_id="r", prompt_token_ids=[1, 2])
+
+
+def test_workers_learn_only_the_reuse_that_the_router_believes() -> None:
+    sequence = worker_pb2.Sequence(request_id="r", reuse_within_s=86_400.0)
+    message = protocol.encode_request(pr.Reserve(key=KEY, is_local=True), sequence)
+    assert not message.reserve.sequence.HasField("reuse_within_s")
 
 
 @pytest.mark.parametrize(
