@@ -48,7 +48,7 @@ class PolicyInput:
     max_new_tokens: int
     slo: Slo
     waited_s: float  # time since arrival; for a resumed request, since its last token
-    expected_tokens: float = 256.0  # expected remaining output tokens, from the mean of similar answers
+    expected_tokens: float = 256.0  # expected remaining output tokens
     is_resumed: bool = False  # the client already has tokens
     answer_left_s: float = math.inf  # time that the rest of a resumed answer may take to meet its TPOT target
     deadline_left_s: float | None = None

@@ -125,7 +125,6 @@ def _finish(cluster: ClusterState, end: Finish) -> list[Command]:
     slo, num_tokens = request.facts.slo, len(request.output)
     is_met = timings.ttft_s <= slo.ttft_s and timings.tpot_s <= slo.tpot_s
     outcome = Outcome.SERVED if is_met else Outcome.LATE
-    cluster.lengths.observe(request.facts.sampling.max_tokens, num_tokens)
     message = FinishRequest(
         request_id=request.request_id,
         reason=end.reason,
@@ -270,6 +269,8 @@ def _end(
         cluster.dequeue(request)
     commands = cluster.cancel_attempt(request) if cancel else []
     cluster.settle(request)
+    is_whole = outcome in (Outcome.SERVED, Outcome.LATE)
+    cluster.lengths.ended(request.facts, len(request.output), is_whole=is_whole)
     cluster.counters[f"outcome_{outcome.value}"] += 1
     cluster.note_end(request, outcome, why, retry_after_s)
     cluster.ended.add(request.request_id)

@@ -12,7 +12,7 @@ from pdserve.core.errors import NONE_YET, NoWorkers
 from pdserve.core.types import Role
 from router.policy.availability import unloaded_estimate
 from router.policy.interface import PolicyInput
-from router.state.interface import WorkerConnected
+from router.state.interface import RequestArrived, WorkerConnected
 from router.state.queue import Entry
 from router.state.request import Request
 from router.state.view import WorkerView, WorkerViews
@@ -166,7 +166,7 @@ class Fleet:
 
 
 # --- expected lengths of answers ------------------------------------------------------------------------------
-# They are unknown at arrival, so a running mean is used.
+# They are unknown at arrival, so a running mean is used, or what the client expects of this answer.
 #
 # Requests are of one class if their `max_tokens` have the same number of binary digits, because requests with a limit
 # of 16 tokens and of 4,096 differ. A new class starts with the mean over all classes.
@@ -175,13 +175,53 @@ FIRST_GUESS: Final = 256.0  # tokens; before any answer has ended
 ALL: Final = -1
 GAIN: Final = 0.02  # weight of each new answer: the mean follows about the last fifty
 
+# What clients expect is multiplied by the ratio of the tokens that their tenant got to those that it expected, over its
+# last answers. So a tenant whose answers are longer than it says gains nothing: it is charged for about as many tokens
+# as it gets, and its requests are placed as what they turn out to be.
+MAX_TENANTS: Final = 1024  # whose ratios are kept, the most recently used
+PRIOR_ANSWERS: Final = 2.0  # answers as long as their tenant expects that count before any was seen
+
 
 @final
 class OutputLengths:
-    __slots__ = ("_means",)
+    __slots__ = ("_hinted", "_means")
 
     def __init__(self) -> None:
         self._means: dict[int, tuple[int, float]] = {}  # class -> (answers seen, their mean); ALL: of every class
+        #: tenant -> answers with a hint, their expected tokens, and their tokens
+        self._hinted: OrderedDict[str, tuple[float, float, float]] = OrderedDict()
+
+    def remaining(self, facts: RequestArrived, answered: int) -> float:
+        """Expected remaining tokens, at least 1, of a request that has received `answered`. If there are more of them
+        than the client expected, the mean counts."""
+        hint = facts.expected_tokens
+        if hint is not None:
+            told = hint * self._ratio(facts.tenant)
+            if answered < told:
+                return max(1.0, min(told, facts.sampling.max_tokens) - answered)
+        return self.expected(facts.sampling.max_tokens, answered)
+
+    def ended(self, facts: RequestArrived, tokens: int, *, is_whole: bool) -> None:
+        """Learns from an answer that has ended after `tokens`. One that was cut (not `is_whole`) only shows whether it
+        was longer than expected."""
+        if is_whole:
+            self.observe(facts.sampling.max_tokens, tokens)
+        hint = facts.expected_tokens
+        if hint is None or (tokens <= hint and not is_whole):
+            return
+        count, expected, received = self._hinted.pop(facts.tenant, (0.0, 0.0, 0.0))
+        kept = 1.0 - GAIN
+        self._hinted[facts.tenant] = (kept * count + 1.0, kept * expected + hint, kept * received + tokens)
+        if len(self._hinted) > MAX_TENANTS:
+            self._hinted.popitem(last=False)
+
+    def _ratio(self, tenant: str) -> float:
+        found = self._hinted.get(tenant)
+        if found is None:
+            return 1.0
+        count, expected, received = found
+        prior = PRIOR_ANSWERS * expected / count
+        return (prior + received) / (prior + expected)
 
     def expected(self, max_tokens: int, answered: int = 0) -> float:
         """Expected remaining tokens, at least 1, of a request that has received `answered` of its `max_tokens`."""
@@ -205,11 +245,11 @@ NEEDS_ESTIMATE: Final = frozenset({"least-slack", "ageing", "fairness", "rejecti
 def policy_input_of(
     request: Request, fleet: Fleet, lengths: OutputLengths, now_s: float, expected_tokens: float | None = None
 ) -> PolicyInput:
-    """`expected_tokens`: what remains of the answer; None: by the mean of similar answers."""
+    """`expected_tokens`: what remains of the answer; None: by `lengths`."""
     facts = request.facts
     num_answered = len(request.output)
     if expected_tokens is None:
-        expected_tokens = lengths.expected(facts.sampling.max_tokens, num_answered)
+        expected_tokens = lengths.remaining(facts, num_answered)
     return PolicyInput(
         request_id=request.request_id,
         num_tokens=request.num_tokens,
@@ -278,7 +318,7 @@ def entry_of(request: Request, fleet: Fleet, lengths: OutputLengths, rules: froz
         if fleet.is_mixed and (own := with_weights(request.weights, decodes)):
             prefills, decodes = with_weights(request.weights, prefills), own
         if decodes:
-            expected_tokens = lengths.expected(facts.sampling.max_tokens, len(request.output))
+            expected_tokens = lengths.remaining(facts, len(request.output))
             cached_tokens = _cached_tokens(request, fleet)
             request.unloaded = unloaded_estimate(request.num_tokens, expected_tokens, cached_tokens, prefills, decodes)
     prefill_s = request.unloaded.ttft_s if request.unloaded is not None else 0.0

@@ -280,5 +280,5 @@ def _rest_tokens(cluster: ClusterState, request: Request) -> float:
     """The expected number of tokens until the answer ends. One that has exceeded the expected length is expected to
     become twice as long as it is, within its limit."""
     num_tokens, most = len(request.output), request.facts.sampling.max_tokens
-    expected = cluster.lengths.expected(most, num_tokens)
+    expected = cluster.lengths.remaining(request.facts, num_tokens)
     return expected if expected > 1.0 else float(max(min(num_tokens, most - num_tokens), 1))

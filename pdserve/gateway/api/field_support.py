@@ -57,7 +57,7 @@ IGNORED: Final[Mapping[Endpoint, Mapping[str, str]]] = {
         "billing_policy": "of Anthropic's accounts",
         "fallbacks": "there is one model",
         "fallback_credit_token": "of Anthropic's accounts",
-        "cache_control": "prefixes are found by their content",
+        "cache_control": "prefixes are found by their content; a `ttl` is a hint, as the header `x-reuse-within-s`",
         "context_management": "the messages are used as they are",
         "diagnostics": "`explain` says where a request was placed",
         "inference_geo": "the workers are where they are",

@@ -32,6 +32,8 @@ SESSION_IDS: Final = (
 API_KEY: Final = "x-api-key"
 IGNORED: Final = "x-pdserve-ignored"  # of an answer: parts of its request that had no effect
 TARGETS: Final[Mapping[str, str]] = {"x-slo-ttft-ms": "ttft_s", "x-slo-tpot-ms": "tpot_s"}
+REUSE_WITHIN_S: Final = "x-reuse-within-s"
+EXPECTED_TOKENS: Final = "x-expected-output-tokens"
 _SCHEME: Final = "bearer "
 
 
@@ -106,9 +108,17 @@ def options(headers: Mapping[str, str]) -> Options:
         found["session_id"] = _text(SESSION_ID, headers[SESSION_ID])
     elif (header := next((one for one in SESSION_IDS if _is_session(headers.get(one, ""))), None)) is not None:
         found["session_id"] = _text(header, headers[header])
-    targets = {name: _seconds(header, headers[header]) for header, name in TARGETS.items() if header in headers}
+    targets = {
+        name: _number(header, headers[header], "a number of milliseconds") / 1000.0
+        for header, name in TARGETS.items()
+        if header in headers
+    }
     if targets:
         found["slo"] = targets
+    if REUSE_WITHIN_S in headers:
+        found["reuse_within_s"] = _number(REUSE_WITHIN_S, headers[REUSE_WITHIN_S], "a number of seconds")
+    if EXPECTED_TOKENS in headers:
+        found["expected_output_tokens"] = _whole(EXPECTED_TOKENS, headers[EXPECTED_TOKENS])
     traceparent = headers.get(trace_context.HEADER)
     if trace_context.parse(traceparent) is not None:
         found["traceparent"] = traceparent
@@ -131,14 +141,20 @@ def _text(header: str, value: str) -> str:
         raise InvalidRequest(header, shortened(repr(value)), "text in UTF-8") from None
 
 
-def _seconds(header: str, value: str) -> float:
+def _number(header: str, value: str, expected: str) -> float:
     try:
-        milliseconds = float(value[:32])
+        number = float(value[:32])
     except ValueError:
-        milliseconds = math.nan
-    if not math.isfinite(milliseconds) or len(value) > 32:
-        raise InvalidRequest(header, shortened(repr(value)), "a number of milliseconds")
-    return milliseconds / 1000.0
+        number = math.nan
+    if not math.isfinite(number) or len(value) > 32:
+        raise InvalidRequest(header, shortened(repr(value)), expected)
+    return number
+
+
+def _whole(header: str, value: str) -> int:
+    if not (value.isascii() and value.isdecimal() and len(value) <= 9):
+        raise InvalidRequest(header, shortened(repr(value)), "a number of tokens of at most 9 digits")
+    return int(value)
 
 
 # --- body -----------------------------------------------------------------------------------------------------

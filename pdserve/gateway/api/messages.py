@@ -10,7 +10,7 @@ import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, final
+from typing import Any, Final, cast, final
 
 import jiter
 
@@ -43,6 +43,8 @@ from pdserve.gateway.tools.plan import AnswerTools
 #: ever be found in the cache.
 BILLING: Final = "x-anthropic-billing-header:"
 ERROR: Final = "Error: "  # begins the result of a call that failed
+#: Of `cache_control`, which says that a prefix will be used again: its `ttl`, in seconds.
+TTLS: Final = {"5m": 300.0, "1h": 3600.0}
 DEFAULT_EFFORT: Final = "high"  # Anthropic's, of a request that asks for thinking
 #: Clients require a signature. It is not checked: what a client sends back is text of a conversation like any other.
 SIGNATURE: Final = "unsigned"
@@ -82,8 +84,29 @@ def messages_call(given: Mapping[str, Any], model: Model, headers: Options) -> S
         "tools": [_tool(one) for _, one in numbered] or None,
         **_choice(request),
     }
+    if (reuse_within_s := _reuse_within_s(given)) is not None:
+        headers = cast(Options, {"reuse_within_s": reuse_within_s, **headers})
     call = chat_call_as(chat, model, headers, _NAMES | places, _ignored(request))
     return replace(call, shown=replace(call.shown, is_only_scored=most == 0))
+
+
+def _reuse_within_s(given: Mapping[str, Any]) -> float | None:
+    """The longest `ttl` of a request whose fields are valid, of itself and of its blocks and tools. One without a `ttl`
+    says nothing about the time."""
+    blocks = [given]
+    for name in ("system", "tools", "messages"):
+        parts = given.get(name)
+        blocks += parts if isinstance(parts, list) else ()
+    for message in given["messages"]:
+        parts = message["content"]
+        blocks += parts if isinstance(parts, list) else ()
+    found = []
+    for block in blocks:
+        control = block.get("cache_control")
+        ttl = control.get("ttl") if isinstance(control, dict) else None
+        if isinstance(ttl, str) and ttl in TTLS:
+            found.append(TTLS[ttl])
+    return max(found, default=None)
 
 
 def _messages(request: MessagesRequest) -> tuple[list[dict[str, Any]], dict[str, str]]:

@@ -18,7 +18,14 @@ from pydantic.json_schema import models_json_schema
 from pdserve.gateway.api import response_models as answers
 from pdserve.gateway.api.errors import ROWS
 from pdserve.gateway.api.field_support import IGNORED, MODELS
-from pdserve.gateway.api.http_input import API_KEY, REQUEST_ID, SESSION_ID, TARGETS
+from pdserve.gateway.api.http_input import (
+    API_KEY,
+    EXPECTED_TOKENS,
+    REQUEST_ID,
+    REUSE_WITHIN_S,
+    SESSION_ID,
+    TARGETS,
+)
 from pdserve.gateway.api.message_models import MessagesRequest
 from pdserve.gateway.api.request_models import (
     ChatRequest,
@@ -181,6 +188,14 @@ _HEADERS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
     ),
     SESSION_ID: ("groups requests; printable", {"type": "string", "maxLength": 128}),
     **dict.fromkeys(TARGETS, ("the request's target in milliseconds", _MILLISECONDS)),
+    REUSE_WITHIN_S: (
+        "hint: seconds until the cached prefix is used again; 0: the session ends",
+        {"type": "number", "minimum": 0, "maximum": 86_400},
+    ),
+    EXPECTED_TOKENS: (
+        "hint: expected tokens of each answer",
+        {"type": "integer", "minimum": 1, "maximum": 999_999_999},
+    ),
 }
 
 

@@ -448,6 +448,45 @@ def test_sessions_have_the_header_of_their_client(script: Script, target: str, h
     assert script.requests[-1].session_id == "s1"
 
 
+@pytest.mark.parametrize(
+    ("fields", "headers", "expected"),
+    [
+        ({}, {}, None),
+        ({"cache_control": {"type": "ephemeral"}}, {}, None),
+        ({"cache_control": {"type": "ephemeral", "ttl": "5m"}}, {}, 300.0),
+        ({"cache_control": {"type": "ephemeral", "ttl": "5m"}}, {"x-reuse-within-s": "0"}, 0.0),
+        ({"cache_control": {"type": "ephemeral", "ttl": "99y"}}, {}, None),
+        ({"cache_control": {"ttl": ["5m"]}, "system": [{"type": "text", "text": "x", "cache_control": 7}]}, {}, None),
+        (
+            {
+                "system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral", "ttl": "1h"}}],
+                "cache_control": {"type": "ephemeral", "ttl": "5m"},
+            },
+            {},
+            3600.0,
+        ),
+    ],
+)
+def test_the_longest_ttl_is_a_hint(
+    script: Script, target: str, fields: dict[str, Any], headers: dict[str, str], expected: float | None
+) -> None:
+    script.says(started(), delta("a", 1), finished())
+    with gateway(target) as host:
+        status, _, text = post(host.address, {"messages": [USER], "max_tokens": 4, **fields}, headers=headers)
+    assert status == 200, text
+    request = script.requests[-1]
+    assert (request.reuse_within_s if request.HasField("reuse_within_s") else None) == expected
+
+
+def test_a_ttl_may_be_of_a_block(script: Script, target: str) -> None:
+    script.says(started(), delta("a", 1), finished())
+    block = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    with gateway(target) as host:
+        status, _, text = post(host.address, {"messages": [{"role": "user", "content": [block]}], "max_tokens": 4})
+    assert status == 200, text
+    assert script.requests[-1].reuse_within_s == 3600.0
+
+
 # --- fields -------------------------------------------------------------------------------------------------------
 
 SUPPORTED: Mapping[str, dict[str, Any]] = {

@@ -196,6 +196,25 @@ def test_headers_become_options() -> None:
     }
 
 
+def test_hints_come_as_headers() -> None:
+    given_headers = {"x-reuse-within-s": "0", "x-expected-output-tokens": "40"}
+    assert http_input.options(given_headers) == {"reuse_within_s": 0.0, "expected_output_tokens": 40}
+
+
+@pytest.mark.parametrize(
+    ("header", "value"),
+    [
+        ("x-reuse-within-s", "soon"),
+        ("x-reuse-within-s", "nan"),
+        ("x-reuse-within-s", "1" * 33),
+        *(("x-expected-output-tokens", value) for value in ("", "-1", "1.5", "\u0661", "1" * 10)),
+    ],
+)
+def test_a_hint_is_a_number(header: str, value: str) -> None:
+    with pytest.raises(InvalidRequest, match=header):
+        http_input.options({header: value})
+
+
 @pytest.mark.parametrize("value", ["", "s" * 129, "a\tb", "\xff", "\xc2\x80"])
 def test_only_the_own_header_of_a_session_may_be_an_error(value: str) -> None:
     given_headers = {"x-claude-code-session-id": value, "session-id": "s" * 128, "x-session-affinity": "other"}

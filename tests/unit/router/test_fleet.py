@@ -8,10 +8,10 @@ import pytest
 
 from pdserve.core.protocol import Load
 from pdserve.core.types import Role
-from router.state.fleet import FIRST_GUESS, OutputLengths
+from router.state.fleet import FIRST_GUESS, MAX_TENANTS, OutputLengths
 from router.state.interface import DrainRequested, RouterSettings, UndrainRequested, WorkerForgotten, WorkerLost
 from router.state.state import RouterState
-from tests.unit.router.router_events import hello
+from tests.unit.router.router_events import arrival, hello
 
 SILENCE_S = 3.0
 
@@ -96,3 +96,41 @@ def test_the_mean_follows_changing_traffic() -> None:
     for _ in range(200):
         lengths.observe(1000, 30)
     assert lengths.expected(1000) == pytest.approx(30.0, rel=0.25)
+
+
+def test_a_client_may_say_how_long_its_answer_will_be() -> None:
+    lengths = OutputLengths()
+    lengths.observe(1000, 300)
+    told = arrival("a", max_tokens=1000, expected_tokens=40)
+    assert lengths.remaining(told, 0) == 40.0
+    assert lengths.remaining(told, 30) == 10.0
+    assert lengths.remaining(told, 40) == 260.0  # the mean, because the answer is longer than expected
+    assert lengths.remaining(arrival("b", max_tokens=1000), 0) == 300.0
+
+
+def test_an_expectation_counts_as_far_as_the_tenants_earlier_ones_came_true() -> None:
+    lengths = OutputLengths()
+    lies, keeps = (arrival("a", max_tokens=4096, expected_tokens=10, tenant=name) for name in ("liar", "honest"))
+    for _ in range(50):
+        lengths.ended(lies, 1000, is_whole=True)
+        lengths.ended(keeps, 10, is_whole=True)
+    assert 900.0 < lengths.remaining(lies, 0) < 1000.0
+    assert lengths.remaining(keeps, 0) == pytest.approx(10.0)
+
+
+def test_a_cut_answer_shows_only_that_it_is_longer_than_expected() -> None:
+    lengths = OutputLengths()
+    told = arrival("a", max_tokens=4096, expected_tokens=100, tenant="t")
+    lengths.ended(told, 3, is_whole=False)
+    assert lengths.remaining(told, 0) == 100.0
+    lengths.ended(told, 1000, is_whole=False)
+    assert lengths.remaining(told, 0) > 300.0
+    assert lengths.expected(4096) == FIRST_GUESS
+
+
+def test_ratios_of_tenants_are_bounded_in_number() -> None:
+    lengths = OutputLengths()
+    for number in range(MAX_TENANTS + 10):
+        lengths.ended(arrival("a", expected_tokens=1, tenant=str(number)), 100, is_whole=True)
+    assert len(lengths._hinted) == MAX_TENANTS
+    assert lengths.remaining(arrival("a", max_tokens=99, expected_tokens=1, tenant="0"), 0) == 1.0
