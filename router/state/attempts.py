@@ -80,7 +80,7 @@ def on_granted(cluster: ClusterState, event: Granted) -> Sequence[Command]:
         output_token_ids=request.output_ids,
         deadline_s=request.deadline_left_s(cluster.now_s),
         waited_s=request.waited_s(cluster.now_s),
-        reuse_within_s=request.facts.reuse_within_s,
+        reuse_within_s=request.reuse_within_s,
     )
     return (prefill,)
 

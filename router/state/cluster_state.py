@@ -29,6 +29,7 @@ from router.state.lifecycle import MOVES, IllegalMove, Move, Stage
 from router.state.load import Reservation
 from router.state.queue import Queue
 from router.state.request import Request
+from router.state.sessions import Sessions
 from router.state.view import WorkerView
 
 KEPT_CRASHES: Final = 64  # that are remembered
@@ -52,6 +53,7 @@ class ClusterState:
         self.fleet = Fleet(settings.worker_silence_s)
         self.policy = make_policy(settings, self.fleet.link)
         self.lengths = OutputLengths()
+        self.sessions = Sessions()
         self.requests: dict[str, Request] = {}
         self.rules = find_policy(settings.policy).rules_on(settings.rules_off)
         # QUEUED requests, except those bound to a worker or in backoff

@@ -158,6 +158,11 @@ class Fleet:
         self._any_link.observe(num_bytes, busy_s)
         self._links.move_to_end(pair)
 
+    @property
+    def kv_tokens(self) -> int:
+        """That the pools of all connected workers can hold."""
+        return sum(view.hello.num_blocks * view.hello.block_size for view in self.workers.values() if view.is_connected)
+
     def excuse_silence(self, gap_s: float) -> None:
         """Does not count `gap_s`, in which the router itself was suspended, as silence of the workers."""
         self.changed()

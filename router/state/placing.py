@@ -394,7 +394,7 @@ def start(cluster: ClusterState, request: Request, decision: Decision) -> list[C
         output_token_ids=request.output_ids,
         deadline_s=request.deadline_left_s(now_s),
         waited_s=request.waited_s(now_s),
-        reuse_within_s=request.facts.reuse_within_s,
+        reuse_within_s=request.reuse_within_s,
     )
     return [reserve]
 

@@ -14,6 +14,7 @@ from pdserve.core.types import Path
 from router.policy.interface import Obstacle, UnloadedEstimate
 from router.state.interface import RequestArrived
 from router.state.lifecycle import Move, Stage
+from router.state.sessions import Conversation
 from router.state.view import WorkerView
 
 # --- timeline -------------------------------------------------------------------------------------------------
@@ -199,6 +200,8 @@ class Request:
     #: Its last moves, with the stage after each; None: the wrong worker sent the message.
     story: list[tuple[Move, Stage | None]] = field(default_factory=list)
     output: list[int] = field(default_factory=list)  # token ids that the client has
+    conversation: Conversation | None = None
+    reuse_within_s: float | None = None  # as workers are told
     #: Leading blocks that each worker may have: from the index, and from earlier attempts.
     cached_blocks: dict[str, int] = field(default_factory=dict)
 

@@ -11,6 +11,7 @@ replayed (router/recording/replay.py), and the simulator runs the same class. Mo
     migration.py    which answers leave a draining decode worker
     rejection.py    which new, waiting or late requests are rejected, by the predicted starts of forecast.py
     history.py      explanations of placements, and ended requests
+    sessions.py     which requests are turns of one conversation, and when the next turn is expected
     cluster_state.py  the data that these modules share; the state for operators, and frames of the live view
 
 `handle` runs five parts in order: what is due by now, the event's handler, the endings that it returns, migration, and
@@ -74,6 +75,7 @@ from router.state.request import Request
 def check(cluster: ClusterState) -> None:
     """Raises AssertionError, naming the violated invariant."""
     cluster.queue.check()
+    cluster.sessions.check()
     cluster.fleet.check(cluster.now_s)
     queued = list(cluster.queue)
     assert len(queued) == len(set(queued)), "a request is queued twice"
@@ -325,6 +327,10 @@ def _on_arrived(cluster: ClusterState, event: RequestArrived) -> Iterable[Comman
         weights=event.weights,
         cached_blocks=dict(event.cached_blocks),
     )
+    hinted = 0 if event.reuse_within_s is None else cluster.fleet.kv_tokens
+    request.conversation = cluster.sessions.arrived(event, hinted, cluster.now_s)
+    if request.conversation is not None:
+        request.reuse_within_s = request.conversation.reuse_within_s
     cluster.fleet.assigned[event.weights] += 1
     if event.output_ids:
         request.resume(cluster.now_s)

@@ -1,0 +1,438 @@
+"""Sessions: which requests are turns of one conversation, and when the next turn is expected. Pure.
+
+A session is what the client says (`session_id`, within its tenant). Without that it is one conversation, known by its
+prefix. A conversation is a chain of requests, each of whose prompts extends the one before: the last full block of the
+earlier prompt is among the blocks of the later one. A session with a name may have several, such as those of subagents.
+
+Per tenant, and per class of conversations (by their number of turns), the router learns how long the pauses between
+turns are, how much the prompts grow, and how many conversations go on. From that it predicts until when the prefix of a
+conversation is used again, if it is likely to go on at all. A client's own hint is used instead, as long as most of
+its tenant's hints come true, and only for as many tokens as the tenant's part of all KV memory.
+
+All tables are bounded. Nothing that a tenant says or does changes what is predicted for another one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Final, final
+
+from pdserve.core.durations import Alarms
+from router.state.interface import RequestArrived
+
+MAX_CONVERSATIONS: Final = 8192  # of all tenants; the least recently used leaves first
+MAX_OF_TENANT: Final = 1024
+MAX_OF_SESSION: Final = 16
+MAX_TENANTS: Final = 1024  # whose learned pauses are kept without a conversation
+MAX_SCAN: Final = 4096  # last blocks of a prompt among which the end of an earlier prompt is searched
+MAX_HASHES: Final = 64  # kept of one conversation
+IDLE_S: Final = 1800.0  # a conversation that pauses for longer counts as ended
+
+# --- what is learned ------------------------------------------------------------------------------------------
+
+KEPT: Final = 0.98  # forgetting factor per observation
+LEAST_SEEN: Final = 8.0  # observations before a prediction
+LEAST_SHARE: Final = 0.5  # of conversations that go on, for a prediction
+QUANTILE: Final = 0.9  # of pauses that are at most as long as predicted
+SHORTEST_PAUSE_S: Final = 2.0**-4  # upper end of the first bin; each further one is longer by a factor of sqrt(2)
+NUM_BINS: Final = 40  # the last one ends at 46 hours
+MAX_CLASS: Final = 6  # 32 and more turns
+FEW_HINTS: Final = 2.0  # that may be broken in addition to those that came true
+
+
+@final
+class ReuseModel:
+    """Pauses and growth of the conversations of one class."""
+
+    __slots__ = ("_bins", "_continued", "_ended", "_growth")
+
+    def __init__(self) -> None:
+        self._bins = [0.0] * NUM_BINS
+        self._continued = self._ended = self._growth = 0.0
+
+    @property
+    def seen(self) -> float:
+        """Observations, older ones with less weight."""
+        return self._continued + self._ended
+
+    @property
+    def share(self) -> float:
+        """Of conversations that went on."""
+        return self._continued / self.seen if self.seen > 0.0 else 0.0
+
+    @property
+    def growth_tokens(self) -> float:
+        """Mean growth of the prompt from one turn to the next."""
+        return self._growth / self._continued if self._continued > 0.0 else 0.0
+
+    def continued(self, pause_s: float, growth_tokens: int) -> None:
+        self._forget()
+        index, edge_s = 0, SHORTEST_PAUSE_S
+        while edge_s < pause_s and index < NUM_BINS - 1:
+            index, edge_s = index + 1, edge_s * 2.0**0.5
+        self._bins[index] += 1.0
+        self._continued += 1.0
+        self._growth += max(growth_tokens, 0)
+
+    def ended(self) -> None:
+        self._forget()
+        self._ended += 1.0
+
+    def revived(self) -> None:
+        """One that had counted as ended goes on."""
+        self._ended = max(self._ended - 1.0, 0.0)
+
+    def within_s(self) -> float | None:
+        """The time within which most of those that go on do so. None: too little is known, or most do not go on."""
+        if self.seen < LEAST_SEEN or self.share < LEAST_SHARE:
+            return None
+        left, edge_s = QUANTILE * self._continued, SHORTEST_PAUSE_S
+        for weight in self._bins[:-1]:
+            left -= weight
+            if left <= 1e-9:
+                break
+            edge_s *= 2.0**0.5
+        return edge_s
+
+    def _forget(self) -> None:
+        self._bins = [KEPT * one for one in self._bins]
+        self._continued *= KEPT
+        self._ended *= KEPT
+        self._growth *= KEPT
+
+
+# --- sessions -------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Session:
+    tenant: str
+    session_id: str  # the client's, or made of the prefix
+    is_named: bool  # by the client
+    began_s: float
+    used_s: float
+    serial: int = 0  # larger: used more recently
+    turns: int = 0
+    conversations: dict[int, Conversation] = field(default_factory=dict)  # the least recently used first
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Conversation:
+    number: int
+    session: Session
+    began_s: float
+    tail: bytes = b""  # hash of the last full block of its last prompt; empty: it has none
+    hashes: tuple[bytes, ...] = ()  # every `stride`-th of its full blocks, and the last one
+    stride: int = 1
+    num_blocks: int = 0
+    prompt_tokens: int = 0
+    turns: int = 0
+    running: int = 0
+    used_s: float = 0.0
+    ended_s: float | None = None  # end of its last turn; None: before the first end
+    reuse_within_s: float | None = None  # as workers were told with its last turn
+    hint_s: float | None = None  # of its client, while it may still come true
+    held_tokens: int = 0  # charged to the tenant's part while a believed hint is open
+    is_retried: bool = False  # its last request was not served, so the next one is the same turn
+    has_gone_idle: bool = False  # and was counted as ended
+    is_dropped: bool = False
+
+    @property
+    def until_s(self) -> float | None:
+        """When its next turn should have come; None: it runs, or nothing is predicted."""
+        if self.running or self.ended_s is None or not self.reuse_within_s:
+            return None
+        return self.ended_s + self.reuse_within_s
+
+    @property
+    def is_over(self) -> bool:
+        """By the client's word, or because it has paused for long."""
+        return not self.running and (self.has_gone_idle or self.reuse_within_s == 0.0)
+
+    def cached_blocks(self, num_hashes: int) -> int:
+        """Leading blocks of a worker that has so many leading ones of `hashes`."""
+        return min(num_hashes * self.stride, self.num_blocks)
+
+
+@dataclass(slots=True, eq=False)
+class _Tenant:
+    sessions: dict[str, Session] = field(default_factory=dict)
+    tails: dict[bytes, Conversation] = field(default_factory=dict)  # of sessions without a name
+    conversations: OrderedDict[int, Conversation] = field(default_factory=OrderedDict)
+    models: dict[int, ReuseModel] = field(default_factory=dict)
+    held_tokens: int = 0  # of its conversations with an open hint
+    kept_hints: float = 0.0
+    broken_hints: float = 0.0
+
+    @property
+    def is_believed(self) -> bool:
+        """Whether most of its hints come true, or few are known."""
+        return self.broken_hints <= self.kept_hints + FEW_HINTS
+
+    def judge_hint(self, *, is_kept: bool) -> None:
+        self.kept_hints = KEPT * self.kept_hints + (1.0 if is_kept else 0.0)
+        self.broken_hints = KEPT * self.broken_hints + (0.0 if is_kept else 1.0)
+
+    def model(self, turns: int) -> ReuseModel:
+        found = self.models.get(_class_of(turns))
+        if found is None:
+            found = self.models[_class_of(turns)] = ReuseModel()
+        return found
+
+    def best_model(self, turns: int) -> ReuseModel:
+        """That of the class, or of all conversations if it knows too little."""
+        found = self.model(turns)
+        return found if found.seen >= LEAST_SEEN else self.model(0)
+
+    def learn(self, turns: int, pause_s: float | None, growth_tokens: int = 0) -> None:
+        """`pause_s` None: the conversation has ended."""
+        for model in (self.model(turns), self.model(0)):
+            if pause_s is None:
+                model.ended()
+            else:
+                model.continued(pause_s, growth_tokens)
+
+
+def _class_of(turns: int) -> int:
+    """0: all conversations."""
+    return min(turns.bit_length(), MAX_CLASS)
+
+
+@final
+class Sessions:
+    def __init__(self) -> None:
+        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # the least recently used first
+        self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()  # likewise
+        self._conversations: OrderedDict[int, Conversation] = OrderedDict()  # likewise
+        self._alarms: Alarms[int] = Alarms()  # of pauses: the end of a hint, then that of IDLE_S
+        self._serial = 0
+        self._num_active = 0  # tenants with a conversation
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def arrived(self, facts: RequestArrived, kv_tokens: int, now_s: float) -> Conversation | None:
+        """The conversation of which the request is a turn; None: it has neither a name nor a full block.
+        `kv_tokens`: that all workers can hold."""
+        self._advance(now_s)
+        if not facts.session_id and not facts.block_hashes:
+            return None
+        tenant = self._tenants.get(facts.tenant)
+        if tenant is None:
+            tenant = self._tenants[facts.tenant] = _Tenant()
+        self._tenants.move_to_end(facts.tenant)
+        conversation = self._find(tenant, facts)
+        if conversation is None:
+            conversation = self._begin(tenant, facts, now_s)
+        else:
+            self._continue(tenant, conversation, facts, now_s)
+        self._extend(tenant, conversation, facts, now_s)
+        conversation.reuse_within_s = self._expected_s(tenant, conversation, facts, kv_tokens)
+        self._trim(tenant, conversation)
+        return conversation
+
+    def ended(self, conversation: Conversation, now_s: float, *, is_served: bool) -> None:
+        """A request of it has ended; `is_served`: with tokens."""
+        self._advance(now_s)
+        conversation.running -= 1
+        if conversation.is_dropped:
+            return
+        if is_served:
+            conversation.is_retried = False
+        elif conversation.running == 0:
+            conversation.is_retried = True
+        if conversation.running:
+            return
+        conversation.ended_s = conversation.used_s = conversation.session.used_s = now_s
+        if conversation.reuse_within_s == 0.0 and is_served:
+            self._gone_idle(conversation)
+            return
+        wait_s = IDLE_S if conversation.hint_s is None else conversation.hint_s
+        self._alarms.set(conversation.number, now_s + wait_s)
+
+    def growth_tokens(self, conversation: Conversation) -> float:
+        """Expected growth of its prompt until the next turn."""
+        return self._tenants[conversation.session.tenant].best_model(conversation.turns).growth_tokens
+
+    def page(self, tenant: str | None, after: int, most: int) -> Iterator[Session]:
+        """Sessions of the tenant (None: of all), the most recently used first, from those with a serial below `after`
+        on; 0: from the first."""
+        found = (
+            one
+            for one in reversed(self._sessions.values())
+            if (not after or one.serial < after) and (tenant is None or one.tenant == tenant)
+        )
+        return islice(found, most)
+
+    def check(self) -> None:
+        """Raises AssertionError unless the tables agree."""
+        assert len(self._conversations) <= MAX_CONVERSATIONS, "conversations are not bounded"
+        by_session = [one for session in self._sessions.values() for one in session.conversations.values()]
+        by_tenant = [one for tenant in self._tenants.values() for one in tenant.conversations.values()]
+        assert {*by_session} == {*by_tenant} == {*self._conversations.values()}, "a conversation is in some tables only"
+        assert all(number in self._conversations for number in self._alarms), "an alarm outlives its conversation"
+        active = [tenant for tenant in self._tenants.values() if tenant.conversations]
+        assert len(active) == self._num_active, f"{self._num_active} tenants counted, {len(active)} active"
+        for tenant in self._tenants.values():
+            held = sum(one.held_tokens for one in tenant.conversations.values())
+            assert held == tenant.held_tokens, f"{tenant.held_tokens} tokens counted, {held} held"
+            assert len(tenant.conversations) <= MAX_OF_TENANT, "conversations of a tenant are not bounded"
+            assert {*tenant.tails.values()} <= {*tenant.conversations.values()}, "a tail outlives its conversation"
+        for one in by_session:
+            assert one.running >= 0, "a request ended twice"
+            assert len(one.session.conversations) <= MAX_OF_SESSION
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _find(self, tenant: _Tenant, facts: RequestArrived) -> Conversation | None:
+        tails = tenant.tails
+        if facts.session_id:
+            session = tenant.sessions.get(facts.session_id)
+            if session is None:
+                return None
+            tails = {one.tail: one for one in session.conversations.values()}
+        if not tails:
+            return None
+        for one in reversed(facts.block_hashes[-MAX_SCAN:]):
+            if one in tails:
+                return tails[one]
+        return tails.get(b"")  # of a named session, whose earlier prompt had no full block
+
+    def _begin(self, tenant: _Tenant, facts: RequestArrived, now_s: float) -> Conversation:
+        self._serial += 1
+        name = facts.session_id or f"~{facts.block_hashes[0].hex()[:8]}-{self._serial}"
+        session = tenant.sessions.get(name)
+        if session is None:
+            is_named = bool(facts.session_id)
+            session = Session(tenant=facts.tenant, session_id=name, is_named=is_named, began_s=now_s, used_s=now_s)
+            tenant.sessions[name] = self._sessions[facts.tenant, name] = session
+        conversation = Conversation(number=self._serial, session=session, began_s=now_s)
+        self._num_active += not tenant.conversations
+        session.conversations[conversation.number] = conversation
+        tenant.conversations[conversation.number] = conversation
+        self._conversations[conversation.number] = conversation
+        self._count_turn(conversation)
+        return conversation
+
+    def _continue(self, tenant: _Tenant, conversation: Conversation, facts: RequestArrived, now_s: float) -> None:
+        self._alarms.clear(conversation.number)
+        if conversation.running or conversation.ended_s is None:
+            return  # another answer to the same prompt, or a branch
+        if conversation.is_retried:
+            return
+        if conversation.has_gone_idle:
+            conversation.has_gone_idle = False
+            for model in (tenant.model(conversation.turns), tenant.model(0)):
+                model.revived()
+        if conversation.hint_s is not None:
+            tenant.judge_hint(is_kept=True)
+        growth = facts.num_prompt_tokens - conversation.prompt_tokens
+        tenant.learn(conversation.turns, now_s - conversation.ended_s, growth)
+        self._count_turn(conversation)
+
+    def _count_turn(self, conversation: Conversation) -> None:
+        conversation.turns += 1
+        conversation.session.turns += 1
+
+    def _extend(self, tenant: _Tenant, conversation: Conversation, facts: RequestArrived, now_s: float) -> None:
+        """The request's prompt takes the place of the one before, and the session becomes the last used."""
+        session, hashes = conversation.session, facts.block_hashes
+        if not session.is_named:
+            if tenant.tails.get(conversation.tail) is conversation:
+                del tenant.tails[conversation.tail]
+            tenant.tails[hashes[-1]] = conversation
+        conversation.tail = hashes[-1] if hashes else b""
+        conversation.num_blocks = len(hashes)
+        conversation.stride = max(-(-len(hashes) // MAX_HASHES), 1)
+        conversation.hashes = _sampled(hashes, conversation.stride)
+        conversation.prompt_tokens = facts.num_prompt_tokens
+        conversation.running += 1
+        conversation.used_s = session.used_s = now_s
+        self._serial += 1
+        session.serial = self._serial
+        self._sessions.move_to_end((session.tenant, session.session_id))
+        session.conversations[conversation.number] = session.conversations.pop(conversation.number)
+        for table in (tenant.conversations, self._conversations):
+            table.move_to_end(conversation.number)
+
+    def _expected_s(
+        self, tenant: _Tenant, conversation: Conversation, facts: RequestArrived, kv_tokens: int
+    ) -> float | None:
+        self._let_go(conversation)
+        hint_s, tokens = facts.reuse_within_s, facts.num_prompt_tokens
+        if hint_s == 0.0:
+            return 0.0  # it costs no other tenant anything
+        conversation.hint_s = hint_s
+        is_within_part = tenant.held_tokens + tokens <= kv_tokens // self._num_active
+        if hint_s is not None and tenant.is_believed and is_within_part:
+            conversation.held_tokens = tokens
+            tenant.held_tokens += tokens
+            return hint_s
+        return tenant.best_model(conversation.turns).within_s()
+
+    def _let_go(self, conversation: Conversation) -> None:
+        """Its hint is no longer open."""
+        self._tenants[conversation.session.tenant].held_tokens -= conversation.held_tokens
+        conversation.held_tokens, conversation.hint_s = 0, None
+
+    def _gone_idle(self, conversation: Conversation) -> None:
+        self._alarms.clear(conversation.number)
+        if not conversation.has_gone_idle and not conversation.is_retried:
+            conversation.has_gone_idle = True
+            self._tenants[conversation.session.tenant].learn(conversation.turns, None)
+
+    def _advance(self, now_s: float) -> None:
+        while (number := self._alarms.pop_due(now_s)) is not None:
+            conversation = self._conversations[number]
+            ended_s = conversation.ended_s
+            assert ended_s is not None, "only pauses have an alarm"
+            if conversation.hint_s is not None:
+                self._tenants[conversation.session.tenant].judge_hint(is_kept=False)
+                self._let_go(conversation)
+            if now_s < ended_s + IDLE_S:
+                self._alarms.set(number, ended_s + IDLE_S)
+            else:
+                self._gone_idle(conversation)
+
+    def _trim(self, tenant: _Tenant, newest: Conversation) -> None:
+        """Drops the least recently used conversations over the limits."""
+        if len(newest.session.conversations) > MAX_OF_SESSION:
+            self._drop(next(iter(newest.session.conversations.values())))
+        if len(tenant.conversations) > MAX_OF_TENANT:
+            self._drop(next(iter(tenant.conversations.values())))
+        if len(self._conversations) > MAX_CONVERSATIONS:
+            self._drop(next(iter(self._conversations.values())))
+        if len(self._tenants) > MAX_TENANTS:
+            name, oldest = next(iter(self._tenants.items()))
+            if oldest.conversations:
+                self._tenants.move_to_end(name)
+            else:
+                del self._tenants[name]
+
+    def _drop(self, conversation: Conversation) -> None:
+        session = conversation.session
+        tenant = self._tenants[session.tenant]
+        if not conversation.running:
+            self._gone_idle(conversation)
+        self._let_go(conversation)
+        self._alarms.clear(conversation.number)
+        conversation.is_dropped = True
+        if tenant.tails.get(conversation.tail) is conversation:
+            del tenant.tails[conversation.tail]
+        del session.conversations[conversation.number]
+        del tenant.conversations[conversation.number]
+        self._num_active -= not tenant.conversations
+        del self._conversations[conversation.number]
+        if not session.conversations:
+            del tenant.sessions[session.session_id]
+            del self._sessions[session.tenant, session.session_id]
+
+
+def _sampled(hashes: Sequence[bytes], stride: int) -> tuple[bytes, ...]:
+    if not hashes:
+        return ()
+    found = tuple(hashes[stride - 1 :: stride])
+    return found if len(hashes) % stride == 0 else (*found, hashes[-1])

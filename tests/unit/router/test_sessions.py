@@ -1,0 +1,302 @@
+"""What the router learns of sessions, and what a hint of a client may do."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from pdserve.core.protocol import Prefill, Reserve
+from router.state import sessions as rooms
+from router.state.interface import RouterSettings
+from router.state.sessions import IDLE_S, LEAST_SEEN, Conversation, ReuseModel, Sessions
+from tests.unit.router.given import Given
+from tests.unit.router.router_events import BLOCK, arrival
+
+PLENTY = 10**9  # KV tokens
+
+
+def chain(name: str, num_blocks: int) -> tuple[bytes, ...]:
+    return tuple(f"{name}/{index}".encode() for index in range(num_blocks))
+
+
+class World:
+    """One Sessions and its clock."""
+
+    def __init__(self, kv_tokens: int = PLENTY) -> None:
+        self.sessions = Sessions()
+        self.now_s = 0.0
+        self.kv_tokens = kv_tokens
+
+    def begin(self, name: str = "a", blocks: int = 4, **facts: Any) -> Conversation:
+        facts = {"block_hashes": chain(name, blocks), "prompt": blocks * BLOCK, **facts}
+        found = self.sessions.arrived(arrival("r", **facts), self.kv_tokens, self.now_s)
+        self.sessions.check()
+        assert found is not None
+        return found
+
+    def end(self, conversation: Conversation, *, is_served: bool = True) -> None:
+        self.sessions.ended(conversation, self.now_s, is_served=is_served)
+        self.sessions.check()
+
+    def turn(self, name: str = "a", blocks: int = 4, **facts: Any) -> Conversation:
+        """A request of one second."""
+        conversation = self.begin(name, blocks, **facts)
+        self.now_s += 1.0
+        self.end(conversation)
+        return conversation
+
+    def talk(self, name: str, turns: int, pause_s: float, **facts: Any) -> Conversation:
+        for number in range(turns):
+            self.now_s += pause_s if number else 0.0
+            conversation = self.turn(name, 4 + number, **facts)
+        return conversation
+
+
+# --- which requests belong together -------------------------------------------------------------------------------
+
+
+def test_a_prompt_that_extends_another_is_its_next_turn() -> None:
+    world = World()
+    first = world.turn("a", 4)
+    assert world.turn("a", 7) is first
+    assert (first.turns, first.session.is_named, first.num_blocks) == (2, False, 7)
+    assert world.turn("b", 4) is not first
+
+
+def test_a_branch_of_an_earlier_prompt_is_another_conversation() -> None:
+    world = World()
+    first = world.turn("a", 4)
+    world.turn("a", 7)
+    branch = world.turn("a", 4, block_hashes=(*chain("a", 4), b"other"))
+    assert branch is not first
+    assert first.turns == 2
+
+
+def test_a_named_session_has_the_conversations_that_its_client_says() -> None:
+    world = World()
+    main = world.turn("a", 4, session_id="s")
+    sub = world.turn("b", 4, session_id="s")
+    other = world.turn("a", 4, session_id="t")
+    assert main.session is sub.session is not other.session
+    assert world.turn("b", 5, session_id="s") is sub
+    assert main.session.turns == 3
+
+
+def test_a_name_counts_within_its_tenant() -> None:
+    world = World()
+    assert world.turn(session_id="s", tenant="x").session is not world.turn(session_id="s", tenant="y").session
+    assert [one.tenant for one in world.sessions.page("x", 0, 9)] == ["x"]
+
+
+def test_prompts_without_a_full_block_need_a_name() -> None:
+    world = World()
+    facts = arrival("r", block_hashes=())
+    assert world.sessions.arrived(facts, 0, 0.0) is None
+    named = world.turn(block_hashes=(), session_id="s")
+    assert world.turn("a", 4, session_id="s") is named
+    assert named.turns == 2
+
+
+def test_answers_to_one_prompt_are_one_turn() -> None:
+    world = World()
+    both = [world.begin("a", 4) for _ in range(2)]
+    assert both[0] is both[1]
+    for one in both:
+        world.end(one)
+    assert (both[0].turns, both[0].running) == (1, 0)
+
+
+def test_a_request_that_was_not_served_is_repeated_in_the_same_turn() -> None:
+    world = World()
+    conversation = world.begin("a", 4)
+    world.end(conversation, is_served=False)
+    assert world.turn("a", 4).turns == 1
+    assert world.turn("a", 5).turns == 2
+
+
+# --- what is learned ----------------------------------------------------------------------------------------------
+
+
+def test_a_pause_is_expected_once_enough_were_seen() -> None:
+    world = World()
+    assert world.talk("a", 3, 10.0).reuse_within_s is None
+    world.talk("b", 20, 10.0)
+    expected_s = world.turn("c", 4).reuse_within_s
+    assert expected_s is not None
+    assert 10.0 <= expected_s <= 10.0 * 2**0.5
+    assert world.sessions.growth_tokens(world.turn("c", 5)) == pytest.approx(BLOCK)
+
+
+def test_conversations_that_mostly_end_are_not_expected_again() -> None:
+    world = World()
+    for number in range(30):
+        world.turn(f"once {number}", 4)
+    world.talk("a", 6, 10.0)
+    world.now_s += IDLE_S + 1.0
+    assert world.turn("b", 4).reuse_within_s is None
+
+
+def test_most_pauses_are_shorter_than_predicted() -> None:
+    model, rng = ReuseModel(), random.Random(0)
+    pauses = [rng.expovariate(0.1) for _ in range(400)]
+    for pause_s in pauses:
+        model.continued(pause_s, 0)
+    within_s = model.within_s()
+    assert within_s is not None
+    assert 0.8 < sum(one <= within_s for one in pauses) / len(pauses) < 0.99
+
+
+def test_pauses_of_any_length_have_a_bin() -> None:
+    model = ReuseModel()
+    for pause_s in (0.0, 1e9, float("inf")) * int(LEAST_SEEN):
+        model.continued(pause_s, -5)
+    assert model.within_s() == pytest.approx(rooms.SHORTEST_PAUSE_S * 2.0 ** (0.5 * (rooms.NUM_BINS - 1)))
+    assert model.growth_tokens == 0.0
+
+
+def test_tenants_learn_apart() -> None:
+    world = World()
+    world.talk("a", 20, 10.0, tenant="x")
+    assert world.turn("b", 4, tenant="x").reuse_within_s is not None
+    assert world.turn("b", 4, tenant="y").reuse_within_s is None
+
+
+def test_a_conversation_that_goes_on_after_long_is_no_end() -> None:
+    world = World()
+    conversation = world.talk("a", 2, 5.0)
+    world.now_s += IDLE_S + 1.0
+    world.turn("b", 4)
+    assert conversation.is_over
+    assert world.turn("a", 9) is conversation
+    assert not conversation.is_over
+    model = world.sessions._tenants[""].model(0)
+    assert (model._continued, model._ended) == (pytest.approx(2.0, abs=0.1), pytest.approx(0.0, abs=0.1))
+
+
+# --- hints --------------------------------------------------------------------------------------------------------
+
+
+def test_a_hint_has_precedence() -> None:
+    world = World()
+    world.talk("a", 20, 10.0)
+    conversation = world.turn("b", 4, reuse_within_s=300.0)
+    assert (conversation.reuse_within_s, conversation.until_s) == (300.0, world.now_s + 300.0)
+
+
+def test_a_client_may_say_that_its_session_ends() -> None:
+    world = World()
+    conversation = world.turn("a", 4, reuse_within_s=0.0)
+    assert (conversation.reuse_within_s, conversation.until_s, conversation.is_over) == (0.0, None, True)
+    assert not world.turn("a", 5).is_over  # it was wrong
+
+
+def test_broken_hints_are_not_believed_until_later_ones_come_true() -> None:
+    world = World()
+    for number in range(6):
+        world.turn(f"lie {number}", 4, reuse_within_s=5.0)
+        world.now_s += 6.0
+    assert world.turn("a", 4, reuse_within_s=5.0).reuse_within_s is None
+    assert world.turn("a", 4, reuse_within_s=5.0, tenant="other").reuse_within_s == 5.0
+    for number in range(8):
+        conversation = world.turn("true", 4 + number, reuse_within_s=5.0)
+    assert conversation.reuse_within_s == 5.0
+
+
+def test_hints_hold_no_more_than_the_tenants_part_of_memory() -> None:
+    world = World(kv_tokens=10 * 4 * BLOCK)
+    world.turn("other", 4, tenant="y")
+    told = [world.turn(f"a{number}", 4, reuse_within_s=600.0, tenant="x") for number in range(8)]
+    assert [one.reuse_within_s for one in told] == [600.0] * 5 + [None] * 3
+    world.now_s += 601.0  # the hints are over, and broken
+    world.turn("b", 4, tenant="x")
+    assert world.sessions._tenants["x"].held_tokens == 0
+
+
+def test_a_hint_that_came_true_frees_its_part() -> None:
+    world = World(kv_tokens=6 * BLOCK)
+    for number in range(3):
+        assert world.turn("a", 4 + number, reuse_within_s=60.0).reuse_within_s == 60.0
+
+
+# --- bounds -------------------------------------------------------------------------------------------------------
+
+
+def test_every_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, most in {
+        "MAX_CONVERSATIONS": 40,
+        "MAX_OF_TENANT": 12,
+        "MAX_OF_SESSION": 3,
+        "MAX_TENANTS": 10,
+    }.items():
+        monkeypatch.setattr(rooms, name, most)
+    world, rng = World(kv_tokens=4000), random.Random(3)
+    running: list[Conversation] = []
+    for _ in range(3000):
+        world.now_s += rng.choice([0.01, 1.0, 30.0, IDLE_S])
+        if running and rng.random() < 0.5:
+            world.end(running.pop(rng.randrange(len(running))), is_served=rng.random() < 0.8)
+            continue
+        running.append(
+            world.begin(
+                f"c{rng.randrange(60)}",
+                rng.randrange(1, 9),
+                tenant=f"t{int(rng.expovariate(0.1))}",
+                session_id=rng.choice(["", "", "s", f"s{rng.randrange(9)}"]),
+                reuse_within_s=rng.choice([None, None, 0.0, 20.0, 4000.0]),
+            )
+        )
+    for one in running:
+        world.end(one)
+    assert 0 < len(world.sessions) <= 40
+    assert len(world.sessions._tenants) <= 40 + 10
+
+
+def test_few_hashes_of_a_long_prompt_are_kept() -> None:
+    conversation = World().turn("a", 1000)
+    assert len(conversation.hashes) <= rooms.MAX_HASHES + 1
+    assert conversation.hashes[-1] == chain("a", 1000)[-1]
+    assert conversation.cached_blocks(0) == 0
+    assert conversation.cached_blocks(1) == conversation.stride == 16
+    assert conversation.cached_blocks(len(conversation.hashes)) == 1000
+
+
+def test_pages_have_the_last_used_session_first() -> None:
+    world = World()
+    for name in "abcde":
+        world.turn(name, 4, session_id=name)
+    world.turn("b", 5, session_id="b")
+
+    def names(after: int, most: int) -> Sequence[str]:
+        return [one.session_id for one in world.sessions.page("", after, most)]
+
+    assert names(0, 2) == ["b", "e"]
+    last = [*world.sessions.page("", 0, 2)][-1].serial
+    assert names(last, 9) == ["d", "c", "a"]
+
+
+# --- in the router ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def given() -> Given:
+    here = Given(RouterSettings(policy="round_robin", is_strict=True))
+    here.connect_prefill("p0")
+    here.connect_decode("d0")
+    return here
+
+
+def test_both_workers_are_told_when_the_prefix_is_used_again(given: Given) -> None:
+    [reserve] = given.arrives("a", prompt=64, block_hashes=chain("a", 4), reuse_within_s=30.0)
+    [prefill] = given.granted()
+    assert isinstance(reserve, Reserve)
+    assert isinstance(prefill, Prefill)
+    assert (reserve.reuse_within_s, prefill.reuse_within_s) == (30.0, 30.0)
+
+
+def test_a_hint_without_a_prefix_is_not_passed_on(given: Given) -> None:
+    [reserve] = given.arrives("a", prompt=5, reuse_within_s=30.0)
+    assert isinstance(reserve, Reserve)
+    assert reserve.reuse_within_s is None
