@@ -26,11 +26,12 @@ from pdserve.client.results import Completion, Explanation, Model, Piece, Token,
 from pdserve.client.retries import Attempts, HeldCall, Retries
 from pdserve.core.errors import InternalError, InvalidRequest, PdserveError
 from pdserve.core.live import LogLine
+from pdserve.core.results import SessionPage
 from pdserve.telemetry import names, trace_context
 from pdserve.telemetry.trace_context import ClientCall, request_attributes
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from pdserve.wire import status
-from pdserve.wire.protocol import LOG_LINE
+from pdserve.wire.protocol import LOG_LINE, SESSION_PAGE
 
 # --- answer ---------------------------------------------------------------------------------------------------
 # Converts the messages of one Generate call to pieces and, at the end, a completion; records its span and metrics.
@@ -405,6 +406,15 @@ def tokens(token_ids: Sequence[int]) -> UnaryCall[list[Token]]:
         ]
 
     return _inference("GetTokenBytes", token_bytes_request(token_ids), read)
+
+
+def sessions(limit: int, after: int) -> UnaryCall[SessionPage]:
+    """Raises InvalidRequest."""
+    for name, value, most in (("limit", limit, 2**32 - 1), ("after", after, 2**64 - 1)):
+        if not 0 <= value <= most:
+            raise InvalidRequest(name, value, f"0 to {most}")
+    request = inference_pb2.ListSessionsRequest(limit=limit, after=after)
+    return _inference("ListSessions", request, SESSION_PAGE.decode)
 
 
 def is_serving() -> UnaryCall[bool]:

@@ -31,6 +31,7 @@ from pdserve.client.results import (
 from pdserve.client.retries import Attempts, CannotResume
 from pdserve.core.errors import NotFound, PdserveError, Unavailable
 from pdserve.core.live import LiveFrame, LogLine
+from pdserve.core.results import SessionPage
 from pdserve.core.types import Role
 from pdserve.v1 import cluster_pb2
 from pdserve.wire import status
@@ -132,6 +133,12 @@ class Client(BaseClient):
                 reasoning_effort=reasoning_effort,
             )
         )
+
+    def sessions(self, limit: int = 0, after: int = 0) -> SessionPage:
+        """The sessions of the caller's tenant that the router of this connection knows, the last used one first; with
+        the operator's token those of all tenants. `limit`: at most 100 (0: 20). `after`: the `cursor` of the last
+        session of the page before."""
+        return self._ask(calls.sessions(limit, after))
 
     def detokenize(self, token_ids: Sequence[int], prompt: Sequence[int] = ()) -> str:
         """The text that `token_ids` add to the text of the token ids `prompt`; special tokens have no text."""

@@ -153,6 +153,49 @@ class Timings:
     migrations: int = 0  # how often the answer moved from a draining worker to another one
 
 
+# --- sessions -------------------------------------------------------------------------------------------------
+# Times are in seconds since 1970.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedPrefix:
+    worker_id: str
+    tokens: int  # leading tokens of the last prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversationView:
+    """A chain of turns, each of whose prompts extends the one before."""
+
+    turns: int
+    running: int  # requests
+    prompt_tokens: int  # of the last turn
+    growth_tokens: float  # expected until the next turn
+    used_at_s: float
+    until_s: float | None  # when the next turn is expected at the latest; None: unknown, or a turn runs
+    is_over: bool  # by the client's word, or because it has paused for long
+    is_cached_known: bool = False  # False: the prefix index did not answer in time
+    cached: tuple[CachedPrefix, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionView:
+    session_id: str  # the client's, or one that the router made of the prefix
+    tenant: str
+    is_named: bool  # by the client
+    turns: int
+    began_at_s: float
+    used_at_s: float
+    conversations: tuple[ConversationView, ...]  # the least recently used first
+    cursor: int  # for the page after it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionPage:
+    sessions: tuple[SessionView, ...]  # the last used first
+    has_more: bool
+
+
 # --- percentiles ----------------------------------------------------------------------------------------------
 # By nearest rank: always one of the values, never interpolated.
 

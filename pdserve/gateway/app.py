@@ -196,6 +196,7 @@ class Gateway:
             routes=[
                 *(self._route(path, "POST", self._generation(kind)) for path, kind in GENERATION_PATHS.items()),
                 self._route("/v1/models", "GET", self._models),
+                self._route("/v1/sessions", "GET", self._sessions),
                 self._route(
                     "/v1/load_lora_adapter",
                     "POST",
@@ -293,6 +294,9 @@ class Gateway:
     async def _models(self, scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
         caller = await self._door.renewed(caller)
         return await _send(send, 200, replies.models(caller.model, self._created_s))
+
+    async def _sessions(self, scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
+        return await _send(send, 200, await endpoints.sessions(caller.client, scope.get("query_string", b"")))
 
     async def _model(self, scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
         model = (await self._door.renewed(caller)).model

@@ -1,5 +1,5 @@
-"""Endpoints that generate nothing: /tokenize and /detokenize, as in vLLM, Anthropic's count of tokens, and those of the
-live view."""
+"""Endpoints that generate nothing: /tokenize and /detokenize, as in vLLM, Anthropic's count of tokens, sessions, and
+those of the live view."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import contextlib
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Final
+from urllib.parse import parse_qsl
 
 from pdserve.client.aio import AsyncClient
 from pdserve.client.results import Model
-from pdserve.core.errors import Cancelled, InvalidRequest, PermissionDenied
+from pdserve.core.errors import Cancelled, InvalidRequest, PermissionDenied, shortened
 from pdserve.core.live import PERIOD_S, LiveFrame, frame_to_json
 from pdserve.gateway.api import sse
 from pdserve.gateway.api.messages import messages_call
@@ -121,6 +122,32 @@ async def detokenize(request: DetokenizeRequest, caller: Caller) -> dict[str, An
         return {"prompt": await caller.client.detokenize(request.tokens)}
     except InvalidRequest as error:
         raise error.renamed(error.field.replace("token_ids", "tokens")) from None
+
+
+# --- sessions -------------------------------------------------------------------------------------------------
+
+MAX_QUERY_BYTES: Final = 256
+
+
+async def sessions(client: AsyncClient, query: bytes) -> dict[str, Any]:
+    """A page in OpenAI's form of lists. Raises InvalidRequest."""
+    page = await client.sessions(**page_query(query))
+    data = [{"object": "session", **asdict(one)} for one in page.sessions]
+    return {"object": "list", "data": data, "has_more": page.has_more}
+
+
+def page_query(query: bytes) -> dict[str, int]:
+    """`limit` and `after` of a query. Raises InvalidRequest."""
+    found: dict[str, int] = {}
+    if len(query) > MAX_QUERY_BYTES:
+        raise InvalidRequest("query", f"{len(query)} bytes", f"at most {MAX_QUERY_BYTES} bytes")
+    for name, value in parse_qsl(query.decode("latin-1"), keep_blank_values=True):
+        if name not in ("limit", "after") or name in found:
+            raise InvalidRequest("query", shortened(repr(name)), "limit and after, each once")
+        if not (value.isascii() and value.isdecimal() and len(value) <= 19):
+            raise InvalidRequest(name, shortened(repr(value)), "a number")
+        found[name] = int(value)
+    return found
 
 
 # --- LoRA adapters --------------------------------------------------------------------------------------------

@@ -477,3 +477,69 @@ class GetTokenBytesResponse(_message.Message):
     token_bytes: _containers.RepeatedScalarFieldContainer[bytes]
     special_ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, token_bytes: _Optional[_Iterable[bytes]] = ..., special_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ListSessionsRequest(_message.Message):
+    __slots__ = ("limit", "after")
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    limit: int
+    after: int
+    def __init__(self, limit: _Optional[int] = ..., after: _Optional[int] = ...) -> None: ...
+
+class ListSessionsResponse(_message.Message):
+    __slots__ = ("sessions", "has_more")
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    HAS_MORE_FIELD_NUMBER: _ClassVar[int]
+    sessions: _containers.RepeatedCompositeFieldContainer[SessionView]
+    has_more: bool
+    def __init__(self, sessions: _Optional[_Iterable[_Union[SessionView, _Mapping]]] = ..., has_more: _Optional[bool] = ...) -> None: ...
+
+class SessionView(_message.Message):
+    __slots__ = ("session_id", "tenant", "is_named", "turns", "began_at_s", "used_at_s", "conversations", "cursor")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    IS_NAMED_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    BEGAN_AT_S_FIELD_NUMBER: _ClassVar[int]
+    USED_AT_S_FIELD_NUMBER: _ClassVar[int]
+    CONVERSATIONS_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    tenant: str
+    is_named: bool
+    turns: int
+    began_at_s: float
+    used_at_s: float
+    conversations: _containers.RepeatedCompositeFieldContainer[ConversationView]
+    cursor: int
+    def __init__(self, session_id: _Optional[str] = ..., tenant: _Optional[str] = ..., is_named: _Optional[bool] = ..., turns: _Optional[int] = ..., began_at_s: _Optional[float] = ..., used_at_s: _Optional[float] = ..., conversations: _Optional[_Iterable[_Union[ConversationView, _Mapping]]] = ..., cursor: _Optional[int] = ...) -> None: ...
+
+class ConversationView(_message.Message):
+    __slots__ = ("turns", "running", "prompt_tokens", "growth_tokens", "used_at_s", "until_s", "is_over", "is_cached_known", "cached")
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GROWTH_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    USED_AT_S_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_S_FIELD_NUMBER: _ClassVar[int]
+    IS_OVER_FIELD_NUMBER: _ClassVar[int]
+    IS_CACHED_KNOWN_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
+    turns: int
+    running: int
+    prompt_tokens: int
+    growth_tokens: float
+    used_at_s: float
+    until_s: float
+    is_over: bool
+    is_cached_known: bool
+    cached: _containers.RepeatedCompositeFieldContainer[CachedPrefix]
+    def __init__(self, turns: _Optional[int] = ..., running: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., growth_tokens: _Optional[float] = ..., used_at_s: _Optional[float] = ..., until_s: _Optional[float] = ..., is_over: _Optional[bool] = ..., is_cached_known: _Optional[bool] = ..., cached: _Optional[_Iterable[_Union[CachedPrefix, _Mapping]]] = ...) -> None: ...
+
+class CachedPrefix(_message.Message):
+    __slots__ = ("worker_id", "tokens")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    tokens: int
+    def __init__(self, worker_id: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...

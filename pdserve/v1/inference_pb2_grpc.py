@@ -59,6 +59,11 @@ class InferenceServiceStub:
                 request_serializer=pdserve_dot_v1_dot_inference__pb2.GetTokenBytesRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_inference__pb2.GetTokenBytesResponse.FromString,
                 _registered_method=True)
+        self.ListSessions = channel.unary_unary(
+                '/pdserve.v1.InferenceService/ListSessions',
+                request_serializer=pdserve_dot_v1_dot_inference__pb2.ListSessionsRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_inference__pb2.ListSessionsResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer:
@@ -96,6 +101,13 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListSessions(self, request, context):
+        """The sessions that this router knows of the caller's tenant, the last used one first; of all tenants for the operator.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -123,6 +135,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.GetTokenBytes,
                     request_deserializer=pdserve_dot_v1_dot_inference__pb2.GetTokenBytesRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_inference__pb2.GetTokenBytesResponse.SerializeToString,
+            ),
+            'ListSessions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSessions,
+                    request_deserializer=pdserve_dot_v1_dot_inference__pb2.ListSessionsRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_inference__pb2.ListSessionsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -260,6 +277,33 @@ class InferenceService:
             '/pdserve.v1.InferenceService/GetTokenBytes',
             pdserve_dot_v1_dot_inference__pb2.GetTokenBytesRequest.SerializeToString,
             pdserve_dot_v1_dot_inference__pb2.GetTokenBytesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSessions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.InferenceService/ListSessions',
+            pdserve_dot_v1_dot_inference__pb2.ListSessionsRequest.SerializeToString,
+            pdserve_dot_v1_dot_inference__pb2.ListSessionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

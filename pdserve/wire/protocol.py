@@ -17,7 +17,15 @@ from pdserve.core.cost.latency import CostPrior
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.kv.kv_shape import Fingerprint, KvShape
 from pdserve.core.live import LogLine
-from pdserve.core.results import Phases, Timings, Usage
+from pdserve.core.results import (
+    CachedPrefix,
+    ConversationView,
+    Phases,
+    SessionPage,
+    SessionView,
+    Timings,
+    Usage,
+)
 from pdserve.core.types import SamplingDefaults, TokenOut
 from pdserve.v1 import cluster_pb2, inference_pb2, transfer_pb2, worker_pb2
 from pdserve.wire.codec import Codec, Special
@@ -178,6 +186,16 @@ SAMPLING_DEFAULTS: Final = Codec(SamplingDefaults, inference_pb2.SamplingDefault
 USAGE: Final = Codec(Usage, inference_pb2.Usage)
 PHASES: Final = Codec(Phases, inference_pb2.Phases, is_lenient=True)
 TIMINGS: Final = Codec(Timings, inference_pb2.Timings, nested=(PHASES,), is_lenient=True)
+
+
+_CONVERSATION: Final = Codec(
+    ConversationView,
+    inference_pb2.ConversationView,
+    nested=(Codec(CachedPrefix, inference_pb2.CachedPrefix),),
+    is_lenient=True,
+)
+_SESSION: Final = Codec(SessionView, inference_pb2.SessionView, nested=(_CONVERSATION,), is_lenient=True)
+SESSION_PAGE: Final = Codec(SessionPage, inference_pb2.ListSessionsResponse, nested=(_SESSION,), is_lenient=True)
 
 
 # --- frames of the live view ----------------------------------------------------------------------------------

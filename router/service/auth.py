@@ -46,6 +46,7 @@ POLICY: Final[Mapping[str, Access]] = {
     "/pdserve.v1.InferenceService/Tokenize": Access.TOKEN,
     "/pdserve.v1.InferenceService/Detokenize": Access.TOKEN,
     "/pdserve.v1.InferenceService/GetTokenBytes": Access.TOKEN,
+    "/pdserve.v1.InferenceService/ListSessions": Access.TOKEN,
     "/pdserve.v1.ClusterService/GetTopology": Access.OPERATOR,
     "/pdserve.v1.ClusterService/Explain": Access.OPERATOR,
     "/pdserve.v1.ClusterService/Drain": Access.OPERATOR,

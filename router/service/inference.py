@@ -32,14 +32,15 @@ from pdserve.core.errors import (
 )
 from pdserve.core.kv.kv_shape import TOY_LAYOUT
 from pdserve.core.protocol import NamedAdapter
-from pdserve.core.types import FinishReason, Slo
+from pdserve.core.results import SessionPage
+from pdserve.core.types import FinishReason, Slo, require_at_most
 from pdserve.load_gate import EnteredRequest, LoadGate
 from pdserve.prefix.index import PrefixLookup
 from pdserve.telemetry import names, trace_context
 from pdserve.telemetry.tracing import OpenSpan
 from pdserve.v1 import inference_pb2, inference_pb2_grpc
 from pdserve.wire import status
-from pdserve.wire.protocol import SAMPLING_DEFAULTS, SEQUENCE
+from pdserve.wire.protocol import SAMPLING_DEFAULTS, SEQUENCE, SESSION_PAGE
 from router.service.adapters import ClusterAdapters
 from router.service.admission import Admission, Prepared, least_tokens
 from router.service.answer import MAX_PENDING_TOKENS, Answer, Group, is_shared
@@ -50,11 +51,15 @@ from router.service.model import ModelFacts
 from router.service.runtime import Runtime
 from router.service.tenants import CallClaim, Quotas
 from router.state.interface import RequestArrived
+from router.state.sessions import Conversation
 
 log = logging.getLogger(__name__)
 
 WRITE_S: Final = 30.0  # a client that reads nothing for this long is treated as disconnected
 MAX_SAME_ID: Final = 16  # concurrent requests with the same id
+SESSIONS_OF_PAGE: Final = 20
+MAX_SESSIONS_OF_PAGE: Final = 100
+SESSION_LOOKUPS_S: Final = 1.0  # for all lookups of one page
 BASE: Final = NamedAdapter(name="")  # the model alone
 
 
@@ -184,7 +189,39 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             self._measure.rejected(error)
             return await status.abort(context, error)
 
+    async def ListSessions(
+        self, request: inference_pb2.ListSessionsRequest, context: Any
+    ) -> inference_pb2.ListSessionsResponse:
+        try:
+            tenant = current_tenant()
+            limit = request.limit or SESSIONS_OF_PAGE
+            require_at_most("limit", "sessions", limit, MAX_SESSIONS_OF_PAGE)
+            with self._claim(tenant):
+                state = self._runtime.state
+                # Without a tenant, the caller is the operator, or there are no tenants.
+                found = [*state.sessions.page(tenant.name or None, request.after, limit + 1)]
+                many = [one for session in found[:limit] for one in session.conversations.values()]
+                cached = await self._cached_by_conversation(many)
+        except PdserveError as error:
+            self._measure.rejected(error)
+            return await status.abort(context, error)
+        since_1970_s = time.time() - time.monotonic()
+        views = [state.sessions.view(one, cached, state.block_size_of, since_1970_s) for one in found[:limit]]
+        return SESSION_PAGE.encode(SessionPage(sessions=tuple(views), has_more=len(found) > limit))
+
     # ------------------------------------------------------------------------------------------------------------
+
+    async def _cached_by_conversation(self, conversations: Sequence[Conversation]) -> dict[int, Mapping[str, int]]:
+        """Leading ones of `hashes` by worker, by the conversation's number. It lacks those for which the index has not
+        answered in time."""
+        cached: dict[int, Mapping[str, int]] = {}
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SESSION_LOOKUPS_S):
+                for one in conversations:
+                    found = await self._lookup.lookup(one.hashes) if one.hashes else {}
+                    if found or self._lookup.is_available:
+                        cached[one.number] = found
+        return cached
 
     @contextlib.contextmanager
     def _claim(self, tenant: Tenant, least_tokens: int = 0) -> Iterator[CallClaim]:

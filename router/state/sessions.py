@@ -15,12 +15,13 @@ All tables are bounded. Nothing that a tenant says or does changes what is predi
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final, final
 
 from pdserve.core.durations import Alarms
+from pdserve.core.results import CachedPrefix, ConversationView, SessionView
 from router.state.interface import RequestArrived
 
 MAX_CONVERSATIONS: Final = 8192  # of all tenants; the least recently used leaves first
@@ -266,6 +267,45 @@ class Sessions:
             if (not after or one.serial < after) and (tenant is None or one.tenant == tenant)
         )
         return islice(found, most)
+
+    def view(
+        self,
+        session: Session,
+        cached: Mapping[int, Mapping[str, int]],
+        block_size_of: Callable[[str], int],
+        origin_s: float,
+    ) -> SessionView:
+        """`cached`: by the conversation's number, how many leading ones of its `hashes` each worker has. `origin_s` is
+        added to all times."""
+        rows = []
+        for one in session.conversations.values():
+            workers = sorted(cached.get(one.number, {}).items())
+            rows.append(
+                ConversationView(
+                    turns=one.turns,
+                    running=one.running,
+                    prompt_tokens=one.prompt_tokens,
+                    growth_tokens=0.0 if one.is_dropped else self.growth_tokens(one),
+                    used_at_s=one.used_s + origin_s,
+                    until_s=None if one.until_s is None else one.until_s + origin_s,
+                    is_over=one.is_over,
+                    is_cached_known=one.number in cached,
+                    cached=tuple(
+                        CachedPrefix(worker_id=name, tokens=one.cached_blocks(num_hashes) * block_size_of(name))
+                        for name, num_hashes in workers
+                    ),
+                )
+            )
+        return SessionView(
+            session_id=session.session_id,
+            tenant=session.tenant,
+            is_named=session.is_named,
+            turns=session.turns,
+            began_at_s=session.began_s + origin_s,
+            used_at_s=session.used_s + origin_s,
+            conversations=tuple(rows),
+            cursor=session.serial,
+        )
 
     def check(self) -> None:
         """Raises AssertionError unless the tables agree."""

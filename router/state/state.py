@@ -67,6 +67,7 @@ from router.state.interface import (
 )
 from router.state.lifecycle import ENDED, NEEDS_SENDER, WITH_WORKERS, IllegalMove, Move, SenderEnd, Stage
 from router.state.request import Request
+from router.state.sessions import Sessions
 
 # --- invariants -----------------------------------------------------------------------------------------------
 # Tests call `check` after every event.
@@ -217,6 +218,16 @@ class RouterState:
         if request is None or request_id in cluster.ended:
             return cluster.explanations.last(request_id)
         return cluster.explanations.live(request, cluster.now_s)
+
+    @property
+    def sessions(self) -> Sessions:
+        """For inspection only."""
+        return self._cluster.sessions
+
+    def block_size_of(self, worker_id: str) -> int:
+        """0: an unknown worker."""
+        view = self._cluster.fleet.workers.get(worker_id)
+        return 0 if view is None else view.hello.block_size
 
     @property
     def next_weights(self) -> str:

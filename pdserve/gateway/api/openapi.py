@@ -108,6 +108,10 @@ OPERATIONS: Final[Mapping[tuple[str, str], Operation]] = {
     ("GET", "/v1/models"): Operation(
         summary="Lists the served model and its LoRA adapters", answers={200: answers.ModelsAnswer}
     ),
+    ("GET", "/v1/sessions"): Operation(
+        summary="Lists the sessions of the caller's tenant, by pages of `limit`, and where their prefixes are cached",
+        answers={200: answers.SessionsAnswer},
+    ),
     ("GET", "/v1/models/{name:path}"): Operation(summary="Describes the model", answers={200: answers.ModelAnswer}),
     ("POST", "/v1/load_lora_adapter"): Operation(
         summary="Loads a LoRA adapter on all workers; for operators",

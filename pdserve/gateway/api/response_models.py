@@ -208,6 +208,41 @@ class ModelsAnswer(Answer):
     last_id: str
 
 
+class CachedPrefixAnswer(Answer):
+    worker_id: str
+    tokens: int
+
+
+class ConversationAnswer(Answer):
+    turns: int
+    running: int
+    prompt_tokens: int
+    growth_tokens: float
+    used_at_s: float
+    until_s: float | None
+    is_over: bool
+    is_cached_known: bool
+    cached: list[CachedPrefixAnswer]
+
+
+class SessionAnswer(Answer):
+    object: Literal["session"]
+    session_id: str
+    tenant: str
+    is_named: bool
+    turns: int
+    began_at_s: float
+    used_at_s: float
+    conversations: list[ConversationAnswer]
+    cursor: int
+
+
+class SessionsAnswer(Answer):
+    object: Literal["list"]
+    data: list[SessionAnswer]
+    has_more: bool
+
+
 class TokenizeAnswer(Answer):
     count: int
     max_model_len: int

@@ -136,6 +136,12 @@ export function createFeed({ onFrame, onHello, onState }) {
       if (!response.ok) throw new Error(await errorMessage(response));
       return (await response.json()).lines;
     },
+    // The last used sessions that the router knows.
+    async sessions() {
+      const response = await fetch("/v1/sessions?limit=8", { headers: authorization(), cache: "no-store", credentials: "omit" });
+      if (!response.ok) throw new Error(await errorMessage(response));
+      return (await response.json()).data;
+    },
     // `action`: "drain" or "undrain".
     async changeWorker(workerId, action) {
       const response = await fetch(`/ui/workers/${encodeURIComponent(workerId)}/${action}`, {

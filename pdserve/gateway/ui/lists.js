@@ -1,4 +1,4 @@
-// The list of events and the tables: KV transfers, rejections by reason, latest requests. DOM, with a keyboard.
+// The list of events and the tables: KV transfers, rejections by reason, sessions, latest requests. DOM, with a keyboard.
 
 import { element, reconcile, roving, setAttribute, setHidden, setText } from "./dom.js";
 import { bytes, clockTime, count, minutes, rate, seconds, shortId } from "./format.js";
@@ -135,6 +135,48 @@ export function createRecentTable(body, selection) {
     }
     reconcile(body, shown, { key: ({ request }) => request.key, create: ({ request }) => create(request), update });
     refresh();
+  };
+}
+
+const SESSIONS_MS = 5000;
+const MAX_CONVERSATIONS = 12;
+
+// Asks for the sessions while the page is shown, and draws their last used conversations. `read`: null in a recording.
+export function createSessionTable(body, none, read) {
+  let askedMs = -Infinity;
+  let isAsking = false;
+  const cached = (one) => (one.cached.length ? one.cached.map((held) => `${held.worker_id} ${count(held.tokens)}`).join(", ") : one.is_cached_known ? "nowhere" : "not known");
+  const show = (sessions) => {
+    const nowS = Date.now() / 1000;
+    const shown = sessions.flatMap((session) => session.conversations.map((one, at) => ({ session, one, at })));
+    shown.sort((a, b) => b.one.used_at_s - a.one.used_at_s);
+    reconcile(body, shown.slice(0, MAX_CONVERSATIONS), {
+      key: ({ session, at }) => `${session.tenant}/${session.session_id}/${at}`,
+      create: () => tableRow([1, 2, 3, 4], 6),
+      update: (row, { session, one }) => {
+        const next = one.running ? "running" : one.is_over ? "over" : one.until_s === null ? "–" : seconds(Math.max(one.until_s - nowS, 0));
+        const name = session.tenant ? `${session.tenant}/${shortId(session.session_id)}` : shortId(session.session_id);
+        cells(row, [name, count(one.turns), count(one.prompt_tokens), seconds(Math.max(nowS - one.used_at_s, 0)), next, cached(one)]);
+        row.cells[0].title = session.session_id;
+      },
+    });
+    setHidden(none, shown.length > 0);
+    setHidden(body.closest(".scroll"), shown.length === 0);
+  };
+  show([]);
+  if (read === null) setText(none, "A recording contains no sessions.");
+  return async () => {
+    if (read === null || isAsking || document.hidden || performance.now() - askedMs < SESSIONS_MS) return;
+    isAsking = true;
+    try {
+      show(await read());
+      setText(none, "No session is known.");
+    } catch (error) {
+      setText(none, `The sessions could not be read: ${error.message}`);
+      setHidden(none, false);
+    }
+    askedMs = performance.now();
+    isAsking = false;
   };
 }
 

@@ -7,7 +7,7 @@ import { createFeed } from "./feed.js";
 import { createFlow } from "./flow.js";
 import { count, rate } from "./format.js";
 import { bindKeys } from "./keys.js";
-import { createEventList, createReasonTable, createRecentTable, createTransferTable } from "./lists.js";
+import { createEventList, createReasonTable, createRecentTable, createSessionTable, createTransferTable } from "./lists.js";
 import { perMinute, summary } from "./metrics.js";
 import { createPanel } from "./panel.js";
 import { createPlayback } from "./playback.js";
@@ -66,6 +66,7 @@ const lists = [
   createTransferTable(byId("transfers"), byId("transfers-none")),
   createReasonTable(byId("reasons"), byId("reasons-none")),
   createRecentTable(byId("recent"), selection),
+  createSessionTable(byId("sessions"), byId("sessions-none"), isRecording ? null : feed.sessions),
 ];
 const permissions = () => {
   if (isRecording) return { isAllowed: false, why: "A recording cannot change workers." };

@@ -300,3 +300,33 @@ def bounded_values(keyword: str, bound: Any, is_float: bool) -> Iterator[tuple[A
         yield MESSAGES * (bound + 1 if keyword == "maxItems" else 0), False
     if keyword in ("minimum", "maximum") and bound:
         yield bound, True
+
+
+# --- sessions -----------------------------------------------------------------------------------------------------
+
+
+def test_sessions_are_listed_in_pages() -> None:
+    with serve() as served:
+        for name in "ab":
+            body = json.dumps({"prompt": "a prompt of some blocks", "max_tokens": 2})
+            headers = {"content-type": "application/json", "x-session-id": name, "x-reuse-within-s": "0"}
+            connection = http.client.HTTPConnection(served.address, timeout=60)
+            connection.request("POST", "/v1/completions", body, headers)
+            assert connection.getresponse().status == 200
+            connection.close()
+        page = ask(served, "GET", "/v1/sessions?limit=1").json()
+        assert (page["object"], page["has_more"]) == ("list", True)
+        [session] = page["data"]
+        assert (session["object"], session["session_id"], session["is_named"]) == ("session", "b", True)
+        assert session["conversations"][0]["is_over"]
+        rest = ask(served, "GET", f"/v1/sessions?limit=1&after={session['cursor']}").json()
+        assert [one["session_id"] for one in rest["data"]] == ["a"]
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["limit=101", "limit=-1", "limit=1&limit=2", "after=x", "after=" + "9" * 20, "name=a", "a=" * 200, "limit="],
+)
+def test_a_page_of_sessions_has_bounds(closed: Served, query: str) -> None:
+    found = ask(closed, "GET", f"/v1/sessions?{query}", TOKEN)
+    assert (found.status_code, found.json()["error"]["code"]) == (400, "invalid_value")

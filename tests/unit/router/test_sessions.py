@@ -10,7 +10,6 @@ import pytest
 
 from pdserve.core.protocol import Prefill, Reserve
 from router.state import sessions as rooms
-from router.state.interface import RouterSettings
 from router.state.sessions import IDLE_S, LEAST_SEEN, Conversation, ReuseModel, Sessions
 from tests.unit.router.given import Given
 from tests.unit.router.router_events import BLOCK, arrival
@@ -278,14 +277,6 @@ def test_pages_have_the_last_used_session_first() -> None:
 
 
 # --- in the router ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def given() -> Given:
-    here = Given(RouterSettings(policy="round_robin", is_strict=True))
-    here.connect_prefill("p0")
-    here.connect_decode("d0")
-    return here
 
 
 def test_both_workers_are_told_when_the_prefix_is_used_again(given: Given) -> None:

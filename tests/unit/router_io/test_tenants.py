@@ -120,8 +120,9 @@ async def test_a_call_is_authorised_before_and_after_its_message(
         ids = await client.tokenize("hello")
         await client.detokenize(ids)
         await client.token_bytes(ids)
+        await client.sessions()
         await client.model()
-    names = ["Generate", "Tokenize", "Detokenize", "GetTokenBytes", "GetModel"]
+    names = ["Generate", "Tokenize", "Detokenize", "GetTokenBytes", "ListSessions", "GetModel"]
     assert methods == [name for name in names for _ in range(2)]
 
 
@@ -376,3 +377,46 @@ async def test_a_caller_learns_its_tenant(connect: Connect, decode: Program, key
     for token, tenant in ((ACME, "acme"), (BETA, "beta"), (OPERATOR, "")):
         async with presenting(front, token) as client:
             assert (await client.model()).tenant == tenant
+
+
+async def test_a_tenant_sees_its_own_sessions_only(connect: Connect, decode: Program, keys: Path) -> None:
+    write(keys, {"acme": (ACME,), "beta": (FOREIGN,)})
+    front = await connect(decode, key_file=str(keys), token=OPERATOR)
+    prompt = "a prompt of some blocks " * 8
+    async with presenting(front, ACME) as acme, presenting(front, FOREIGN) as other:
+        done = await acme.generate(prompt, max_tokens=4, session_id="s")
+        await acme.generate(prompt + done.text + " and more" * 4, max_tokens=4, session_id="s", reuse_within_s=60)
+        await acme.generate("another", max_tokens=4, session_id="t")
+        await other.generate(prompt, max_tokens=4, session_id="s")
+        page = await acme.sessions()
+        assert [(one.session_id, one.tenant, one.turns) for one in page.sessions] == [
+            ("t", "acme", 1),
+            ("s", "acme", 2),
+        ]
+        [row] = page.sessions[1].conversations
+        assert (row.turns, row.running, row.is_over) == (2, 0, False)
+        assert row.until_s is not None
+        assert 0.0 < row.until_s - row.used_at_s <= 60.0
+        first = await acme.sessions(limit=1)
+        assert (len(first.sessions), first.has_more) == (1, True)
+        rest = await acme.sessions(limit=1, after=first.sessions[0].cursor)
+        assert ([one.session_id for one in rest.sessions], rest.has_more) == (["s"], False)
+        assert [one.tenant for one in (await other.sessions()).sessions] == ["beta"]
+        with pytest.raises(InvalidRequest, match="at most 100"):
+            await other.sessions(limit=101)
+    async with presenting(front, OPERATOR) as operator:
+        assert {one.tenant for one in (await operator.sessions()).sessions} == {"acme", "beta"}
+
+
+async def test_sessions_show_which_worker_has_their_prefix(connect: Connect, decode: Program) -> None:
+    front = await connect(decode)
+    done = await front.client.generate("a prompt of some blocks " * 8, max_tokens=4)
+
+    async def is_cached() -> bool:
+        [session] = (await front.client.sessions()).sessions
+        [row] = session.conversations
+        assert (session.is_named, row.prompt_tokens) == (False, done.usage.prompt_tokens)
+        assert row.is_cached_known
+        return [one.worker_id for one in row.cached] == [done.timings.decode_worker]
+
+    await until(is_cached)
