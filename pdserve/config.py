@@ -450,7 +450,8 @@ class RouterConfig(CallerTlsSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig(CallerTlsSettings):
-    """One HTTP gateway process. It holds no secret: its callers' tokens are checked by the router."""
+    """One HTTP gateway process. Its callers' tokens are checked by the router. It knows no secret but the password of a
+    Redis for stored responses."""
 
     router: str = setting("HOST:PORT of the router, or unix:PATH")
     router_cert: str = setting("PEM file with the certificate that the router sees; tls_cert when empty", "")
@@ -492,6 +493,15 @@ class GatewayConfig(CallerTlsSettings):
     drain_s: float = setting(
         "time that running requests have to finish after SIGTERM", 30.0, within=(0.0, DAY_S), is_live=True
     )
+    redis: str = setting("Redis URL for stored responses", "", env=REDIS_ENV, is_url=True)
+    cluster: str = setting("name of the cluster, for the keys in Redis", "default", is_name=True)
+    store_bytes: int = setting(
+        "maximum total size of the stored responses of one tenant, the oldest of which leave first; 0 stores none",
+        0,
+        within=(0, 2**40),
+    )
+    store_count: int = setting("maximum number of stored responses of one tenant", 1000, within=(1, 100_000))
+    store_s: float = setting("time for which a response is stored", DAY_S, within=(1.0, 30 * DAY_S))
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -505,7 +515,9 @@ class GatewayConfig(CallerTlsSettings):
 # Settings of the gateway have the prefix of their table: its `max_body_bytes` is `gateway_max_body_bytes` here.
 
 OF_GATEWAY: Final = "gateway_"
-_OF_ITS_PROCESS: Final = frozenset({"router", "router_cert", "router_key", "gateway_id", "tls_peer_name"})
+_OF_ITS_PROCESS: Final = frozenset(
+    {"router", "router_cert", "router_key", "gateway_id", "tls_peer_name", "redis", "cluster"}
+)
 
 
 def _check_gateway(config: RouterConfig) -> None:
@@ -552,7 +564,10 @@ def gateway_of(config: RouterConfig) -> GatewayConfig | None:
         return None
     names = [one.name for one in dataclasses.fields(GatewayConfig) if one.name not in _OF_ITS_PROCESS]
     try:
-        return GatewayConfig(router="", **{name: getattr(config, OF_GATEWAY + name) for name in names})
+        given = {name: getattr(config, OF_GATEWAY + name) for name in names}
+        if given["store_bytes"]:
+            given |= {"redis": config.redis, "cluster": config.cluster}
+        return GatewayConfig(router="", **given)
     except ConfigError as error:
         raise ConfigError(OF_GATEWAY + error.field, error.seen, error.expected) from None
 

@@ -41,6 +41,7 @@ from pdserve.core.errors import (
     UnknownModel,
     shortened,
 )
+from pdserve.core.types import RESPONSE_ID_PREFIX
 from pdserve.gateway import endpoints
 from pdserve.gateway.api import errors, http_input, openapi, replies, sse
 from pdserve.gateway.api.errors import BodyTooLarge, ErrorReply
@@ -50,7 +51,8 @@ from pdserve.gateway.api.openapi import OPERATIONS, docs_page
 from pdserve.gateway.api.responses import responses_call
 from pdserve.gateway.api.sdk_call import SdkCall, chat_call, check_model, text_call
 from pdserve.gateway.door import Caller, Door, Shutdown
-from pdserve.gateway.respond import Responder, Sender, encoded, send_json, send_whole
+from pdserve.gateway.respond import Keep, Responder, Sender, encoded, send_json, send_whole
+from pdserve.gateway.stored import ResponseStore, tenant_of, turn_of
 from pdserve.gateway.ui.page import page
 from pdserve.load_gate import LoadGate
 from pdserve.telemetry import metric_names
@@ -184,6 +186,7 @@ class Gateway:
         most = config.max_connections - kept_of(config.max_connections)
         self._connections = Shares(most, COUNT_WEIGHT, is_controlled=True)
         self._responder = Responder()
+        self._store = ResponseStore(config) if config.store_bytes else None
         # One thread: each call of the parser keeps the interpreter to itself, so several would add up.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="gateway-bodies")
         self._metrics = metrics
@@ -195,6 +198,9 @@ class Gateway:
         app = _Application(
             routes=[
                 *(self._route(path, "POST", self._generation(kind)) for path, kind in GENERATION_PATHS.items()),
+                self._route("/v1/responses/{response_id}", "GET", self._stored(endpoints.stored_response)),
+                self._route("/v1/responses/{response_id}", "DELETE", self._stored(endpoints.delete_response)),
+                self._route("/v1/responses/{response_id}/input_items", "GET", self._stored(endpoints.stored_input)),
                 self._route("/v1/models", "GET", self._models),
                 self._route("/v1/sessions", "GET", self._sessions),
                 self._route(
@@ -255,10 +261,13 @@ class Gateway:
             self._check_gate(caller, None)
             self._check_declared(given)
             with self._held.body(caller.share) as held:
-                options = http_input.options(given)
-                call, caller = await self._read(
-                    receive, held, caller, lambda fields, model: make_call(fields, model, options)
-                )
+                options, keep = http_input.options(given), None
+                if endpoint == "responses" and self._store is not None:
+                    call, caller, keep = await self._stored_call(self._store, receive, held, caller, options)
+                else:
+                    call, caller = await self._read(
+                        receive, held, caller, lambda fields, model: make_call(fields, model, options)
+                    )
                 self._hold_answer(held, call.answer_bytes(caller.model))
                 priority = call.options.get("priority") or 0
                 self._check_gate(caller, priority)
@@ -266,13 +275,49 @@ class Gateway:
                     if self._owns_gate:
                         send.on_success = entered.accepted
                     try:
-                        return await self._responder.respond(endpoint, call, caller.client, caller.model, receive, send)
+                        return await self._responder.respond(
+                            endpoint, call, caller.client, caller.model, receive, send, keep
+                        )
                     except InvalidRequest as error:
                         raise call.renamed(error) from None
                     except Overloaded as error:
                         if self._owns_gate and not isinstance(error, QuotaExceeded):
                             entered.rejected(error.retry_after_s)
                         raise
+
+        return handle
+
+    async def _stored_call(
+        self, store: ResponseStore, receive: Any, held: HeldBody, caller: Caller, options: Options
+    ) -> tuple[SdkCall, Caller, Keep | None]:
+        fields, caller = await self._read(receive, held, caller, lambda fields, model: fields)
+        turn, rest = turn_of(fields, caller)
+        history: list[Any] = []
+        if turn.previous:
+            history, num_bytes = await store.history(turn)
+            held.add(num_bytes)
+        if turn.is_stored and (turn.is_required or "request_id" in options):
+            await store.check_unused(turn.tenant, f"{RESPONSE_ID_PREFIX}{options.get('request_id', '')}")
+        stored = {"store": turn.is_stored, "previous_response_id": turn.previous or None}
+
+        async def make(model: Model) -> SdkCall:
+            work = partial(responses_call, rest, model, options, history=history, stored=stored)
+            if held.num_bytes <= QUICK_BYTES:
+                return work()
+            return await asyncio.get_running_loop().run_in_executor(self._reader, work)
+
+        try:
+            call = await make(caller.model)
+        except UnknownModel:
+            caller = await self._door.renewed(caller)
+            call = await make(caller.model)
+        return call, caller, partial(store.keep, turn) if turn.is_stored else None
+
+    def _stored(self, work: Callable[[ResponseStore, str, Any], Awaitable[dict[str, Any]]]) -> Handler:
+        async def handle(scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
+            if self._store is None:
+                raise NotFound("stored response", scope["path_params"]["response_id"])
+            return await _send(send, 200, await work(self._store, tenant_of(caller), scope))
 
         return handle
 
@@ -385,10 +430,12 @@ class Gateway:
 
     # --- what they share
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Ends what it runs on the event loop."""
         if self._owns_gate:
             self.gate.close()
+        if self._store is not None:
+            await self._store.close()
 
     def _check_gate(self, caller: Caller, priority: int | None) -> None:
         """Raises LoadShed. `priority` None: before the body was read."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 from urllib.parse import parse_qsl
@@ -25,6 +25,7 @@ from pdserve.gateway.api.request_models import (
 from pdserve.gateway.api.sdk_call import SdkCall, check_model, sdk_messages, validated
 from pdserve.gateway.door import Caller
 from pdserve.gateway.respond import EVENT_STREAM, Sender, TokenTable, disconnected
+from pdserve.gateway.stored import LISTED, MAX_LISTED, ResponseStore, input_page
 from pdserve.gateway.tools.plan import check_tools_bytes
 
 ID_BYTES: Final = 8
@@ -137,17 +138,53 @@ async def sessions(client: AsyncClient, query: bytes) -> dict[str, Any]:
 
 
 def page_query(query: bytes) -> dict[str, int]:
-    """`limit` and `after` of a query. Raises InvalidRequest."""
-    found: dict[str, int] = {}
+    """`limit` and `after` of a query, both numbers. Raises InvalidRequest."""
+    return {name: _number(name, value) for name, value in _query(query, ("limit", "after")).items()}
+
+
+def _query(query: bytes, names: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
     if len(query) > MAX_QUERY_BYTES:
         raise InvalidRequest("query", f"{len(query)} bytes", f"at most {MAX_QUERY_BYTES} bytes")
     for name, value in parse_qsl(query.decode("latin-1"), keep_blank_values=True):
-        if name not in ("limit", "after") or name in found:
-            raise InvalidRequest("query", shortened(repr(name)), "limit and after, each once")
-        if not (value.isascii() and value.isdecimal() and len(value) <= 19):
-            raise InvalidRequest(name, shortened(repr(value)), "a number")
-        found[name] = int(value)
+        if name not in names or name in found:
+            raise InvalidRequest("query", shortened(repr(name)), f"{', '.join(names)}, each once")
+        found[name] = value
     return found
+
+
+def _number(name: str, value: str) -> int:
+    if not (value.isascii() and value.isdecimal() and len(value) <= 19):
+        raise InvalidRequest(name, shortened(repr(value)), "a number")
+    return int(value)
+
+
+# --- stored responses -----------------------------------------------------------------------------------------
+
+
+async def stored_response(store: ResponseStore, tenant: str, scope: Any) -> dict[str, Any]:
+    """Raises NotFound and Unavailable."""
+    found: dict[str, Any] = (await store.read(tenant, scope["path_params"]["response_id"]))["response"]
+    return found
+
+
+async def delete_response(store: ResponseStore, tenant: str, scope: Any) -> dict[str, Any]:
+    """Raises NotFound and Unavailable."""
+    response_id = scope["path_params"]["response_id"]
+    await store.delete(tenant, response_id)
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+async def stored_input(store: ResponseStore, tenant: str, scope: Any) -> dict[str, Any]:
+    """Raises InvalidRequest, NotFound and Unavailable."""
+    given = _query(scope.get("query_string", b""), ("limit", "after", "order"))
+    limit, order = _number("limit", given.get("limit", str(LISTED))), given.get("order", "desc")
+    if not 1 <= limit <= MAX_LISTED:
+        raise InvalidRequest("limit", limit, f"1 to {MAX_LISTED}")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest("order", shortened(repr(order)), "asc or desc")
+    record = await store.read(tenant, scope["path_params"]["response_id"])
+    return input_page(record, limit, given.get("after", ""), is_ascending=order == "asc")
 
 
 # --- LoRA adapters --------------------------------------------------------------------------------------------

@@ -11,9 +11,10 @@ import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, final
+from functools import partial
+from typing import Any, Final, cast, final
 
 from pdserve.client.aio import AsyncClient, AsyncStream
 from pdserve.client.request import MAX_TOKENS_PER_CALL, Prompt
@@ -260,6 +261,10 @@ class Sender:
         await self({"type": "http.response.body", "body": part, "more_body": False})
 
 
+#: Stores a response by its id. Returns whether it did.
+Keep = Callable[[str, bytes], Awaitable[bool]]
+
+
 @final
 class Responder:
     """Belongs to one event loop."""
@@ -268,9 +273,17 @@ class Responder:
         self._tokens = TokenTable()
 
     async def respond(
-        self, endpoint: Endpoint, call: SdkCall, client: AsyncClient, model: Model, receive: Any, send: Sender
+        self,
+        endpoint: Endpoint,
+        call: SdkCall,
+        client: AsyncClient,
+        model: Model,
+        receive: Any,
+        send: Sender,
+        keep: Keep | None = None,
     ) -> int:
-        """Returns the status of the answer. Raises PdserveError, which the caller turns into the answer or its end."""
+        """`keep` stores the answer, before the client has all of it. Returns the status of the answer. Raises
+        PdserveError, which the caller turns into the answer or its end."""
         call, echoes = await with_echoes(call, client, self._tokens, model.max_context_tokens)
         answers = Answers(client, call)
         watch = asyncio.create_task(_close_at_disconnect(receive, answers))
@@ -286,8 +299,10 @@ class Responder:
                 eos_token_ids=model.eos_token_ids,
                 reasoning=answers.reasoning,
             )
+            writer = WRITERS[endpoint](head, call, self._tokens)
             answer = _Answer(
-                writer=WRITERS[endpoint](head, call, self._tokens),
+                writer=writer,
+                keep=None if keep is None else partial(_keep, cast(ResponsesWriter, writer), keep),
                 answers=answers,
                 echoes=echoes,
                 is_scored=call.shown.logprobs is not None,
@@ -309,6 +324,7 @@ class _Answer:
     """One request whose first piece has come."""
 
     writer: Writer
+    keep: Callable[[Sequence[Completion]], Awaitable[None]] | None
     answers: Answers
     echoes: Sequence[EchoedPrompt]
     is_scored: bool
@@ -330,6 +346,9 @@ class _Answer:
                 await self._learn(choice.logprobs)
         # Written in a thread if it may be long, so that others do not wait for it.
         body = await asyncio.to_thread(writer.answer, completions) if self.is_scored else writer.answer(completions)
+        if self.keep is not None:
+            await self.keep(completions)
+            body = cast(ResponsesWriter, writer).response(completions)
         await send_json(self.send, 200, await encoded(body), self.headers)
         return 200
 
@@ -365,7 +384,15 @@ class _Answer:
                 raise
         if self.watch.done():
             return 499
-        await self.send.end_stream(itertools.chain((held,), self.writer.end(answers.completions)))
+        completions = answers.completions
+        if self.keep is None:
+            await self.send.end_stream(itertools.chain((held,), self.writer.end(completions)))
+            return 200
+        writer = cast(ResponsesWriter, self.writer)
+        closing = b"".join((held, *writer.close(completions)))
+        await self.send({"type": "http.response.body", "body": closing, "more_body": True})
+        await self.keep(completions)
+        await self.send.end_stream(writer.last(completions))
         return 200
 
     async def _begin_prompt(self, number: int, scored: Sequence[TokenLogprob | None]) -> None:
@@ -393,6 +420,11 @@ class _Answer:
                 if delay_s is None:
                     raise
             await asyncio.sleep(delay_s)
+
+
+async def _keep(writer: ResponsesWriter, keep: Keep, completions: Sequence[Completion]) -> None:
+    response = writer.response(completions)
+    writer.is_stored = await keep(response["id"], await encoded(response))
 
 
 def _headers(request_id: str, ignored: Iterable[str], endpoint: Endpoint) -> tuple[tuple[bytes, bytes], ...]:

@@ -185,7 +185,7 @@ class GatewayServer:
         finally:
             measuring.cancel()
             if self._gateway is not None:
-                self._gateway.close()
+                await self._gateway.close()
             await client.close()
 
     async def _measure_forever(self) -> None:

@@ -316,6 +316,8 @@ def gateway_config(spec: ClusterSpec, router: str = "", member: int = 0) -> Gate
     given = dict(spec.settings.get("gateway", {}))
     if port := given.get("metrics_port"):
         given["metrics_port"] = int(str(port)) + member
+    if given.get("store_bytes"):
+        given |= {"redis": spec.redis, "cluster": spec.cluster}
     return GatewayConfig(
         router=f"unix:{spec.unix_socket}" if spec.unix_socket else router,
         host=spec.host,

@@ -105,6 +105,7 @@ _REJECTED_TEXT: Final[Mapping[str, Rejected]] = {
     "suffix": Rejected("the models complete texts at their end", ("",)),
     "prompt_embeds": Rejected("a prompt is text or token ids"),
 }
+_NO_STORE: Final = "nothing is stored unless the setting store_bytes of the gateway says so"
 _REJECTED_RESPONSES: Final[Mapping[str, Rejected]] = {
     "access_programs": Rejected("of OpenAI's accounts"),
     "background": Rejected("nothing is stored, so an answer cannot be fetched later", (False,)),
@@ -114,10 +115,10 @@ _REJECTED_RESPONSES: Final[Mapping[str, Rejected]] = {
     "image": Rejected("answers are text"),
     "max_tool_calls": Rejected("of OpenAI's own tools"),
     "moderation": Rejected("answers are not moderated"),
-    "previous_response_id": Rejected("nothing is stored; the input holds the whole conversation"),
+    "previous_response_id": Rejected(f"{_NO_STORE}; the input holds the whole conversation"),
     "prompt": Rejected("nothing is stored"),
     "service_tier": Rejected("there are no tiers", ("auto", "default")),
-    "store": Rejected("nothing is stored", (False,)),
+    "store": Rejected(_NO_STORE, (False,)),
     "truncation": Rejected("an input over the context window is an error", ("disabled",)),
 }
 _REJECTED_MESSAGES: Final[Mapping[str, Rejected]] = {

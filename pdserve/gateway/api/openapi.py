@@ -84,7 +84,7 @@ OPERATIONS: Final[Mapping[tuple[str, str], Operation]] = {
         is_streamed=True,
     ),
     ("POST", "/v1/responses"): Operation(
-        summary="Answers in the form of OpenAI's responses; nothing is stored",
+        summary="Answers in the form of OpenAI's responses, which are stored if `store_bytes` is set",
         tag="generation",
         request=ResponsesRequest,
         answers={200: answers.ResponseAnswer},
@@ -107,6 +107,15 @@ OPERATIONS: Final[Mapping[tuple[str, str], Operation]] = {
     ),
     ("GET", "/v1/models"): Operation(
         summary="Lists the served model and its LoRA adapters", answers={200: answers.ModelsAnswer}
+    ),
+    ("GET", "/v1/responses/{response_id}"): Operation(
+        summary="Returns a stored response", tag="generation", answers={200: answers.ResponseAnswer}
+    ),
+    ("DELETE", "/v1/responses/{response_id}"): Operation(
+        summary="Deletes a stored response", tag="generation", answers={200: JSON}
+    ),
+    ("GET", "/v1/responses/{response_id}/input_items"): Operation(
+        summary="Lists the input of a stored response, by pages of `limit`", tag="generation", answers={200: JSON}
     ),
     ("GET", "/v1/sessions"): Operation(
         summary="Lists the sessions of the caller's tenant, by pages of `limit`, and where their prefixes are cached",

@@ -1,6 +1,6 @@
 """/v1/responses: a request becomes that of a chat, and its answer is written whole or as the events of a stream. Pure.
 
-A response is not stored, so the input holds the whole conversation.
+Unless responses are stored (pdserve/gateway/stored.py), the input holds the whole conversation.
 """
 
 from __future__ import annotations
@@ -43,11 +43,21 @@ _NAMES: Final = {
 }
 
 
-def responses_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCall:
-    """Raises InvalidRequest and UnknownModel."""
+def responses_call(
+    given: Mapping[str, Any],
+    model: Model,
+    headers: Options,
+    *,
+    history: Sequence[dict[str, Any]] = (),
+    stored: Mapping[str, Any] | None = None,
+) -> SdkCall:
+    """`history`: the items of stored responses before the input. `stored`: what the answer says about storing. Raises
+    InvalidRequest and UnknownModel."""
     check_model(given.get("model"), model)
     request = validated(ResponsesRequest, supported("responses", given))
     begin = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
+    for item in history:
+        _add(begin, "previous_response_id", {name: value for name, value in item.items() if value is not None})
     messages, places = _messages(begin, request.input)
     if request.instructions is not None:
         places["messages[0]"] = "instructions"
@@ -70,18 +80,21 @@ def responses_call(given: Mapping[str, Any], model: Model, headers: Options) -> 
         "top_logprobs": request.top_logprobs if is_scored else None,
     }
     call = chat_call_as(chat, model, headers, _NAMES | places, _ignored(request))
-    return replace(call, shown=replace(call.shown, is_repeated=True), echoed=_echoed(request, functions))
+    echoed = {**_echoed(request, functions), **(stored or {})}
+    return replace(call, shown=replace(call.shown, is_repeated=True), echoed=echoed)
 
 
 def _messages(
     messages: list[dict[str, Any]], found: str | list[dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """The messages and those of the input, and the item of the input that each message or call comes from."""
-    if isinstance(found, str):
-        return [*messages, {"role": "user", "content": found}], {f"messages[{len(messages)}]": "input"}
-    if not found:
-        raise InvalidRequest("input", "no item", "at least one item")
     places: dict[str, str] = {}
+    if isinstance(found, str):
+        places[f"messages[{len(messages)}]"] = "input"
+        messages.append({"role": "user", "content": found})
+        found = []
+    elif not found:
+        raise InvalidRequest("input", "no item", "at least one item")
     for index, item in enumerate(found):
         given = {name: value for name, value in item.items() if value is not None}
         if added := _add(messages, place := f"input[{index}]", given):
@@ -211,12 +224,13 @@ class ResponsesWriter(Writer):
         self._tools = None if call.tools is None else AnswerTools(call.tools, head.reasoning)
         self._sequence = 0
         self._has_begun = False
+        self.is_stored = bool(call.echoed.get("store"))
 
     def answer(self, completions: Sequence[Completion]) -> dict[str, Any]:
         [one] = completions
         list(self._feed(one.text, one.logprobs))
         list(self._close(one.finish_reason))
-        return self._response(one)
+        return self.response(completions)
 
     def pieces(self, pieces: Iterable[Piece], prompt_tokens: int) -> Iterable[bytes]:
         yield from self._begin()
@@ -225,12 +239,24 @@ class ResponsesWriter(Writer):
                 yield from self._frame(event)
 
     def end(self, completions: Sequence[Completion]) -> Iterable[bytes]:
+        yield from self.close(completions)
+        yield from self.last(completions)
+
+    def close(self, completions: Sequence[Completion]) -> Iterable[bytes]:
+        """The frames of `end` before the last one. After them, `response` is complete."""
         [one] = completions
         yield from self._begin()
         for event in self._close(one.finish_reason):
             yield from self._frame(event)
-        response = self._response(one)
+
+    def last(self, completions: Sequence[Completion]) -> Iterable[bytes]:
+        response = self.response(completions)
         yield from self._frame({"type": f"response.{response['status']}", "response": response})
+
+    def response(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """The whole answer, after its parts have been written."""
+        [one] = completions
+        return self._response(one)
 
     def error(self, reply: ErrorReply) -> Iterable[bytes]:
         failed = {
@@ -287,6 +313,7 @@ class ResponsesWriter(Writer):
             "incomplete_details": None,
             "usage": None,
             **self._call.echoed,
+            "store": self.is_stored,
         }
 
     def _frame(self, event: _Event) -> Iterable[bytes]:

@@ -373,6 +373,15 @@ def test_the_gateway_is_optional() -> None:
     assert gateway(spec(), "127.0.0.1:1") is None
 
 
+def test_the_gateway_gets_redis_only_to_store_responses() -> None:
+    for settings, redis in (({}, ""), ({"store_bytes": 9}, "redis://127.0.0.1:7/0")):
+        one = spec(http=8000, settings={"gateway": settings}, redis="redis://127.0.0.1:7/0")
+        found = gateway_config(one)
+        assert found is not None
+        assert found.redis == redis
+        assert gateway_of(router(one, ()).config) == found
+
+
 def test_the_gateway_is_in_the_routers_process() -> None:
     settings = {"gateway": {"max_connections": 7, "drain_s": 40.0}}
     one = spec(http=8000, settings=settings)

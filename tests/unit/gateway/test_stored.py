@@ -1,0 +1,280 @@
+"""Stored responses, by OpenAI's client against a gateway, a router and a Redis."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from redis import Redis
+
+from pdserve.config import GatewayConfig
+from pdserve.core.errors import ConfigError, InvalidRequest, NotFound, Unavailable
+from pdserve.gateway import stored
+from pdserve.gateway.stored import ResponseStore, Turn, input_page
+from pdserve.prefix.embedded import EmbeddedRedis
+from tests.support.tooled_model import BUNDLED
+from tests.unit.gateway.conftest import Served, serve
+
+MOST_BYTES = 200_000
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis.start() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def served(redis: EmbeddedRedis) -> Iterator[Served]:
+    with serve(
+        model=str(BUNDLED),
+        worker={"deterministic": "on"},
+        redis=redis.url,
+        store_bytes=MOST_BYTES,
+        store_count=50,
+    ) as found:
+        yield found
+
+
+def answer(served: Served, text: str, **fields: Any) -> Any:
+    return served.openai.responses.create(model=served.model, input=text, max_output_tokens=8, temperature=0, **fields)
+
+
+# --- end to end ---------------------------------------------------------------------------------------------------
+
+
+def test_a_response_continues_a_stored_one(served: Served) -> None:
+    first = answer(served, "def fib(n):")
+    assert (first.store, first.previous_response_id) == (True, None)
+    second = answer(served, "and now?", previous_response_id=first.id)
+    assert second.previous_response_id == first.id
+    whole = answer(
+        served,
+        [
+            {"role": "user", "content": "def fib(n):"},
+            {"role": "assistant", "content": first.output_text},
+            {"role": "user", "content": "and now?"},
+        ],
+        store=False,
+    )
+    assert not whole.store
+    assert second.usage.input_tokens == whole.usage.input_tokens
+    assert second.output_text == whole.output_text
+    assert served.openai.responses.retrieve(first.id).output_text == first.output_text
+    with pytest.raises(openai.NotFoundError):
+        served.openai.responses.retrieve(whole.id)
+
+
+def test_a_stream_is_stored_before_it_ends(served: Served) -> None:
+    last = None
+    for event in answer(served, "a stream", stream=True):
+        last = event
+    assert last is not None
+    found = served.openai.responses.retrieve(last.response.id)
+    assert found.output_text == last.response.output_text
+    assert last.response.store
+    assert answer(served, "next", previous_response_id=found.id).previous_response_id == found.id
+
+
+def test_the_input_is_listed_in_pages(served: Served) -> None:
+    items = [{"role": "user", "content": f"text {number}"} for number in range(5)]
+    response = answer(served, items)
+    listed = served.openai.responses.input_items
+    page = listed.list(response.id, limit=2, order="asc")
+    assert [one.content for one in page.data] == ["text 0", "text 1"]
+    assert [one.content for one in listed.list(response.id, limit=2, order="asc")] == [f"text {n}" for n in range(5)]
+    assert [one.content for one in listed.list(response.id).data] == [f"text {number}" for number in (4, 3, 2, 1, 0)]
+    with pytest.raises(openai.NotFoundError):
+        listed.list(response.id, after="item_9_none").data  # noqa: B018
+    with pytest.raises(openai.BadRequestError):
+        listed.list(response.id, limit=101)
+
+
+def test_a_deleted_response_continues_nothing(served: Served) -> None:
+    first = answer(served, "one")
+    second = answer(served, "two", previous_response_id=first.id)
+    served.openai.responses.delete(first.id)
+    for call in (
+        lambda: served.openai.responses.retrieve(first.id),
+        lambda: served.openai.responses.delete(first.id),
+        lambda: answer(served, "three", previous_response_id=second.id),
+    ):
+        with pytest.raises(openai.NotFoundError, match=first.id):
+            call()
+    assert served.openai.responses.retrieve(second.id).id == second.id
+
+
+@pytest.mark.parametrize("given", ["resp_x", "resp_" + "x" * 5000, "../../x", "resp_*", "", "\u0000"])
+def test_an_unknown_id_is_not_found(served: Served, given: str) -> None:
+    with pytest.raises((openai.NotFoundError, openai.UnprocessableEntityError)) as caught:
+        answer(served, "x", previous_response_id=given or "resp_")
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("fields", [{"store": "yes"}, {"previous_response_id": 7}, {"conversation": "conv_1"}])
+def test_fields_about_storing_are_checked(served: Served, fields: dict[str, Any]) -> None:
+    connection = http.client.HTTPConnection(served.address, timeout=60)
+    body = json.dumps({"input": "x", **fields})
+    connection.request("POST", "/v1/responses", body, {"content-type": "application/json"})
+    reply = connection.getresponse()
+    assert (reply.status, json.loads(reply.read())["error"]["param"]) == (400, next(iter(fields)))
+    connection.close()
+
+
+def test_an_id_that_its_client_chose_is_stored_once(served: Served) -> None:
+    mine = {"x-request-id": "mine"}
+    assert answer(served, "x", extra_headers=mine).id == "resp_mine"
+    with pytest.raises(openai.ConflictError):
+        answer(served, "y", extra_headers=mine)
+    answer(served, "y", extra_headers=mine, store=False)
+
+
+@pytest.mark.slow
+def test_only_calls_that_need_redis_fail_without_it() -> None:
+    with EmbeddedRedis.start() as server, serve(redis=server.url, store_bytes=MOST_BYTES) as served:
+        create = served.openai.responses.create
+        server.kill()
+        for call in (
+            lambda: served.openai.responses.retrieve("resp_x"),
+            lambda: served.openai.responses.delete("resp_x"),
+            lambda: create(input="x", store=True),
+            lambda: create(input="x", previous_response_id="resp_x"),
+        ):
+            with pytest.raises(openai.InternalServerError) as caught:
+                call()
+            assert (caught.value.status_code, caught.value.code) == (503, "unavailable")
+        assert served.openai.completions.create(model=served.model, prompt="x", max_tokens=2).choices
+
+
+# --- the store ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def store(redis: EmbeddedRedis, request: pytest.FixtureRequest) -> Any:
+    config = GatewayConfig(
+        router="h:1", redis=redis.url, cluster="unit", store_bytes=10_000, store_count=5, max_body_bytes=4000
+    )
+    with Redis.from_url(redis.url) as client:
+        for key in client.scan_iter("pdserve:unit:*"):
+            client.delete(key)
+    found = ResponseStore(config)
+    yield found
+    await found.close()
+
+
+def turn(previous: str = "", *, tenant: str = "tenant a", text: str = "hi", is_required: bool = True) -> Turn:
+    items = [{"type": "message", "role": "user", "content": text}]
+    return Turn(tenant=tenant, is_stored=True, is_required=is_required, previous=previous, items=items)
+
+
+def response(name: str, text: str = "ho") -> bytes:
+    part = {"type": "output_text", "text": text, "logprobs": [1]}
+    item = {"type": "message", "role": "assistant", "content": [part]}
+    return json.dumps({"id": name, "output": [item]}).encode()
+
+
+async def keep(store: ResponseStore, name: str, one: Turn | None = None, text: str = "ho") -> bool:
+    return await store.keep(one or turn(), name, response(name, text))
+
+
+async def test_other_tenants_find_nothing(store: ResponseStore) -> None:
+    await keep(store, "resp_1")
+    other = turn("resp_1", tenant="tenant b")
+    with pytest.raises(NotFound):
+        await store.read("tenant b", "resp_1")
+    with pytest.raises(NotFound):
+        await store.delete("tenant b", "resp_1")
+    with pytest.raises(NotFound):
+        await store.history(other)
+    assert await keep(store, "resp_1", turn(tenant="tenant b"))
+    assert (await store.read("tenant a", "resp_1"))["input"] == turn().items
+
+
+async def test_history_has_inputs_and_outputs_in_order(store: ResponseStore) -> None:
+    await keep(store, "resp_1", turn(text="a"), "b")
+    await keep(store, "resp_2", turn("resp_1", text="c"), "d")
+    items, num_bytes = await store.history(turn("resp_2"))
+    texts = [one["content"] if isinstance(one["content"], str) else one["content"][0]["text"] for one in items]
+    assert texts == ["a", "b", "c", "d"]
+    assert all("logprobs" not in one["content"][0] for one in items[1::2])
+    assert num_bytes > 0
+
+
+async def test_a_chain_has_a_limit(store: ResponseStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "MAX_CHAIN", 3)
+    previous = ""
+    for number in range(4):
+        await keep(store, f"resp_{number}", turn(previous))
+        previous = f"resp_{number}"
+    assert len((await store.history(turn("resp_2")))[0]) == 6
+    with pytest.raises(InvalidRequest, match="over 3 responses"):
+        await store.history(turn("resp_3"))
+
+
+async def test_a_conversation_is_no_larger_than_a_body(store: ResponseStore) -> None:
+    await keep(store, "resp_1", turn(text="x" * 2500))
+    await keep(store, "resp_2", turn("resp_1", text="x" * 2500))
+    with pytest.raises(InvalidRequest, match="over 4000 bytes"):
+        await store.history(turn("resp_2"))
+
+
+async def test_a_loop_of_responses_ends(store: ResponseStore, redis: EmbeddedRedis) -> None:
+    """A client can make one: it deletes a response that others name, and stores another one of its id."""
+    await keep(store, "resp_1")
+    await keep(store, "resp_2", turn("resp_1"))
+    await store.delete("tenant a", "resp_1")
+    await keep(store, "resp_1", turn("resp_2"))
+    with pytest.raises(InvalidRequest, match="previous_response_id"):
+        await store.history(turn("resp_1"))
+
+
+async def test_numbers_and_bytes_of_a_tenant_are_limited(store: ResponseStore, redis: EmbeddedRedis) -> None:
+    for number in range(7):
+        await keep(store, f"resp_{number}")
+    for number in range(7):
+        if number < 2:
+            with pytest.raises(NotFound):
+                await store.read("tenant a", f"resp_{number}")
+        else:
+            await store.read("tenant a", f"resp_{number}")
+    await keep(store, "resp_large", turn(text="x" * 9700))
+    with pytest.raises(NotFound):
+        await store.read("tenant a", "resp_6")
+    with pytest.raises(InvalidRequest, match="at most 10000 bytes"):
+        await keep(store, "resp_larger", turn(text="x" * 10_001))
+    assert not await keep(store, "resp_larger", turn(text="x" * 10_001, is_required=False))
+    with Redis.from_url(redis.url) as client:
+        held = sum(len(client.hget(key, "record")) for key in client.scan_iter("pdserve:unit:stored:*"))
+        assert held == int(client.get("pdserve:unit:stored-sum:tenant a"))
+    await store.delete("tenant a", "resp_large")
+    with Redis.from_url(redis.url) as client:
+        assert int(client.get("pdserve:unit:stored-sum:tenant a")) == 0
+
+
+async def test_a_stored_response_is_not_replaced(store: ResponseStore) -> None:
+    assert await keep(store, "resp_1")
+    assert not await keep(store, "resp_1", turn(text="other", is_required=False))
+    assert (await store.read("tenant a", "resp_1"))["input"] == turn().items
+
+
+async def test_a_redis_that_is_gone_is_unavailable() -> None:
+    store = ResponseStore(GatewayConfig(router="h:1", redis="redis://127.0.0.1:1/0", store_bytes=1))
+    with pytest.raises(Unavailable):
+        await store.read("tenant a", "resp_1")
+    with pytest.raises(Unavailable):
+        await store.history(turn("resp_1"))
+    await store.close()
+
+
+def test_storing_needs_a_redis() -> None:
+    with pytest.raises(ConfigError, match="store_bytes"):
+        ResponseStore(GatewayConfig(router="h:1", store_bytes=1))
+
+
+def test_a_page_of_nothing_has_no_ids() -> None:
+    found = input_page({"response": {"id": "resp_1"}, "input": []}, 20, "", is_ascending=True)
+    assert (found["data"], found["first_id"], found["has_more"]) == ([], None, False)
