@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -268,6 +270,25 @@ async def test_a_redis_that_is_gone_is_unavailable() -> None:
     with pytest.raises(Unavailable):
         await store.history(turn("resp_1"))
     await store.close()
+
+
+async def test_a_redis_that_hangs_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "TIMEOUT_S", 0.2)
+    with EmbeddedRedis.start() as server:
+        store = ResponseStore(GatewayConfig(router="h:1", redis=server.url, store_bytes=9000))
+        assert await keep(store, "resp_1")
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(Unavailable):
+                await store.read("tenant a", "resp_1")
+            with pytest.raises(Unavailable):
+                await keep(store, "resp_2")
+            assert not await keep(store, "resp_3", turn(is_required=False))
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        monkeypatch.setattr(stored, "TIMEOUT_S", 20.0)
+        assert (await store.read("tenant a", "resp_1"))["input"] == turn().items
+        await store.close()
 
 
 def test_storing_needs_a_redis() -> None:
