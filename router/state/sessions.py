@@ -107,6 +107,9 @@ class ReuseModel:
 
 # --- sessions -------------------------------------------------------------------------------------------------
 
+#: Whether the client has named it, and its id. A client may choose an id that the router has made for another session.
+SessionKey = tuple[bool, str]
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Session:
@@ -118,6 +121,10 @@ class Session:
     serial: int = 0  # larger: used more recently
     turns: int = 0
     conversations: dict[int, Conversation] = field(default_factory=dict)  # the least recently used first
+
+    @property
+    def key(self) -> SessionKey:
+        return self.is_named, self.session_id
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -160,7 +167,7 @@ class Conversation:
 
 @dataclass(slots=True, eq=False)
 class _Tenant:
-    sessions: dict[str, Session] = field(default_factory=dict)
+    sessions: dict[SessionKey, Session] = field(default_factory=dict)
     tails: dict[bytes, Conversation] = field(default_factory=dict)  # of sessions without a name
     conversations: OrderedDict[int, Conversation] = field(default_factory=OrderedDict)
     models: dict[int, ReuseModel] = field(default_factory=dict)
@@ -206,7 +213,7 @@ def _class_of(turns: int) -> int:
 class Sessions:
     def __init__(self) -> None:
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # the least recently used first
-        self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()  # likewise
+        self._sessions: OrderedDict[tuple[str, SessionKey], Session] = OrderedDict()  # likewise
         self._conversations: OrderedDict[int, Conversation] = OrderedDict()  # likewise
         self._alarms: Alarms[int] = Alarms()  # of pauses: the end of a hint, then that of IDLE_S
         self._serial = 0
@@ -330,7 +337,7 @@ class Sessions:
     def _find(self, tenant: _Tenant, facts: RequestArrived) -> Conversation | None:
         tails = tenant.tails
         if facts.session_id:
-            session = tenant.sessions.get(facts.session_id)
+            session = tenant.sessions.get((True, facts.session_id))
             if session is None:
                 return None
             tails = {one.tail: one for one in session.conversations.values()}
@@ -344,11 +351,12 @@ class Sessions:
     def _begin(self, tenant: _Tenant, facts: RequestArrived, now_s: float) -> Conversation:
         self._serial += 1
         name = facts.session_id or f"~{facts.block_hashes[0].hex()[:8]}-{self._serial}"
-        session = tenant.sessions.get(name)
+        is_named = bool(facts.session_id)
+        key = (is_named, name)
+        session = tenant.sessions.get(key)
         if session is None:
-            is_named = bool(facts.session_id)
             session = Session(tenant=facts.tenant, session_id=name, is_named=is_named, began_s=now_s, used_s=now_s)
-            tenant.sessions[name] = self._sessions[facts.tenant, name] = session
+            tenant.sessions[key] = self._sessions[facts.tenant, key] = session
         conversation = Conversation(number=self._serial, session=session, began_s=now_s)
         self._num_active += not tenant.conversations
         session.conversations[conversation.number] = conversation
@@ -393,7 +401,7 @@ class Sessions:
         conversation.used_s = session.used_s = now_s
         self._serial += 1
         session.serial = self._serial
-        self._sessions.move_to_end((session.tenant, session.session_id))
+        self._sessions.move_to_end((session.tenant, session.key))
         session.conversations[conversation.number] = session.conversations.pop(conversation.number)
         for table in (tenant.conversations, self._conversations):
             table.move_to_end(conversation.number)
@@ -467,8 +475,8 @@ class Sessions:
         self._num_active -= not tenant.conversations
         del self._conversations[conversation.number]
         if not session.conversations:
-            del tenant.sessions[session.session_id]
-            del self._sessions[session.tenant, session.session_id]
+            del tenant.sessions[session.key]
+            del self._sessions[session.tenant, session.key]
 
 
 def _sampled(hashes: Sequence[bytes], stride: int) -> tuple[bytes, ...]:

@@ -99,6 +99,16 @@ def test_prompts_without_a_full_block_need_a_name() -> None:
     assert named.turns == 2
 
 
+def test_a_client_may_name_its_session_as_the_router_has_named_another() -> None:
+    world = World()
+    made = world.turn("a", 4).session
+    named = world.turn(block_hashes=(), session_id=made.session_id)
+    assert named.session is not made
+    assert (named.session.is_named, named.session.session_id) == (True, made.session_id)
+    assert world.turn("a", 5, session_id=made.session_id) is named
+    assert world.turn("a", 5).session is made
+
+
 def test_answers_to_one_prompt_are_one_turn() -> None:
     world = World()
     both = [world.begin("a", 4) for _ in range(2)]
@@ -233,17 +243,21 @@ def test_every_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(rooms, name, most)
     world, rng = World(kv_tokens=4000), random.Random(3)
     running: list[Conversation] = []
-    for _ in range(3000):
+    for number in range(3000):
         world.now_s += rng.choice([0.01, 1.0, 30.0, IDLE_S])
         if running and rng.random() < 0.5:
             world.end(running.pop(rng.randrange(len(running))), is_served=rng.random() < 0.8)
             continue
+        tenant, listed = f"t{int(rng.expovariate(0.1))}", ""
+        for session in world.sessions.page(tenant, 0, 1 + number % 4):
+            listed = session.session_id  # of the router's making, or of a client's
+        session_id = rng.choice(["", "", "s", f"s{rng.randrange(9)}", listed])
         running.append(
             world.begin(
                 f"c{rng.randrange(60)}",
-                rng.randrange(1, 9),
-                tenant=f"t{int(rng.expovariate(0.1))}",
-                session_id=rng.choice(["", "", "s", f"s{rng.randrange(9)}"]),
+                rng.randrange(0 if session_id else 1, 9),
+                tenant=tenant,
+                session_id=session_id,
                 reuse_within_s=rng.choice([None, None, 0.0, 20.0, 4000.0]),
             )
         )
