@@ -191,6 +191,10 @@ class PrefixLookup(Protocol):
         Never raises: an index that cannot answer in time returns nothing, and routing continues by load.
         """
 
+    async def inspect(self, hashes: Sequence[bytes]) -> Mapping[str, int] | None:
+        """The same for a person who looks; None: the index cannot be reached, or is slow. It may take longer, and
+        changes nothing for lookups."""
+
 
 @final
 class MemoryLookup:
@@ -201,4 +205,7 @@ class MemoryLookup:
         self.is_available = True
 
     async def lookup(self, hashes: Sequence[bytes]) -> Mapping[str, int]:
+        return self._index.lookup(hashes)
+
+    async def inspect(self, hashes: Sequence[bytes]) -> Mapping[str, int] | None:
         return self._index.lookup(hashes)

@@ -51,7 +51,7 @@ class RedisIndex:
     ) -> None:
         """`timeout_s` limits a lookup; `refresh_s` is the time after the end of its lease until a silent worker is
         masked. Without `hash_seed` nothing is found until bind()."""
-        self._redis = connect(url, timeout_s=REDIS_TIMEOUT_S, max_connections=MAX_IN_FLIGHT + 2)
+        self._redis = connect(url, timeout_s=REDIS_TIMEOUT_S, max_connections=MAX_IN_FLIGHT + 3)
         self._where = hide_password(url)
         self._lookup = self._redis.register_script(schema.LOOKUP)
         self._holders = self._redis.register_script(schema.HOLDERS)
@@ -118,6 +118,19 @@ class RedisIndex:
             return _NOTHING
         self._late = 0
         return task.result()
+
+    async def inspect(self, hashes: Sequence[bytes]) -> Mapping[str, int] | None:
+        """One call at a time: it has a connection of its own."""
+        if not self._is_available:
+            return None
+        if not hashes or not self._slots.worker_of_slot:
+            return _NOTHING
+        try:
+            async with asyncio.timeout(REDIS_TIMEOUT_S):
+                return await self._ask(hashes)
+        except TROUBLE:
+            heed_cancellation()
+            return None
 
     async def _ask(self, hashes: Sequence[bytes]) -> Mapping[str, int]:
         slots = self._slots

@@ -194,8 +194,8 @@ _CONVERSATION: Final = Codec(
     nested=(Codec(CachedPrefix, inference_pb2.CachedPrefix),),
     is_lenient=True,
 )
-_SESSION: Final = Codec(SessionView, inference_pb2.SessionView, nested=(_CONVERSATION,), is_lenient=True)
-SESSION_PAGE: Final = Codec(SessionPage, inference_pb2.ListSessionsResponse, nested=(_SESSION,), is_lenient=True)
+SESSION: Final = Codec(SessionView, inference_pb2.SessionView, nested=(_CONVERSATION,), is_lenient=True)
+SESSION_PAGE: Final = Codec(SessionPage, inference_pb2.ListSessionsResponse, nested=(SESSION,), is_lenient=True)
 
 
 # --- frames of the live view ----------------------------------------------------------------------------------

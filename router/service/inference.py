@@ -9,7 +9,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, Self, final
 
 import grpc.aio
@@ -32,7 +33,6 @@ from pdserve.core.errors import (
 )
 from pdserve.core.kv.kv_shape import TOY_LAYOUT
 from pdserve.core.protocol import NamedAdapter
-from pdserve.core.results import SessionPage
 from pdserve.core.types import FinishReason, Slo, require_at_most
 from pdserve.load_gate import EnteredRequest, LoadGate
 from pdserve.prefix.index import PrefixLookup
@@ -40,7 +40,7 @@ from pdserve.telemetry import names, trace_context
 from pdserve.telemetry.tracing import OpenSpan
 from pdserve.v1 import inference_pb2, inference_pb2_grpc
 from pdserve.wire import status
-from pdserve.wire.protocol import SAMPLING_DEFAULTS, SEQUENCE, SESSION_PAGE
+from pdserve.wire.protocol import SAMPLING_DEFAULTS, SEQUENCE, SESSION
 from router.service.adapters import ClusterAdapters
 from router.service.admission import Admission, Prepared, least_tokens
 from router.service.answer import MAX_PENDING_TOKENS, Answer, Group, is_shared
@@ -51,7 +51,7 @@ from router.service.model import ModelFacts
 from router.service.runtime import Runtime
 from router.service.tenants import CallClaim, Quotas
 from router.state.interface import RequestArrived
-from router.state.sessions import Conversation
+from router.state.sessions import Conversation, Session
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,9 @@ WRITE_S: Final = 30.0  # a client that reads nothing for this long is treated as
 MAX_SAME_ID: Final = 16  # concurrent requests with the same id
 SESSIONS_OF_PAGE: Final = 20
 MAX_SESSIONS_OF_PAGE: Final = 100
+SESSION_ROWS_OF_PAGE: Final = 100  # conversations; a page has at least one session
 SESSION_LOOKUPS_S: Final = 1.0  # for all lookups of one page
+SESSION_WAIT_S: Final = 2.0  # while others list sessions
 BASE: Final = NamedAdapter(name="")  # the model alone
 
 
@@ -97,6 +99,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._gate = gate
         self._streaming = streaming
         self._write_s = write_s
+        self._listing = asyncio.Lock()  # one list of sessions at a time
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
         tenant = self._let_in(request, context)
@@ -197,19 +200,46 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             limit = request.limit or SESSIONS_OF_PAGE
             require_at_most("limit", "sessions", limit, MAX_SESSIONS_OF_PAGE)
             with self._claim(tenant):
-                state = self._runtime.state
-                # Without a tenant, the caller is the operator, or there are no tenants.
-                found = [*state.sessions.page(tenant.name or None, request.after, limit + 1)]
-                many = [one for session in found[:limit] for one in session.conversations.values()]
-                cached = await self._cached_by_conversation(many)
+                async with self._alone():
+                    # Without a tenant, the caller is the operator, or there are no tenants.
+                    return await self._sessions(tenant.name or None, request.after, limit)
         except PdserveError as error:
             self._measure.rejected(error)
             return await status.abort(context, error)
-        since_1970_s = time.time() - time.monotonic()
-        views = [state.sessions.view(one, cached, state.block_size_of, since_1970_s) for one in found[:limit]]
-        return SESSION_PAGE.encode(SessionPage(sessions=tuple(views), has_more=len(found) > limit))
 
     # ------------------------------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        """Raises Overloaded if others list sessions for long."""
+        try:
+            async with asyncio.timeout(SESSION_WAIT_S):
+                await self._listing.acquire()
+        except TimeoutError:
+            raise Overloaded("other callers are listing sessions", 1.0) from None
+        try:
+            yield
+        finally:
+            self._listing.release()
+
+    async def _sessions(self, tenant: str | None, after: int, limit: int) -> inference_pb2.ListSessionsResponse:
+        """Made in small parts, because requests are routed on the same event loop."""
+        state, page = self._runtime.state, inference_pb2.ListSessionsResponse()
+        found: list[tuple[Session, int]] = []  # with their place, which changes when they are used
+        num_rows = 0
+        for session in state.sessions.page(tenant, after, limit + 1):
+            num_rows += len(session.conversations)
+            if len(found) == limit or (found and num_rows > SESSION_ROWS_OF_PAGE):
+                page.has_more = True
+                break
+            found.append((session, session.serial))
+        cached = await self._cached_by_conversation([row for one, _ in found for row in one.conversations.values()])
+        since_1970_s = time.time() - time.monotonic()
+        for session, serial in found:
+            view = state.sessions.view(session, cached, state.block_size_of, since_1970_s)
+            page.sessions.append(SESSION.encode(replace(view, cursor=serial)))
+            await asyncio.sleep(0.0)
+        return page
 
     async def _cached_by_conversation(self, conversations: Sequence[Conversation]) -> dict[int, Mapping[str, int]]:
         """Leading ones of `hashes` by worker, by the conversation's number. It lacks those for which the index has not
@@ -218,9 +248,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SESSION_LOOKUPS_S):
                 for one in conversations:
-                    found = await self._lookup.lookup(one.hashes) if one.hashes else {}
-                    if found or self._lookup.is_available:
+                    found = await self._lookup.inspect(one.hashes) if one.hashes else {}
+                    if found is not None:
                         cached[one.number] = found
+                    await asyncio.sleep(0.0)
         return cached
 
     @contextlib.contextmanager

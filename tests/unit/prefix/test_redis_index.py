@@ -16,7 +16,7 @@ import redis
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv.hashing import block_hashes, chain_key
-from pdserve.prefix import schema
+from pdserve.prefix import redis_index, schema
 from pdserve.prefix.embedded import EmbeddedRedis
 from pdserve.prefix.publisher import GRACE_LEASES
 from pdserve.prefix.redis_index import LOOKUP_SLOTS, MAX_PROBES, RedisIndex
@@ -378,6 +378,26 @@ async def test_a_hanging_redis_is_skipped_after_a_few_late_answers(mortal: Embed
         finally:
             os.kill(mortal.pid, signal.SIGCONT)
         await until_found(index, blocks, {"w": 8})
+
+
+async def test_an_inspection_changes_nothing_for_lookups(
+    mortal: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with following(mortal.url, refresh_s=60.0) as index, publishing(mortal.url, "w") as worker:
+        worker.offer(stored=chain(3))
+        await until(lambda: worker.num_waiting == 0)
+        index.bind(bytes(32))
+        index.bind(SEED)
+        await until_found(index, chain(3), {"w": 3})
+        assert await index.inspect(chain(3)) == {"w": 3}
+        monkeypatch.setattr(redis_index, "REDIS_TIMEOUT_S", 0.05)
+        os.kill(mortal.pid, signal.SIGSTOP)
+        try:
+            for _ in range(5):
+                assert await index.inspect(chain(3)) is None
+        finally:
+            os.kill(mortal.pid, signal.SIGCONT)
+        assert (index.is_available, index._late, len(index._in_flight)) == (True, 0, 0)
 
 
 async def test_exceeding_a_callers_budget_counts_as_late(mortal: EmbeddedRedis) -> None:

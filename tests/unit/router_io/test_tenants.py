@@ -18,10 +18,11 @@ from pdserve import AsyncClient, InvalidRequest, PermissionDenied, Unauthenticat
 from pdserve.client.retries import Retries
 from pdserve.core.access.key_file import MAX_FILE_BYTES, Tenant, key_hash, make_key
 from pdserve.core.errors import ConfigError, Overloaded
+from pdserve.prefix.index import MemoryLookup
 from pdserve.v1 import inference_pb2
 from pdserve.wire import status
 from router.recording.replay import decode_step, replay
-from router.service import auth
+from router.service import auth, inference
 from router.service.auth import Tenants, authorised
 from router.state.interface import RequestArrived
 from tests.unit.router_io.conftest import Connect, Front, until
@@ -420,3 +421,50 @@ async def test_sessions_show_which_worker_has_their_prefix(connect: Connect, dec
         return [one.worker_id for one in row.cached] == [done.timings.decode_worker]
 
     await until(is_cached)
+
+
+async def test_a_list_of_sessions_lets_the_router_work(
+    connect: Connect, decode: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made in parts, by one caller at a time, and each page has few conversations."""
+    front = await connect(decode)
+    for name in "abc":
+        await front.client.generate("a prompt of some blocks " * 8, max_tokens=4, session_id=name)
+    other, turns = 0, list[int]()
+
+    async def work() -> None:
+        nonlocal other
+        while True:
+            await asyncio.sleep(0.0)
+            other += 1
+
+    async def inspect(self: MemoryLookup, hashes: object) -> dict[str, int]:
+        turns.append(other)
+        return {}
+
+    monkeypatch.setattr(MemoryLookup, "inspect", inspect)
+    working = asyncio.create_task(work())
+    assert len((await front.client.sessions()).sessions) == 3
+    working.cancel()
+    assert turns[0] < turns[1] < turns[2]
+    monkeypatch.setattr(inference, "SESSION_ROWS_OF_PAGE", 2)
+    page = await front.client.sessions()
+    assert ([one.session_id for one in page.sessions], page.has_more) == (["c", "b"], True)
+    page = await front.client.sessions(after=page.sessions[-1].cursor)
+    assert ([one.session_id for one in page.sessions], page.has_more) == (["a"], False)
+    begun, release = asyncio.Event(), asyncio.Event()
+
+    async def hang(self: MemoryLookup, hashes: object) -> dict[str, int]:
+        begun.set()
+        await release.wait()
+        return {}
+
+    monkeypatch.setattr(MemoryLookup, "inspect", hang)
+    monkeypatch.setattr(inference, "SESSION_LOOKUPS_S", 60.0)
+    monkeypatch.setattr(inference, "SESSION_WAIT_S", 0.05)
+    first = asyncio.create_task(front.client.sessions())
+    await begun.wait()
+    with pytest.raises(Overloaded, match="other callers"):
+        await front.client.sessions()
+    release.set()
+    assert len((await first).sessions) == 2
