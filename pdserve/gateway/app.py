@@ -297,7 +297,7 @@ class Gateway:
             history, num_bytes = await store.history(turn)
             held.add(num_bytes)
         if turn.is_stored and (turn.is_required or "request_id" in options):
-            await store.check_unused(turn.tenant, f"{RESPONSE_ID_PREFIX}{options.get('request_id', '')}")
+            await store.check_unused(turn, f"{RESPONSE_ID_PREFIX}{options.get('request_id', '')}")
         stored = {"store": turn.is_stored, "previous_response_id": turn.previous or None}
 
         async def make(model: Model) -> SdkCall:

@@ -153,10 +153,16 @@ class ResponseStore:
         scripts = {"put": _PUT, "delete": _DELETE, "chain": _CHAIN}
         self._scripts = {name: self._redis.register_script(text) for name, text in scripts.items()}
 
-    async def check_unused(self, tenant: str, response_id: str) -> None:
-        """Before a response is made that must be stored. Raises IdInUse, if its client chose the id of a stored one,
-        and Unavailable."""
-        if await self._ask(self._redis.exists, self._prefix(tenant) + response_id):
+    async def check_unused(self, turn: Turn, response_id: str) -> None:
+        """Before a response is made. Raises IdInUse, if its client chose the id of a stored one, and Unavailable if it
+        must be stored."""
+        try:
+            is_used = await self._ask(self._redis.exists, self._prefix(turn.tenant) + response_id)
+        except Unavailable:
+            if turn.is_required:
+                raise
+            return
+        if is_used:
             raise IdInUse(response_id)
 
     async def history(self, turn: Turn) -> tuple[list[Any], int]:

@@ -137,7 +137,7 @@ def test_an_id_that_its_client_chose_is_stored_once(served: Served) -> None:
 
 @pytest.mark.slow
 def test_only_calls_that_need_redis_fail_without_it() -> None:
-    with EmbeddedRedis.start() as server, serve(redis=server.url, store_bytes=MOST_BYTES) as served:
+    with EmbeddedRedis.start() as server, serve(model=str(BUNDLED), redis=server.url, store_bytes=MOST_BYTES) as served:
         create = served.openai.responses.create
         server.kill()
         for call in (
@@ -150,6 +150,8 @@ def test_only_calls_that_need_redis_fail_without_it() -> None:
                 call()
             assert (caught.value.status_code, caught.value.code) == (503, "unavailable")
         assert served.openai.completions.create(model=served.model, prompt="x", max_tokens=2).choices
+        for headers in ({}, {"x-request-id": "mine"}):
+            assert not answer(served, "x", extra_headers=headers).store
 
 
 # --- the store ----------------------------------------------------------------------------------------------------
@@ -269,6 +271,9 @@ async def test_a_redis_that_is_gone_is_unavailable() -> None:
         await store.read("tenant a", "resp_1")
     with pytest.raises(Unavailable):
         await store.history(turn("resp_1"))
+    with pytest.raises(Unavailable):
+        await store.check_unused(turn(), "resp_1")
+    await store.check_unused(turn(is_required=False), "resp_1")
     await store.close()
 
 
