@@ -9,7 +9,9 @@ turns are, how much the prompts grow, and how many conversations go on. From tha
 conversation is used again, if it is likely to go on at all. A client's own hint is used instead, as long as most of
 its tenant's hints come true, and only for as many tokens as the tenant's part of all KV memory.
 
-All tables are bounded. Nothing that a tenant says or does changes what is predicted for another one.
+All tables are bounded. Of the tenant that has the most conversations, one leaves that is over or had one turn only, if
+these are a quarter. What leaves so teaches nothing, because nobody knows whether it would go on. Nothing that a tenant
+says or does changes what is predicted for another one.
 """
 
 from __future__ import annotations
@@ -24,12 +26,13 @@ from pdserve.core.durations import Alarms
 from pdserve.core.results import CachedPrefix, ConversationView, SessionView
 from router.state.interface import RequestArrived
 
-MAX_CONVERSATIONS: Final = 8192  # of all tenants; the least recently used leaves first
+MAX_CONVERSATIONS: Final = 8192  # of all tenants
 MAX_OF_TENANT: Final = 1024
 MAX_OF_SESSION: Final = 16
 MAX_TENANTS: Final = 1024  # whose learned pauses are kept without a conversation
 MAX_SCAN: Final = 4096  # last blocks of a prompt among which the end of an earlier prompt is searched
 MAX_HASHES: Final = 64  # kept of one conversation
+MINOR_SHARE: Final = 4  # conversations that are over or had one turn keep one of so many places
 IDLE_S: Final = 1800.0  # a conversation that pauses for longer counts as ended
 
 # --- what is learned ------------------------------------------------------------------------------------------
@@ -170,6 +173,7 @@ class _Tenant:
     sessions: dict[SessionKey, Session] = field(default_factory=dict)
     tails: dict[bytes, Conversation] = field(default_factory=dict)  # of sessions without a name
     conversations: OrderedDict[int, Conversation] = field(default_factory=OrderedDict)
+    minor: OrderedDict[int, Conversation] = field(default_factory=OrderedDict)  # those that leave first, in this order
     models: dict[int, ReuseModel] = field(default_factory=dict)
     held_tokens: int = 0  # of its conversations with an open hint
     kept_hints: float = 0.0
@@ -179,6 +183,20 @@ class _Tenant:
     def is_believed(self) -> bool:
         """Whether most of its hints come true, or few are known."""
         return self.broken_hints <= self.kept_hints + FEW_HINTS
+
+    def sort(self, conversation: Conversation) -> None:
+        """After it was used, or has ended."""
+        if conversation.is_over or conversation.turns == 1:
+            self.minor[conversation.number] = conversation
+            self.minor.move_to_end(conversation.number, last=not conversation.is_over)
+        else:
+            self.minor.pop(conversation.number, None)
+
+    @property
+    def least(self) -> Conversation:
+        """The one that leaves first."""
+        is_crowd = MINOR_SHARE * len(self.minor) > len(self.conversations)
+        return next(iter((self.minor if is_crowd else self.conversations).values()))
 
     def judge_hint(self, *, is_kept: bool) -> None:
         self.kept_hints = KEPT * self.kept_hints + (1.0 if is_kept else 0.0)
@@ -218,6 +236,7 @@ class Sessions:
         self._alarms: Alarms[int] = Alarms()  # of pauses: the end of a hint, then that of IDLE_S
         self._serial = 0
         self._num_active = 0  # tenants with a conversation
+        self._of_size: list[dict[str, None]] = [{}]  # names of tenants, by the number of their conversations
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -325,9 +344,12 @@ class Sessions:
         assert len(active) == self._num_active, f"{self._num_active} tenants counted, {len(active)} active"
         for tenant in self._tenants.values():
             held = sum(one.held_tokens for one in tenant.conversations.values())
+            assert tenant.minor.items() <= tenant.conversations.items(), "one that leaves first has left"
             assert held == tenant.held_tokens, f"{tenant.held_tokens} tokens counted, {held} held"
             assert len(tenant.conversations) <= MAX_OF_TENANT, "conversations of a tenant are not bounded"
             assert {*tenant.tails.values()} <= {*tenant.conversations.values()}, "a tail outlives its conversation"
+        sizes = {name: len(tenant.conversations) for name, tenant in self._tenants.items() if tenant.conversations}
+        assert {name: size for size, names in enumerate(self._of_size) for name in names} == sizes, "sizes of tenants"
         for one in by_session:
             assert one.running >= 0, "a request ended twice"
             assert len(one.session.conversations) <= MAX_OF_SESSION
@@ -359,6 +381,7 @@ class Sessions:
             tenant.sessions[key] = self._sessions[facts.tenant, key] = session
         conversation = Conversation(number=self._serial, session=session, began_s=now_s)
         self._num_active += not tenant.conversations
+        self._resized(facts.tenant, len(tenant.conversations), 1)
         session.conversations[conversation.number] = conversation
         tenant.conversations[conversation.number] = conversation
         self._conversations[conversation.number] = conversation
@@ -405,6 +428,7 @@ class Sessions:
         session.conversations[conversation.number] = session.conversations.pop(conversation.number)
         for table in (tenant.conversations, self._conversations):
             table.move_to_end(conversation.number)
+        tenant.sort(conversation)
 
     def _expected_s(
         self, tenant: _Tenant, conversation: Conversation, facts: RequestArrived, kv_tokens: int
@@ -430,7 +454,9 @@ class Sessions:
         self._alarms.clear(conversation.number)
         if not conversation.has_gone_idle and not conversation.is_retried:
             conversation.has_gone_idle = True
-            self._tenants[conversation.session.tenant].learn(conversation.turns, None)
+            tenant = self._tenants[conversation.session.tenant]
+            tenant.learn(conversation.turns, None)
+            tenant.sort(conversation)
 
     def _advance(self, now_s: float) -> None:
         while (number := self._alarms.pop_due(now_s)) is not None:
@@ -446,13 +472,16 @@ class Sessions:
                 self._gone_idle(conversation)
 
     def _trim(self, tenant: _Tenant, newest: Conversation) -> None:
-        """Drops the least recently used conversations over the limits."""
-        if len(newest.session.conversations) > MAX_OF_SESSION:
-            self._drop(next(iter(newest.session.conversations.values())))
+        """Drops conversations over the limits, but not the newest."""
+        many = newest.session.conversations.values()
+        if len(many) > MAX_OF_SESSION:
+            others = [one for one in many if one is not newest]
+            self._drop(next((one for one in others if one.is_over or one.turns == 1), others[0]))
         if len(tenant.conversations) > MAX_OF_TENANT:
-            self._drop(next(iter(tenant.conversations.values())))
+            self._drop(tenant.least)
         if len(self._conversations) > MAX_CONVERSATIONS:
-            self._drop(next(iter(self._conversations.values())))
+            least = self._tenants[next(iter(self._of_size[-1]))].least
+            self._drop(next(iter(self._conversations.values())) if least is newest else least)
         if len(self._tenants) > MAX_TENANTS:
             name, oldest = next(iter(self._tenants.items()))
             if oldest.conversations:
@@ -460,18 +489,29 @@ class Sessions:
             else:
                 del self._tenants[name]
 
+    def _resized(self, tenant: str, size: int, change: int) -> None:
+        """The number of its conversations changes."""
+        if size:
+            del self._of_size[size][tenant]
+        if size + change == len(self._of_size):
+            self._of_size.append({})
+        if size + change:
+            self._of_size[size + change][tenant] = None
+        while len(self._of_size) > 1 and not self._of_size[-1]:
+            self._of_size.pop()
+
     def _drop(self, conversation: Conversation) -> None:
         session = conversation.session
         tenant = self._tenants[session.tenant]
-        if not conversation.running:
-            self._gone_idle(conversation)
         self._let_go(conversation)
         self._alarms.clear(conversation.number)
         conversation.is_dropped = True
         if tenant.tails.get(conversation.tail) is conversation:
             del tenant.tails[conversation.tail]
         del session.conversations[conversation.number]
+        self._resized(session.tenant, len(tenant.conversations), -1)
         del tenant.conversations[conversation.number]
+        tenant.minor.pop(conversation.number, None)
         self._num_active -= not tenant.conversations
         del self._conversations[conversation.number]
         if not session.conversations:

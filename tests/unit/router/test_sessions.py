@@ -267,6 +267,38 @@ def test_every_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(world.sessions._tenants) <= 40 + 10
 
 
+def test_what_leaves_for_lack_of_room_teaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of its tenant nor of others, and conversations that go on stay."""
+    for name, most in {"MAX_CONVERSATIONS": 40, "MAX_OF_TENANT": 24}.items():
+        monkeypatch.setattr(rooms, name, most)
+    world = World()
+    agents = {f"agent {number}": "xy"[number % 2] for number in range(8)}
+    for turn in range(12):
+        for name, tenant in agents.items():
+            conversation = world.turn(name, 4 + turn, tenant=tenant)
+            assert conversation.turns == turn + 1
+            if turn > 1:  # the first turns have few others between them
+                for number in range(9):
+                    world.turn(f"once {turn} {name} {number}", 4, tenant="xz"[number % 2])
+    assert all(model._ended == 0.0 for tenant in world.sessions._tenants.values() for model in tenant.models.values())
+    for name, tenant in agents.items():
+        assert world.turn(name, 20, tenant=tenant).reuse_within_s is not None
+
+
+def test_the_tenant_with_most_conversations_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rooms, "MAX_CONVERSATIONS", 10)
+    world = World()
+    for number in range(3):
+        world.turn(f"a{number}", 4, tenant="x")
+    for number in range(100):
+        world.turn(f"b{number}", 4, tenant="y")
+    assert len([*world.sessions.page("x", 0, 99)]) == 3
+    assert len([*world.sessions.page("y", 0, 99)]) == 7
+    for number in range(12):
+        world.turn("c", 4, tenant=f"t{number}")
+    assert len(world.sessions) == 10
+
+
 def test_few_hashes_of_a_long_prompt_are_kept() -> None:
     conversation = World().turn("a", 1000)
     assert len(conversation.hashes) <= rooms.MAX_HASHES + 1
