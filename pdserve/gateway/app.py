@@ -52,7 +52,7 @@ from pdserve.gateway.api.responses import responses_call
 from pdserve.gateway.api.sdk_call import SdkCall, chat_call, check_model, text_call
 from pdserve.gateway.door import Caller, Door, Shutdown
 from pdserve.gateway.respond import Keep, Responder, Sender, encoded, send_json, send_whole
-from pdserve.gateway.stored import ResponseStore, tenant_of, turn_of
+from pdserve.gateway.stored import Hold, ResponseStore, tenant_of, turn_of
 from pdserve.gateway.ui.page import page
 from pdserve.load_gate import LoadGate
 from pdserve.telemetry import metric_names
@@ -291,11 +291,8 @@ class Gateway:
         self, store: ResponseStore, receive: Any, held: HeldBody, caller: Caller, options: Options
     ) -> tuple[SdkCall, Caller, Keep | None]:
         fields, caller = await self._read(receive, held, caller, lambda fields, model: fields)
-        turn, rest = turn_of(fields, caller)
-        history: list[Any] = []
-        if turn.previous:
-            history, num_bytes = await store.history(turn)
-            held.add(num_bytes)
+        turn, rest = turn_of(fields, caller, held.num_bytes)
+        history = await store.history(turn, held.add) if turn.previous else []
         if turn.is_stored and (turn.is_required or "request_id" in options):
             await store.check_unused(turn, f"{RESPONSE_ID_PREFIX}{options.get('request_id', '')}")
         stored = {"store": turn.is_stored, "previous_response_id": turn.previous or None}
@@ -313,11 +310,12 @@ class Gateway:
             call = await make(caller.model)
         return call, caller, partial(store.keep, turn) if turn.is_stored else None
 
-    def _stored(self, work: Callable[[ResponseStore, str, Any], Awaitable[dict[str, Any]]]) -> Handler:
+    def _stored(self, work: Callable[[ResponseStore, str, Any, Hold], Awaitable[dict[str, Any]]]) -> Handler:
         async def handle(scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
             if self._store is None:
                 raise NotFound("stored response", scope["path_params"]["response_id"])
-            return await _send(send, 200, await work(self._store, tenant_of(caller), scope))
+            with self._held.body(caller.share) as held:
+                return await _send(send, 200, await work(self._store, tenant_of(caller), scope, held.add))
 
         return handle
 

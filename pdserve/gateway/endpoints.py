@@ -25,7 +25,7 @@ from pdserve.gateway.api.request_models import (
 from pdserve.gateway.api.sdk_call import SdkCall, check_model, sdk_messages, validated
 from pdserve.gateway.door import Caller
 from pdserve.gateway.respond import EVENT_STREAM, Sender, TokenTable, disconnected
-from pdserve.gateway.stored import LISTED, MAX_LISTED, ResponseStore, input_page
+from pdserve.gateway.stored import LISTED, MAX_LISTED, Hold, ResponseStore, input_page
 from pdserve.gateway.tools.plan import check_tools_bytes
 
 ID_BYTES: Final = 8
@@ -162,29 +162,29 @@ def _number(name: str, value: str) -> int:
 # --- stored responses -----------------------------------------------------------------------------------------
 
 
-async def stored_response(store: ResponseStore, tenant: str, scope: Any) -> dict[str, Any]:
-    """Raises NotFound and Unavailable."""
-    found: dict[str, Any] = (await store.read(tenant, scope["path_params"]["response_id"]))["response"]
-    return found
+async def stored_response(store: ResponseStore, tenant: str, scope: Any, hold: Hold) -> dict[str, Any]:
+    """Raises NotFound, Unavailable and Overloaded."""
+    return await store.response(tenant, scope["path_params"]["response_id"], hold)
 
 
-async def delete_response(store: ResponseStore, tenant: str, scope: Any) -> dict[str, Any]:
+async def delete_response(store: ResponseStore, tenant: str, scope: Any, hold: Hold) -> dict[str, Any]:
     """Raises NotFound and Unavailable."""
     response_id = scope["path_params"]["response_id"]
     await store.delete(tenant, response_id)
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-async def stored_input(store: ResponseStore, tenant: str, scope: Any) -> dict[str, Any]:
-    """Raises InvalidRequest, NotFound and Unavailable."""
+async def stored_input(store: ResponseStore, tenant: str, scope: Any, hold: Hold) -> dict[str, Any]:
+    """Raises InvalidRequest, NotFound, Unavailable and Overloaded."""
     given = _query(scope.get("query_string", b""), ("limit", "after", "order"))
     limit, order = _number("limit", given.get("limit", str(LISTED))), given.get("order", "desc")
     if not 1 <= limit <= MAX_LISTED:
         raise InvalidRequest("limit", limit, f"1 to {MAX_LISTED}")
     if order not in ("asc", "desc"):
         raise InvalidRequest("order", shortened(repr(order)), "asc or desc")
-    record = await store.read(tenant, scope["path_params"]["response_id"])
-    return input_page(record, limit, given.get("after", ""), is_ascending=order == "asc")
+    response_id = scope["path_params"]["response_id"]
+    items = await store.input(tenant, response_id, hold)
+    return input_page(response_id, items, limit, given.get("after", ""), is_ascending=order == "asc")
 
 
 # --- LoRA adapters --------------------------------------------------------------------------------------------

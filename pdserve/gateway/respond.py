@@ -261,8 +261,8 @@ class Sender:
         await self({"type": "http.response.body", "body": part, "more_body": False})
 
 
-#: Stores a response by its id. Returns whether it did.
-Keep = Callable[[str, bytes], Awaitable[bool]]
+#: Stores a response, which is given as fields and encoded. Returns whether it did.
+Keep = Callable[[Mapping[str, Any], bytes], Awaitable[bool]]
 
 
 @final
@@ -424,7 +424,7 @@ class _Answer:
 
 async def _keep(writer: ResponsesWriter, keep: Keep, completions: Sequence[Completion]) -> None:
     response = writer.response(completions)
-    writer.is_stored = await keep(response["id"], await encoded(response))
+    writer.is_stored = await keep(response, await encoded(response))
 
 
 def _headers(request_id: str, ignored: Iterable[str], endpoint: Endpoint) -> tuple[tuple[bytes, bytes], ...]:

@@ -2,8 +2,11 @@
 
 Off unless `store_bytes` is set. Each tenant has its own keys, so that no id of another tenant is ever found. The
 responses of a tenant are limited in bytes and number; the oldest leaves first, and each has a lifetime. Scripts keep
-the sums exact, whichever gateway stores. A Redis that is slow or gone fails only the calls that need it, with
-Unavailable.
+the sums exact, whichever gateway stores, and rebuild a table that Redis has evicted. A Redis that is slow or gone fails
+only the calls that need it, with Unavailable.
+
+A response is a hash of `response`, `items` (its own input and its output without logprobs, all that a later response
+needs), `inputs` (the number of the items that are input) and `previous` (the id of the response before).
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -34,12 +37,16 @@ TIMEOUT_S: Final = 1.0  # of one call, with the wait for a connection
 MAX_CALLS: Final = 16  # at the same time
 MAX_CHAIN: Final = 512  # responses of one conversation
 MAX_RECORD_BYTES: Final = 8 * 2**20  # one response with its input
+PUTS: Final = 3  # attempts to store one
+MAX_PURGED: Final = 256  # responses that leave in one script, during which Redis serves no other client
+LARGE_BYTES: Final = 65_536  # larger ones are encoded and decoded in a thread
 MAX_LISTED: Final = 100  # items of a page
 LISTED: Final = 20
 _ID: Final = re.compile(re.escape(RESPONSE_ID_PREFIX) + r"[!-~]{1,128}")
 _TROUBLE: Final = (RedisError, OSError, TimeoutError, EOFError)
 
-# KEYS: ids by the time when they end, their sizes, the sum of these. ARGV[1]: prefix of the keys of responses.
+# KEYS: ids by the time when they end, and their sizes, with the sum of these as one more field. ARGV[1]: prefix of the
+# keys of responses.
 _DROP: Final = """
 local function drop(id)
   redis.call('DEL', ARGV[1] .. id)
@@ -47,50 +54,100 @@ local function drop(id)
   local size = redis.call('HGET', KEYS[2], id)
   if size then
     redis.call('HDEL', KEYS[2], id)
-    redis.call('DECRBY', KEYS[3], size)
+    redis.call('HINCRBY', KEYS[2], 'sum', -size)
   end
 end
 """
-# ARGV: prefix, id, record, id before it, most bytes, most responses, lifetime in ms. 0: there is one of this id.
-_PUT: Final = (
+# Redis may evict one of the tables, because all have an end.
+_MAKE_ROOM: Final = (
     _DROP
     + """
-local key, size, life = ARGV[1] .. ARGV[2], #ARGV[3], tonumber(ARGV[7])
-if redis.call('EXISTS', key) == 1 then return 0 end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now)) do drop(id) end
-while redis.call('ZCARD', KEYS[1]) >= tonumber(ARGV[6])
-  or tonumber(redis.call('GET', KEYS[3]) or '0') + size > tonumber(ARGV[5]) do
-  local oldest = redis.call('ZRANGE', KEYS[1], 0, 0)[1]
-  if not oldest then break end
-  drop(oldest)
+local function rebuild()
+  local ids = redis.call('ZRANGE', KEYS[1], 0, -1)
+  if #ids == 0 then ids = redis.call('HKEYS', KEYS[2]) end
+  local sum = 0
+  redis.call('DEL', KEYS[1], KEYS[2])
+  for _, id in ipairs(ids) do
+    local left = redis.call('PTTL', ARGV[1] .. id)
+    if left > 0 then
+      local size = redis.call('HSTRLEN', ARGV[1] .. id, 'response') + redis.call('HSTRLEN', ARGV[1] .. id, 'items')
+      redis.call('HSET', KEYS[2], id, size)
+      redis.call('ZADD', KEYS[1], now + left, id)
+      sum = sum + size
+    end
+  end
+  if sum > 0 then redis.call('HSET', KEYS[2], 'sum', sum) end
 end
-redis.call('HSET', key, 'record', ARGV[3], 'previous', ARGV[4])
-redis.call('PEXPIRE', key, life)
-redis.call('ZADD', KEYS[1], now + life, ARGV[2])
-redis.call('HSET', KEYS[2], ARGV[2], size)
-redis.call('INCRBY', KEYS[3], size)
-for i = 1, 3 do redis.call('PEXPIRE', KEYS[i], life) end
-return 1
+local function has_room(size, most_bytes, most)
+  return redis.call('ZCARD', KEYS[1]) < tonumber(most)
+    and tonumber(redis.call('HGET', KEYS[2], 'sum') or '0') + size <= tonumber(most_bytes)
+end
+local function make_room(size, most_bytes, most)
+  if redis.call('EXISTS', KEYS[1]) ~= redis.call('EXISTS', KEYS[2]) then rebuild() end
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, PURGED)) do drop(id) end
+  for _ = 1, PURGED do
+    if has_room(size, most_bytes, most) then return true end
+    local oldest = redis.call('ZRANGE', KEYS[1], 0, 0)[1]
+    if not oldest then return true end
+    drop(oldest)
+  end
+  return has_room(size, most_bytes, most)
+end
+local function keep_tables()
+  local last = redis.call('ZRANGE', KEYS[1], -1, -1, 'WITHSCORES')[2]
+  for i = 1, 2 do if last then redis.call('PEXPIREAT', KEYS[i], string.format('%.0f', last)) end end
+end
+"""
+).replace("PURGED", str(MAX_PURGED))
+# ARGV: prefix, size, most bytes, most responses. 0: there is still no room.
+_ROOM: Final = (
+    _MAKE_ROOM
+    + """
+local is_made = make_room(tonumber(ARGV[2]), ARGV[3], ARGV[4])
+keep_tables()
+return is_made and 1 or 0
+"""
+)
+# ARGV: prefix, id, response, items, number of input items, id before it, most bytes, most responses, lifetime in ms.
+_PUT: Final = (
+    _MAKE_ROOM
+    + """
+local key, size, life = ARGV[1] .. ARGV[2], #ARGV[3] + #ARGV[4], tonumber(ARGV[9])
+if redis.call('EXISTS', key) == 1 then return 'used' end
+local is_made = make_room(size, ARGV[7], ARGV[8])
+if is_made then
+  redis.call('HSET', key, 'response', ARGV[3], 'items', ARGV[4], 'inputs', ARGV[5], 'previous', ARGV[6])
+  redis.call('PEXPIRE', key, life)
+  redis.call('ZADD', KEYS[1], now + life, ARGV[2])
+  redis.call('HSET', KEYS[2], ARGV[2], size)
+  redis.call('HINCRBY', KEYS[2], 'sum', size)
+end
+keep_tables()
+return is_made and 'stored' or 'full'
 """
 )
 _DELETE: Final = _DROP + "local found = redis.call('EXISTS', ARGV[1] .. ARGV[2]); drop(ARGV[2]); return found"
-# ARGV: prefix, id, most responses, most bytes. The records, the last one first; or a reason, and the id where it
-# applies.
+# ARGV: prefix, id, most responses, most bytes, whether the items are wanted. The bytes of the items, and these, the last
+# response's first; or a reason, and the id where it applies.
 _CHAIN: Final = """
 local found, id, bytes = {}, ARGV[2], 0
 while id ~= '' do
-  local held = redis.call('HMGET', ARGV[1] .. id, 'record', 'previous')
-  if not held[1] then return {'missing', id} end
-  bytes = bytes + #held[1]
+  local key = ARGV[1] .. id
+  local previous = redis.call('HGET', key, 'previous')
+  if not previous then return {'missing', id} end
+  bytes = bytes + redis.call('HSTRLEN', key, 'items')
   if #found >= tonumber(ARGV[3]) then return {'deep', id} end
   if bytes > tonumber(ARGV[4]) then return {'large', id} end
-  found[#found + 1] = held[1]
-  id = held[2]
+  found[#found + 1] = ARGV[5] == '1' and redis.call('HGET', key, 'items') or ''
+  id = previous
 end
-return {'found', unpack(found)}
+return {'found', bytes, unpack(found)}
 """
+
+#: Counts bytes for their caller before they are read. Raises Overloaded.
+Hold = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +159,10 @@ class Turn:
     is_required: bool  # the request names `store`, so an answer that cannot be stored is an error
     previous: str  # id of the response before; empty: none
     items: Sequence[Any]  # of its own input
+    num_bytes: int = 0  # of its body
 
 
-def turn_of(fields: Mapping[str, Any], caller: Caller) -> tuple[Turn, dict[str, Any]]:
+def turn_of(fields: Mapping[str, Any], caller: Caller, num_bytes: int) -> tuple[Turn, dict[str, Any]]:
     """Also returns the other fields. Raises InvalidRequest."""
     rest = dict(fields)
     store, previous = rest.pop("store", None), rest.pop("previous_response_id", "")
@@ -116,9 +174,15 @@ def turn_of(fields: Mapping[str, Any], caller: Caller) -> tuple[Turn, dict[str, 
     items: Sequence[Any] = given if isinstance(given, list) else []
     if isinstance(given, str):
         items = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": given}]}]
-    is_stored = store is not False
-    tenant = tenant_of(caller)
-    return Turn(tenant=tenant, is_stored=is_stored, is_required=store is True, previous=previous, items=items), rest
+    turn = Turn(
+        tenant=tenant_of(caller),
+        is_stored=store is not False,
+        is_required=store is True,
+        previous=previous,
+        items=items,
+        num_bytes=num_bytes,
+    )
+    return turn, rest
 
 
 def tenant_of(caller: Caller) -> str:
@@ -150,7 +214,7 @@ class ResponseStore:
         self._config = config
         self._calls = asyncio.Semaphore(MAX_CALLS)
         self._lines = PeerLog(log)
-        scripts = {"put": _PUT, "delete": _DELETE, "chain": _CHAIN}
+        scripts = {"put": _PUT, "room": _ROOM, "delete": _DELETE, "chain": _CHAIN}
         self._scripts = {name: self._redis.register_script(text) for name, text in scripts.items()}
 
     async def check_unused(self, turn: Turn, response_id: str) -> None:
@@ -165,54 +229,86 @@ class ResponseStore:
         if is_used:
             raise IdInUse(response_id)
 
-    async def history(self, turn: Turn) -> tuple[list[Any], int]:
-        """The items of the conversation before the turn, and their bytes. Raises NotFound, InvalidRequest and
-        Unavailable."""
+    async def history(self, turn: Turn, hold: Hold) -> list[Any]:
+        """The items of the conversation before the turn. Raises NotFound, InvalidRequest, Unavailable, and what `hold`
+        raises."""
         _check_id(turn.previous)
-        most = self._config.max_body_bytes
-        arguments = [self._prefix(turn.tenant), turn.previous, MAX_CHAIN, most]
-        kind, *found = await self._ask(self._scripts["chain"], [], arguments)
+        num_bytes, _ = await self._chain(turn, self._config.max_body_bytes, is_wanted=False)
+        hold(num_bytes)
+        _, found = await self._chain(turn, num_bytes, is_wanted=True)
+        items: list[Any] = []
+        for part in reversed(found):
+            items += await _decoded(part)
+        if len(items) > MAX_MESSAGES:
+            raise _too_long(f"{len(items)} items", f"at most {MAX_MESSAGES}")
+        return items
+
+    async def _chain(self, turn: Turn, most: int, *, is_wanted: bool) -> tuple[int, list[bytes]]:
+        arguments = [self._prefix(turn.tenant), turn.previous, MAX_CHAIN, most, int(is_wanted)]
+        kind, about, *found = await self._ask(self._scripts["chain"], [], arguments)
         if kind == b"missing":
-            raise NotFound("stored response", found[0].decode())
+            raise NotFound("stored response", about.decode())
         if kind == b"deep":
             raise _too_long(f"over {MAX_CHAIN} responses", f"at most {MAX_CHAIN}")
         if kind == b"large":
             raise _too_long(f"over {most} bytes", f"at most {most} bytes")
-        items: list[Any] = []
-        for record in reversed(found):
-            held = await asyncio.to_thread(json.loads, record)
-            items += held["input"]
-            items += map(_without_logprobs, held["response"]["output"])
-        if len(items) > MAX_MESSAGES:
-            raise _too_long(f"{len(items)} items", f"at most {MAX_MESSAGES}")
-        return items, sum(map(len, found))
+        return about, found
 
-    async def keep(self, turn: Turn, response_id: str, response: bytes) -> bool:
+    async def keep(self, turn: Turn, response: Mapping[str, Any], encoded: bytes) -> bool:
         """Whether it is stored. Raises InvalidRequest, IdInUse and Unavailable if it must be."""
-        record = b'{"response":%b,"input":%b}' % (response, json.dumps(turn.items, ensure_ascii=False).encode())
-        config, most = self._config, min(self._config.store_bytes, MAX_RECORD_BYTES)
+
+        def encode() -> bytes:
+            items = [*turn.items, *map(_without_logprobs, response["output"])]
+            return json.dumps(items, ensure_ascii=False, separators=(",", ":")).encode()
+
+        most = min(self._config.store_bytes, MAX_RECORD_BYTES)
+        is_large = turn.num_bytes + len(encoded) > LARGE_BYTES
+        items = await asyncio.to_thread(encode) if is_large else encode()
+        size = len(encoded) + len(items)
         try:
-            if len(record) > most:
-                raise InvalidRequest("store", f"a response of {len(record)} bytes", f"at most {most} bytes, or false")
-            life_ms = int(config.store_s * 1000)
-            limits = [config.store_bytes, config.store_count, life_ms]
-            prefix = self._prefix(turn.tenant)
-            arguments = [prefix, response_id, record, turn.previous, *limits]
-            if not await self._ask(self._scripts["put"], self._tables(turn.tenant), arguments):
-                raise IdInUse(response_id)
+            if size > most:
+                raise InvalidRequest("store", f"a response of {size} bytes", f"at most {most} bytes, or false")
+            await self._put(turn, response["id"], encoded, items)
         except (InvalidRequest, IdInUse, Unavailable):
             if turn.is_required:
                 raise
             return False
         return True
 
-    async def read(self, tenant: str, response_id: str) -> dict[str, Any]:
-        """`response` and `input`. Raises NotFound and Unavailable."""
+    async def _put(self, turn: Turn, response_id: str, encoded: bytes, items: bytes) -> None:
+        config, prefix, tables = self._config, self._prefix(turn.tenant), self._tables(turn.tenant)
+        limits = [config.store_bytes, config.store_count]
+        record = [encoded, items, len(turn.items), turn.previous]
+        arguments = [prefix, response_id, *record, *limits, int(config.store_s * 1000)]
+        for _ in range(PUTS):
+            told = await self._ask(self._scripts["put"], tables, arguments)
+            if told == b"stored":
+                return
+            if told == b"used":
+                raise IdInUse(response_id)
+            while not await self._ask(self._scripts["room"], tables, [prefix, len(encoded) + len(items), *limits]):
+                pass  # each call removes some
+        raise Unavailable("other calls of this tenant store too much at the same time", 1.0)
+
+    async def response(self, tenant: str, response_id: str, hold: Hold) -> dict[str, Any]:
+        """Raises NotFound, Unavailable, and what `hold` raises."""
+        found: dict[str, Any] = await _decoded(await self._read(tenant, response_id, "response", hold))
+        return found
+
+    async def input(self, tenant: str, response_id: str, hold: Hold) -> list[Any]:
+        """Its own input. Raises NotFound, Unavailable, and what `hold` raises."""
+        items: list[Any] = await _decoded(await self._read(tenant, response_id, "items", hold))
+        return items[: int(await self._get(tenant, response_id, "inputs"))]
+
+    async def _read(self, tenant: str, response_id: str, field: str, hold: Hold) -> bytes:
         _check_id(response_id)
-        record = await self._ask(self._redis.hget, self._prefix(tenant) + response_id, "record")
-        if record is None:
+        hold(await self._ask(self._redis.hstrlen, self._prefix(tenant) + response_id, field))
+        return await self._get(tenant, response_id, field)
+
+    async def _get(self, tenant: str, response_id: str, field: str) -> bytes:
+        found: bytes | None = await self._ask(self._redis.hget, self._prefix(tenant) + response_id, field)
+        if found is None:
             raise NotFound("stored response", response_id)
-        found: dict[str, Any] = await asyncio.to_thread(json.loads, record)
         return found
 
     async def delete(self, tenant: str, response_id: str) -> None:
@@ -231,7 +327,7 @@ class ResponseStore:
         return f"pdserve:{self._config.cluster}:stored:{tenant}:"
 
     def _tables(self, tenant: str) -> list[str]:
-        return [f"pdserve:{self._config.cluster}:stored-{name}:{tenant}" for name in ("ends", "sizes", "sum")]
+        return [f"pdserve:{self._config.cluster}:stored-{name}:{tenant}" for name in ("ends", "sizes")]
 
     async def _ask(self, call: Any, *arguments: Any) -> Any:
         try:
@@ -242,10 +338,9 @@ class ResponseStore:
             raise Unavailable("stored responses cannot be reached: Redis does not answer", 1.0) from None
 
 
-def input_page(record: Mapping[str, Any], limit: int, after: str, *, is_ascending: bool) -> dict[str, Any]:
+def input_page(response_id: str, given: Sequence[Any], limit: int, after: str, *, is_ascending: bool) -> dict[str, Any]:
     """A page of the response's own input, in OpenAI's form. Raises NotFound about `after`."""
-    response_id = record["response"]["id"]
-    items = [{"id": f"item_{number}_{response_id}", **one} for number, one in enumerate(record["input"])]
+    items = [{**one, "id": one.get("id") or f"item_{number}_{response_id}"} for number, one in enumerate(given)]
     if not is_ascending:
         items.reverse()
     begin = 0
@@ -268,6 +363,10 @@ def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(parts, list):
         return item
     return {**item, "content": [{name: one for name, one in part.items() if name != "logprobs"} for part in parts]}
+
+
+async def _decoded(text: bytes) -> Any:
+    return json.loads(text) if len(text) <= LARGE_BYTES else await asyncio.to_thread(json.loads, text)
 
 
 def _check_id(response_id: str) -> None:

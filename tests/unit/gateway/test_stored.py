@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -14,7 +15,7 @@ import pytest
 from redis import Redis
 
 from pdserve.config import GatewayConfig
-from pdserve.core.errors import ConfigError, InvalidRequest, NotFound, Unavailable
+from pdserve.core.errors import ConfigError, InvalidRequest, NotFound, Overloaded, Unavailable
 from pdserve.gateway import stored
 from pdserve.gateway.stored import ResponseStore, Turn, input_page
 from pdserve.prefix.embedded import EmbeddedRedis
@@ -175,37 +176,54 @@ def turn(previous: str = "", *, tenant: str = "tenant a", text: str = "hi", is_r
     return Turn(tenant=tenant, is_stored=True, is_required=is_required, previous=previous, items=items)
 
 
-def response(name: str, text: str = "ho") -> bytes:
+async def keep(store: ResponseStore, name: str, one: Turn | None = None, text: str = "ho", **fields: Any) -> bool:
     part = {"type": "output_text", "text": text, "logprobs": [1]}
     item = {"type": "message", "role": "assistant", "content": [part]}
-    return json.dumps({"id": name, "output": [item]}).encode()
+    response = {"id": name, "output": [item], **fields}
+    return await store.keep(one or turn(), response, json.dumps(response).encode())
 
 
-async def keep(store: ResponseStore, name: str, one: Turn | None = None, text: str = "ho") -> bool:
-    return await store.keep(one or turn(), name, response(name, text))
+def hold(num_bytes: int) -> None:
+    assert num_bytes >= 0
+
+
+async def read(store: ResponseStore, name: str, tenant: str = "tenant a") -> Any:
+    assert (await store.response(tenant, name, hold))["id"] == name
+    return await store.input(tenant, name, hold)
+
+
+async def history(store: ResponseStore, one: Turn) -> list[Any]:
+    return await store.history(one, hold)
+
+
+SIZES, ENDS = (f"pdserve:unit:stored-{name}:tenant a" for name in ("sizes", "ends"))
+
+
+def held_bytes(client: Any) -> int:
+    keys = client.scan_iter("pdserve:unit:stored:*")
+    return sum(len(value) for key in keys for value in client.hmget(key, "response", "items"))
 
 
 async def test_other_tenants_find_nothing(store: ResponseStore) -> None:
     await keep(store, "resp_1")
     other = turn("resp_1", tenant="tenant b")
     with pytest.raises(NotFound):
-        await store.read("tenant b", "resp_1")
+        await read(store, "resp_1", "tenant b")
     with pytest.raises(NotFound):
         await store.delete("tenant b", "resp_1")
     with pytest.raises(NotFound):
-        await store.history(other)
+        await history(store, other)
     assert await keep(store, "resp_1", turn(tenant="tenant b"))
-    assert (await store.read("tenant a", "resp_1"))["input"] == turn().items
+    assert await read(store, "resp_1") == turn().items
 
 
 async def test_history_has_inputs_and_outputs_in_order(store: ResponseStore) -> None:
     await keep(store, "resp_1", turn(text="a"), "b")
     await keep(store, "resp_2", turn("resp_1", text="c"), "d")
-    items, num_bytes = await store.history(turn("resp_2"))
+    items = await history(store, turn("resp_2"))
     texts = [one["content"] if isinstance(one["content"], str) else one["content"][0]["text"] for one in items]
     assert texts == ["a", "b", "c", "d"]
     assert all("logprobs" not in one["content"][0] for one in items[1::2])
-    assert num_bytes > 0
 
 
 async def test_a_chain_has_a_limit(store: ResponseStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,16 +232,16 @@ async def test_a_chain_has_a_limit(store: ResponseStore, monkeypatch: pytest.Mon
     for number in range(4):
         await keep(store, f"resp_{number}", turn(previous))
         previous = f"resp_{number}"
-    assert len((await store.history(turn("resp_2")))[0]) == 6
+    assert len(await history(store, turn("resp_2"))) == 6
     with pytest.raises(InvalidRequest, match="over 3 responses"):
-        await store.history(turn("resp_3"))
+        await history(store, turn("resp_3"))
 
 
 async def test_a_conversation_is_no_larger_than_a_body(store: ResponseStore) -> None:
     await keep(store, "resp_1", turn(text="x" * 2500))
     await keep(store, "resp_2", turn("resp_1", text="x" * 2500))
     with pytest.raises(InvalidRequest, match="over 4000 bytes"):
-        await store.history(turn("resp_2"))
+        await history(store, turn("resp_2"))
 
 
 async def test_a_loop_of_responses_ends(store: ResponseStore, redis: EmbeddedRedis) -> None:
@@ -233,7 +251,7 @@ async def test_a_loop_of_responses_ends(store: ResponseStore, redis: EmbeddedRed
     await store.delete("tenant a", "resp_1")
     await keep(store, "resp_1", turn("resp_2"))
     with pytest.raises(InvalidRequest, match="previous_response_id"):
-        await store.history(turn("resp_1"))
+        await history(store, turn("resp_1"))
 
 
 async def test_numbers_and_bytes_of_a_tenant_are_limited(store: ResponseStore, redis: EmbeddedRedis) -> None:
@@ -242,35 +260,110 @@ async def test_numbers_and_bytes_of_a_tenant_are_limited(store: ResponseStore, r
     for number in range(7):
         if number < 2:
             with pytest.raises(NotFound):
-                await store.read("tenant a", f"resp_{number}")
+                await read(store, f"resp_{number}")
         else:
-            await store.read("tenant a", f"resp_{number}")
+            await read(store, f"resp_{number}")
     await keep(store, "resp_large", turn(text="x" * 9700))
     with pytest.raises(NotFound):
-        await store.read("tenant a", "resp_6")
+        await read(store, "resp_6")
     with pytest.raises(InvalidRequest, match="at most 10000 bytes"):
         await keep(store, "resp_larger", turn(text="x" * 10_001))
     assert not await keep(store, "resp_larger", turn(text="x" * 10_001, is_required=False))
     with Redis.from_url(redis.url) as client:
-        held = sum(len(client.hget(key, "record")) for key in client.scan_iter("pdserve:unit:stored:*"))
-        assert held == int(client.get("pdserve:unit:stored-sum:tenant a"))
+        assert held_bytes(client) == int(client.hget(SIZES, "sum"))
     await store.delete("tenant a", "resp_large")
     with Redis.from_url(redis.url) as client:
-        assert int(client.get("pdserve:unit:stored-sum:tenant a")) == 0
+        assert int(client.hget(SIZES, "sum")) == 0
+
+
+async def test_bytes_are_counted_before_they_are_read(store: ResponseStore) -> None:
+    await keep(store, "resp_1", turn(text="x" * 3000))
+    await keep(store, "resp_2", turn("resp_1"))
+
+    def refuse(num_bytes: int) -> None:
+        asked.append(num_bytes)
+        raise Overloaded("full", 1.0)
+
+    asked: list[int] = []
+    for call in (
+        store.response("tenant a", "resp_1", refuse),
+        store.input("tenant a", "resp_1", refuse),
+        store.history(turn("resp_2"), refuse),
+    ):
+        with pytest.raises(Overloaded):
+            await call
+    sizes = [len(json.dumps(await store.response("tenant a", "resp_1", hold))), 3000, 3000]
+    assert asked[0] == sizes[0]
+    assert asked[2] > asked[1] > 3000
+
+
+async def test_a_conversation_is_measured_without_what_answers_repeat(store: ResponseStore) -> None:
+    tools = [{"type": "function", "name": "f" * 1500}]
+    previous = ""
+    for number in range(4):
+        await keep(store, f"resp_{number}", turn(previous), tools=tools)
+        previous = f"resp_{number}"
+    assert len(await history(store, turn(previous))) == 8
+
+
+@pytest.mark.parametrize("lost", [SIZES, ENDS])
+async def test_a_table_that_redis_has_evicted_is_rebuilt(store: ResponseStore, redis: EmbeddedRedis, lost: str) -> None:
+    for number in range(5):
+        await keep(store, f"resp_{number}")
+    with Redis.from_url(redis.url) as client:
+        client.delete(lost)
+        await keep(store, "resp_5")
+        assert (client.hlen(SIZES), client.zcard(ENDS)) == (6, 5)
+        assert held_bytes(client) == int(client.hget(SIZES, "sum"))
+        assert min(client.pttl(SIZES), client.pttl(ENDS)) > 0
+    with pytest.raises(NotFound):
+        await read(store, "resp_0")
+
+
+async def test_a_shorter_lifetime_ends_no_table_early(store: ResponseStore, redis: EmbeddedRedis) -> None:
+    await keep(store, "resp_1")
+    short = ResponseStore(replace(store._config, store_s=5.0))
+    await keep(short, "resp_2")
+    with Redis.from_url(redis.url) as client:
+        for key in (SIZES, ENDS):
+            assert client.pttl(key) > 1000 * 3600
+    await short.close()
+
+
+async def test_few_responses_leave_at_once(
+    store: ResponseStore, redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that others do not wait for Redis; a large one is stored all the same."""
+    many = ResponseStore(replace(store._config, store_bytes=200_000, store_count=1000))
+    for number in range(600):
+        await keep(many, f"resp_{number}")
+    asked: list[bytes] = []
+    put = many._scripts["put"]
+
+    async def spy(*arguments: Any) -> Any:
+        asked.append(await put(*arguments))
+        return asked[-1]
+
+    many._scripts["put"] = spy
+    await keep(many, "resp_large", turn(text="x" * 150_000))
+    assert asked == [b"full", b"stored"]
+    with Redis.from_url(redis.url) as client:
+        assert held_bytes(client) == int(client.hget(SIZES, "sum")) <= 200_000
+    await many.close()
 
 
 async def test_a_stored_response_is_not_replaced(store: ResponseStore) -> None:
     assert await keep(store, "resp_1")
     assert not await keep(store, "resp_1", turn(text="other", is_required=False))
-    assert (await store.read("tenant a", "resp_1"))["input"] == turn().items
+    assert await read(store, "resp_1") == turn().items
 
 
 async def test_a_redis_that_is_gone_is_unavailable() -> None:
     store = ResponseStore(GatewayConfig(router="h:1", redis="redis://127.0.0.1:1/0", store_bytes=1))
     with pytest.raises(Unavailable):
-        await store.read("tenant a", "resp_1")
+        await read(store, "resp_1")
     with pytest.raises(Unavailable):
-        await store.history(turn("resp_1"))
+        await history(store, turn("resp_1"))
     with pytest.raises(Unavailable):
         await store.check_unused(turn(), "resp_1")
     await store.check_unused(turn(is_required=False), "resp_1")
@@ -285,14 +378,14 @@ async def test_a_redis_that_hangs_is_unavailable(monkeypatch: pytest.MonkeyPatch
         os.kill(server.pid, signal.SIGSTOP)
         try:
             with pytest.raises(Unavailable):
-                await store.read("tenant a", "resp_1")
+                await read(store, "resp_1")
             with pytest.raises(Unavailable):
                 await keep(store, "resp_2")
             assert not await keep(store, "resp_3", turn(is_required=False))
         finally:
             os.kill(server.pid, signal.SIGCONT)
         monkeypatch.setattr(stored, "TIMEOUT_S", 20.0)
-        assert (await store.read("tenant a", "resp_1"))["input"] == turn().items
+        assert await read(store, "resp_1") == turn().items
         await store.close()
 
 
@@ -302,5 +395,13 @@ def test_storing_needs_a_redis() -> None:
 
 
 def test_a_page_of_nothing_has_no_ids() -> None:
-    found = input_page({"response": {"id": "resp_1"}, "input": []}, 20, "", is_ascending=True)
+    found = input_page("resp_1", [], 20, "", is_ascending=True)
     assert (found["data"], found["first_id"], found["has_more"]) == ([], None, False)
+
+
+def test_items_without_an_id_get_one() -> None:
+    given = [{"id": None, "content": "a"}, {"id": "mine"}, {}]
+    page = input_page("resp_1", given, 1, "", is_ascending=True)
+    assert [one["id"] for one in page["data"]] == ["item_0_resp_1"]
+    page = input_page("resp_1", given, 9, page["last_id"], is_ascending=True)
+    assert [one["id"] for one in page["data"]] == ["mine", "item_2_resp_1"]
