@@ -42,7 +42,7 @@ from pdserve.core.errors import (
     shortened,
 )
 from pdserve.core.types import RESPONSE_ID_PREFIX
-from pdserve.gateway import endpoints
+from pdserve.gateway import endpoints, stored
 from pdserve.gateway.api import errors, http_input, openapi, replies, sse
 from pdserve.gateway.api.errors import BodyTooLarge, ErrorReply
 from pdserve.gateway.api.field_support import Endpoint
@@ -186,7 +186,7 @@ class Gateway:
         most = config.max_connections - kept_of(config.max_connections)
         self._connections = Shares(most, COUNT_WEIGHT, is_controlled=True)
         self._responder = Responder()
-        self._store = ResponseStore(config) if config.store_bytes else None
+        self._store = ResponseStore(config, stored.TIMEOUT_S) if config.store_bytes else None
         # One thread: each call of the parser keeps the interpreter to itself, so several would add up.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="gateway-bodies")
         self._metrics = metrics
@@ -295,10 +295,10 @@ class Gateway:
         history = await store.history(turn, held.add) if turn.previous else []
         if turn.is_stored and (turn.is_required or "request_id" in options):
             await store.check_unused(turn, f"{RESPONSE_ID_PREFIX}{options.get('request_id', '')}")
-        stored = {"store": turn.is_stored, "previous_response_id": turn.previous or None}
+        about = {"store": turn.is_stored, "previous_response_id": turn.previous or None}
 
         async def make(model: Model) -> SdkCall:
-            work = partial(responses_call, rest, model, options, history=history, stored=stored)
+            work = partial(responses_call, rest, model, options, history=history, stored=about)
             if held.num_bytes <= QUICK_BYTES:
                 return work()
             return await asyncio.get_running_loop().run_in_executor(self._reader, work)

@@ -12,10 +12,11 @@ needs), `inputs` (the number of the items that are input) and `previous` (the id
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -25,6 +26,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from pdserve.config import GatewayConfig
+from pdserve.core.access.shares import COUNT_WEIGHT, Shares
 from pdserve.core.errors import ConfigError, IdInUse, InvalidRequest, NotFound, Unavailable
 from pdserve.core.types import MAX_MESSAGES, RESPONSE_ID_PREFIX
 from pdserve.core.urls import hide_password
@@ -33,8 +35,9 @@ from pdserve.outage_log import PeerLog
 
 log = logging.getLogger(__name__)
 
-TIMEOUT_S: Final = 1.0  # of one call, with the wait for a connection
-MAX_CALLS: Final = 16  # at the same time
+TIMEOUT_S: Final = 1.0
+MAX_CALLS: Final = 16  # at the same time, of which each tenant has its share
+MAX_LARGE_CALLS: Final = 4  # with more than LARGE_BYTES, in addition
 MAX_CHAIN: Final = 512  # responses of one conversation
 MAX_RECORD_BYTES: Final = 8 * 2**20  # one response with its input
 PUTS: Final = 3  # attempts to store one
@@ -129,8 +132,8 @@ return is_made and 'stored' or 'full'
 """
 )
 _DELETE: Final = _DROP + "local found = redis.call('EXISTS', ARGV[1] .. ARGV[2]); drop(ARGV[2]); return found"
-# ARGV: prefix, id, most responses, most bytes, whether the items are wanted. The bytes of the items, and these, the last
-# response's first; or a reason, and the id where it applies.
+# ARGV: prefix, id, most responses, most bytes, whether the items are wanted. Returns the bytes of the items, and these,
+# the last response's first; or a reason, and the id where it applies.
 _CHAIN: Final = """
 local found, id, bytes = {}, ARGV[2], 0
 while id ~= '' do
@@ -195,16 +198,16 @@ def tenant_of(caller: Caller) -> str:
 class ResponseStore:
     """Belongs to one event loop."""
 
-    def __init__(self, config: GatewayConfig) -> None:
-        """Raises ConfigError."""
+    def __init__(self, config: GatewayConfig, timeout_s: float = TIMEOUT_S) -> None:
+        """`timeout_s`: of one call, with the wait for a connection. Raises ConfigError."""
         if not config.redis:
             raise ConfigError("store_bytes", config.store_bytes, "0 without a Redis URL, where responses are stored")
         try:
             self._redis: Any = Redis.from_url(
                 config.redis,
-                socket_timeout=TIMEOUT_S,
-                socket_connect_timeout=TIMEOUT_S,
-                max_connections=MAX_CALLS + 1,
+                socket_timeout=timeout_s,
+                socket_connect_timeout=timeout_s,
+                max_connections=MAX_CALLS + MAX_LARGE_CALLS,
                 retry=Retry(NoBackoff(), 0),
                 protocol=2,
             )
@@ -212,7 +215,8 @@ class ResponseStore:
             url = hide_password(config.redis)
             raise ConfigError("redis", url, "redis://HOST:PORT/DB or unix:///path/to/socket") from None
         self._config = config
-        self._calls = asyncio.Semaphore(MAX_CALLS)
+        self._timeout_s = timeout_s
+        self._calls, self._large_calls = _Places(MAX_CALLS), _Places(MAX_LARGE_CALLS)
         self._lines = PeerLog(log)
         scripts = {"put": _PUT, "room": _ROOM, "delete": _DELETE, "chain": _CHAIN}
         self._scripts = {name: self._redis.register_script(text) for name, text in scripts.items()}
@@ -221,7 +225,7 @@ class ResponseStore:
         """Before a response is made. Raises IdInUse, if its client chose the id of a stored one, and Unavailable if it
         must be stored."""
         try:
-            is_used = await self._ask(self._redis.exists, self._prefix(turn.tenant) + response_id)
+            is_used = await self._ask(turn.tenant, self._redis.exists, self._prefix(turn.tenant) + response_id)
         except Unavailable:
             if turn.is_required:
                 raise
@@ -245,7 +249,8 @@ class ResponseStore:
 
     async def _chain(self, turn: Turn, most: int, *, is_wanted: bool) -> tuple[int, list[bytes]]:
         arguments = [self._prefix(turn.tenant), turn.previous, MAX_CHAIN, most, int(is_wanted)]
-        kind, about, *found = await self._ask(self._scripts["chain"], [], arguments)
+        size = most if is_wanted else 0
+        kind, about, *found = await self._ask(turn.tenant, self._scripts["chain"], [], arguments, size=size)
         if kind == b"missing":
             raise NotFound("stored response", about.decode())
         if kind == b"deep":
@@ -277,16 +282,16 @@ class ResponseStore:
 
     async def _put(self, turn: Turn, response_id: str, encoded: bytes, items: bytes) -> None:
         config, prefix, tables = self._config, self._prefix(turn.tenant), self._tables(turn.tenant)
-        limits = [config.store_bytes, config.store_count]
+        size, limits = len(encoded) + len(items), [config.store_bytes, config.store_count]
         record = [encoded, items, len(turn.items), turn.previous]
         arguments = [prefix, response_id, *record, *limits, int(config.store_s * 1000)]
         for _ in range(PUTS):
-            told = await self._ask(self._scripts["put"], tables, arguments)
+            told = await self._ask(turn.tenant, self._scripts["put"], tables, arguments, size=size)
             if told == b"stored":
                 return
             if told == b"used":
                 raise IdInUse(response_id)
-            while not await self._ask(self._scripts["room"], tables, [prefix, len(encoded) + len(items), *limits]):
+            while not await self._ask(turn.tenant, self._scripts["room"], tables, [prefix, size, *limits]):
                 pass  # each call removes some
         raise Unavailable("other calls of this tenant store too much at the same time", 1.0)
 
@@ -302,11 +307,13 @@ class ResponseStore:
 
     async def _read(self, tenant: str, response_id: str, field: str, hold: Hold) -> bytes:
         _check_id(response_id)
-        hold(await self._ask(self._redis.hstrlen, self._prefix(tenant) + response_id, field))
-        return await self._get(tenant, response_id, field)
+        size = await self._ask(tenant, self._redis.hstrlen, self._prefix(tenant) + response_id, field)
+        hold(size)
+        return await self._get(tenant, response_id, field, size)
 
-    async def _get(self, tenant: str, response_id: str, field: str) -> bytes:
-        found: bytes | None = await self._ask(self._redis.hget, self._prefix(tenant) + response_id, field)
+    async def _get(self, tenant: str, response_id: str, field: str, size: int = 0) -> bytes:
+        key = self._prefix(tenant) + response_id
+        found: bytes | None = await self._ask(tenant, self._redis.hget, key, field, size=size)
         if found is None:
             raise NotFound("stored response", response_id)
         return found
@@ -315,7 +322,7 @@ class ResponseStore:
         """Raises NotFound and Unavailable."""
         _check_id(response_id)
         arguments = [self._prefix(tenant), response_id]
-        if not await self._ask(self._scripts["delete"], self._tables(tenant), arguments):
+        if not await self._ask(tenant, self._scripts["delete"], self._tables(tenant), arguments):
             raise NotFound("stored response", response_id)
 
     async def close(self) -> None:
@@ -329,13 +336,36 @@ class ResponseStore:
     def _tables(self, tenant: str) -> list[str]:
         return [f"pdserve:{self._config.cluster}:stored-{name}:{tenant}" for name in ("ends", "sizes")]
 
-    async def _ask(self, call: Any, *arguments: Any) -> Any:
+    async def _ask(self, tenant: str, call: Any, *arguments: Any, size: int = 0) -> Any:
+        """`size`: bytes of its arguments and answer, if these may be many."""
+        places = self._calls if size <= LARGE_BYTES else self._large_calls
         try:
-            async with asyncio.timeout(TIMEOUT_S), self._calls:
+            async with asyncio.timeout(self._timeout_s), places.one_of(tenant):
                 return await call(*arguments)
         except _TROUBLE as error:
             self._lines.warning("stored responses cannot be reached", why=type(error).__name__)
             raise Unavailable("stored responses cannot be reached: Redis does not answer", 1.0) from None
+
+
+@final
+class _Places:
+    """For calls at the same time. Who waits, waits for its own tenant's share only."""
+
+    def __init__(self, limit: int) -> None:
+        self._shares = Shares(limit, COUNT_WEIGHT)
+        self._changed = asyncio.Condition()
+
+    @contextlib.asynccontextmanager
+    async def one_of(self, tenant: str) -> AsyncIterator[None]:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._shares.fits(tenant, 1))
+            self._shares.add(tenant, 1)
+        try:
+            yield
+        finally:
+            self._shares.add(tenant, -1)
+            async with self._changed:
+                self._changed.notify_all()
 
 
 def input_page(response_id: str, given: Sequence[Any], limit: int, after: str, *, is_ascending: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
@@ -23,6 +24,7 @@ from tests.support.tooled_model import BUNDLED
 from tests.unit.gateway.conftest import Served, serve
 
 MOST_BYTES = 200_000
+PATIENT_S = 120.0  # a busy machine is no failure
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +35,16 @@ def redis() -> Iterator[EmbeddedRedis]:
 
 @pytest.fixture(scope="module")
 def served(redis: EmbeddedRedis) -> Iterator[Served]:
-    with serve(
-        model=str(BUNDLED),
-        worker={"deterministic": "on"},
-        redis=redis.url,
-        store_bytes=MOST_BYTES,
-        store_count=50,
-    ) as found:
-        yield found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stored, "TIMEOUT_S", PATIENT_S)
+        with serve(
+            model=str(BUNDLED),
+            worker={"deterministic": "on"},
+            redis=redis.url,
+            store_bytes=MOST_BYTES,
+            store_count=50,
+        ) as found:
+            yield found
 
 
 def answer(served: Served, text: str, **fields: Any) -> Any:
@@ -166,7 +170,7 @@ async def store(redis: EmbeddedRedis, request: pytest.FixtureRequest) -> Any:
     with Redis.from_url(redis.url) as client:
         for key in client.scan_iter("pdserve:unit:*"):
             client.delete(key)
-    found = ResponseStore(config)
+    found = ResponseStore(config, PATIENT_S)
     yield found
     await found.close()
 
@@ -322,7 +326,7 @@ async def test_a_table_that_redis_has_evicted_is_rebuilt(store: ResponseStore, r
 
 async def test_a_shorter_lifetime_ends_no_table_early(store: ResponseStore, redis: EmbeddedRedis) -> None:
     await keep(store, "resp_1")
-    short = ResponseStore(replace(store._config, store_s=5.0))
+    short = ResponseStore(replace(store._config, store_s=5.0), PATIENT_S)
     await keep(short, "resp_2")
     with Redis.from_url(redis.url) as client:
         for key in (SIZES, ENDS):
@@ -334,7 +338,7 @@ async def test_few_responses_leave_at_once(
     store: ResponseStore, redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that others do not wait for Redis; a large one is stored all the same."""
-    many = ResponseStore(replace(store._config, store_bytes=200_000, store_count=1000))
+    many = ResponseStore(replace(store._config, store_bytes=200_000, store_count=1000), PATIENT_S)
     for number in range(600):
         await keep(many, f"resp_{number}")
     asked: list[bytes] = []
@@ -370,23 +374,47 @@ async def test_a_redis_that_is_gone_is_unavailable() -> None:
     await store.close()
 
 
-async def test_a_redis_that_hangs_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored, "TIMEOUT_S", 0.2)
+async def test_a_redis_that_hangs_is_unavailable() -> None:
     with EmbeddedRedis.start() as server:
-        store = ResponseStore(GatewayConfig(router="h:1", redis=server.url, store_bytes=9000))
-        assert await keep(store, "resp_1")
+        config = GatewayConfig(router="h:1", redis=server.url, store_bytes=9000)
+        patient, hasty = ResponseStore(config, PATIENT_S), ResponseStore(config, 0.2)
+        assert await keep(patient, "resp_1")
         os.kill(server.pid, signal.SIGSTOP)
         try:
             with pytest.raises(Unavailable):
-                await read(store, "resp_1")
+                await read(hasty, "resp_1")
             with pytest.raises(Unavailable):
-                await keep(store, "resp_2")
-            assert not await keep(store, "resp_3", turn(is_required=False))
+                await keep(hasty, "resp_2")
+            assert not await keep(hasty, "resp_3", turn(is_required=False))
         finally:
             os.kill(server.pid, signal.SIGCONT)
-        monkeypatch.setattr(stored, "TIMEOUT_S", 20.0)
-        assert await read(store, "resp_1") == turn().items
-        await store.close()
+        assert await read(patient, "resp_1") == turn().items
+        await patient.close()
+        await hasty.close()
+
+
+@pytest.mark.parametrize("size", [1, stored.LARGE_BYTES + 1])
+async def test_a_tenant_has_its_share_of_the_calls(store: ResponseStore, size: int) -> None:
+    """The calls of another one neither wait for them, nor for large ones."""
+    release, running = asyncio.Event(), 0
+
+    async def hang() -> None:
+        nonlocal running
+        running += 1
+        await release.wait()
+
+    async def done() -> int:
+        return 7
+
+    calls = [asyncio.create_task(store._ask("tenant a", hang, size=size)) for _ in range(100)]
+    while not running:
+        await asyncio.sleep(0.0)
+    assert await store._ask("tenant b", done, size=size) == 7
+    assert await store._ask("tenant a", done, size=stored.LARGE_BYTES + 2 - size) == 7
+    assert running <= stored.MAX_CALLS - 3
+    release.set()
+    await asyncio.gather(*calls)
+    assert running == 100
 
 
 def test_storing_needs_a_redis() -> None:
