@@ -291,7 +291,7 @@ class Gateway:
         self, store: ResponseStore, receive: Any, held: HeldBody, caller: Caller, options: Options
     ) -> tuple[SdkCall, Caller, Keep | None]:
         fields, caller = await self._read(receive, held, caller, lambda fields, model: fields)
-        turn, rest = turn_of(fields, caller, held.num_bytes)
+        turn, rest = turn_of(fields, caller, held.num_bytes, options.get("request_id"))
         history = await store.history(turn, held.add) if turn.previous else []
         if turn.is_stored and (turn.is_required or "request_id" in options):
             await store.check_unused(turn, f"{RESPONSE_ID_PREFIX}{options.get('request_id', '')}")

@@ -27,9 +27,10 @@ from redis.exceptions import RedisError
 
 from pdserve.config import GatewayConfig
 from pdserve.core.access.shares import COUNT_WEIGHT, Shares
-from pdserve.core.errors import ConfigError, IdInUse, InvalidRequest, NotFound, Unavailable
+from pdserve.core.errors import ConfigError, IdInUse, InvalidRequest, NotFound, Unavailable, shortened
 from pdserve.core.types import MAX_MESSAGES, RESPONSE_ID_PREFIX
 from pdserve.core.urls import hide_password
+from pdserve.gateway.api.http_input import REQUEST_ID
 from pdserve.gateway.door import Caller
 from pdserve.outage_log import PeerLog
 
@@ -45,7 +46,9 @@ MAX_PURGED: Final = 256  # responses that leave in one script, during which Redi
 LARGE_BYTES: Final = 65_536  # larger ones are encoded and decoded in a thread
 MAX_LISTED: Final = 100  # items of a page
 LISTED: Final = 20
-_ID: Final = re.compile(re.escape(RESPONSE_ID_PREFIX) + r"[!-~]{1,128}")
+# Others cannot be part of a path, so their responses would never be found.
+_REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_.~:@=+,-]{1,128}")
+_ID: Final = re.compile(re.escape(RESPONSE_ID_PREFIX) + _REQUEST_ID.pattern)
 _TROUBLE: Final = (RedisError, OSError, TimeoutError, EOFError)
 
 # KEYS: ids by the time when they end, and their sizes, with the sum of these as one more field. ARGV[1]: prefix of the
@@ -165,8 +168,10 @@ class Turn:
     num_bytes: int = 0  # of its body
 
 
-def turn_of(fields: Mapping[str, Any], caller: Caller, num_bytes: int) -> tuple[Turn, dict[str, Any]]:
-    """Also returns the other fields. Raises InvalidRequest."""
+def turn_of(
+    fields: Mapping[str, Any], caller: Caller, num_bytes: int, request_id: str | None = None
+) -> tuple[Turn, dict[str, Any]]:
+    """`request_id`: its client's. Also returns the other fields. Raises InvalidRequest."""
     rest = dict(fields)
     store, previous = rest.pop("store", None), rest.pop("previous_response_id", "")
     if store is not None and not isinstance(store, bool):
@@ -177,9 +182,12 @@ def turn_of(fields: Mapping[str, Any], caller: Caller, num_bytes: int) -> tuple[
     items: Sequence[Any] = given if isinstance(given, list) else []
     if isinstance(given, str):
         items = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": given}]}]
+    can_be_found = request_id is None or _REQUEST_ID.fullmatch(request_id) is not None
+    if store and not can_be_found:
+        raise InvalidRequest(REQUEST_ID, shortened(repr(request_id)), "1 to 128 letters, digits or _.~:@=+,- to store")
     turn = Turn(
         tenant=tenant_of(caller),
-        is_stored=store is not False,
+        is_stored=store is not False and can_be_found,
         is_required=store is True,
         previous=previous,
         items=items,

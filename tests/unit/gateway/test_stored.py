@@ -140,6 +140,27 @@ def test_an_id_that_its_client_chose_is_stored_once(served: Served) -> None:
     answer(served, "y", extra_headers=mine, store=False)
 
 
+@pytest.mark.parametrize("chosen", ["é", "a b", "a/b", "a?b", "a#b", "a%2fb"])
+def test_an_id_that_cannot_be_in_a_path_is_not_stored(served: Served, chosen: str) -> None:
+    headers = {"x-request-id": chosen.encode().decode("latin-1")}
+    fields = {"model": served.model, "input": "x", "max_output_tokens": 2}
+    for more, status in (({}, 200), ({"store": True}, 400)):
+        connection = http.client.HTTPConnection(served.address, timeout=60)
+        body = json.dumps({**fields, **more})
+        connection.request("POST", "/v1/responses", body, {"content-type": "application/json", **headers})
+        reply = connection.getresponse()
+        found = json.loads(reply.read())
+        connection.close()
+        assert reply.status == status
+        assert found["error"]["param"] == "x-request-id" if more else not found["store"]
+
+
+@pytest.mark.parametrize("chosen", ["a.b", "A_b~1:2@c=d+e,f-g", "x" * 128])
+def test_an_id_that_can_be_in_a_path_is_found(served: Served, chosen: str) -> None:
+    assert answer(served, "x", extra_headers={"x-request-id": chosen}).store
+    assert served.openai.responses.retrieve(f"resp_{chosen}").id == f"resp_{chosen}"
+
+
 @pytest.mark.slow
 def test_only_calls_that_need_redis_fail_without_it() -> None:
     with EmbeddedRedis.start() as server, serve(model=str(BUNDLED), redis=server.url, store_bytes=MOST_BYTES) as served:
