@@ -52,8 +52,8 @@ from pdserve.launch.supervisor import (
 )
 from pdserve.listening import PortInUse
 from pdserve.owned_folder import OwnedFolder
+from pdserve.prefix.embedded import MAX_MEMORY_BYTES, socket_url
 from pdserve.prefix.embedded import SOCKET as REDIS_SOCKET
-from pdserve.prefix.embedded import socket_url
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics
 from pdserve.tls.certificates import certificates_of
@@ -212,6 +212,7 @@ class LaunchedCluster(ABC):
         self._report, self._held = report, HeldPorts()
         if saved is None:
             self.has_own_redis = not spec.redis
+            check_store(spec)
             spec, self._sockets = with_sockets(with_ports(spec, self._held, ray=ray))
             self.spec, self._certificates = make_certificates(spec)
         else:
@@ -420,6 +421,14 @@ def with_sockets(spec: ClusterSpec) -> tuple[ClusterSpec, OwnedFolder]:
         group=str(folder.path) if spec.routers > 1 else "",
     )
     return spec, folder
+
+
+def check_store(spec: ClusterSpec) -> None:
+    """Raises ConfigError if the stored responses of one tenant could evict the prefix index from the embedded Redis."""
+    store_bytes, most = int(str(spec.settings.get("gateway", {}).get("store_bytes", 0))), MAX_MEMORY_BYTES // 4
+    if store_bytes > most and not spec.redis:
+        expected = f"at most {most} with the embedded Redis, which the prefix index uses too; give another by --redis"
+        raise ConfigError("store_bytes", store_bytes, expected)
 
 
 def redis_path(sockets: OwnedFolder) -> Path:

@@ -10,6 +10,9 @@ from pdserve.config import GatewayConfig, HttpRouterConfig, RouterConfig, Worker
 from pdserve.config_flags import live_flags, parse_flags
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role
+from pdserve.launch.changes.local_cluster import LocalCluster
+from pdserve.launch.local import check_store
+from pdserve.launch.report import LauncherReport
 from pdserve.launch.spec import (
     ClusterSpec,
     fixed_ports,
@@ -26,6 +29,7 @@ from pdserve.launch.spec import (
     why_not_placed,
     worker_config,
 )
+from pdserve.prefix.embedded import MAX_MEMORY_BYTES
 
 WITH_TOKEN = {"router": {"token": "t"}}
 
@@ -432,3 +436,12 @@ def test_the_gateway_calls_the_router_by_its_socket() -> None:
     assert isinstance(process.config, GatewayConfig)
     assert process.config.router == "unix:/run/0700/router.sock"
     assert router_config(found, ()).unix_socket == "/run/0700/router.sock"
+
+
+def test_stored_responses_leave_the_embedded_redis_to_the_prefix_index() -> None:
+    settings = {"gateway": {"store_bytes": MAX_MEMORY_BYTES // 4 + 1}}
+    with pytest.raises(ConfigError, match="store_bytes"):
+        LocalCluster(spec(http=8000, settings=settings, redis=""), LauncherReport())
+    check_store(spec(http=8000, settings=settings))
+    check_store(spec(http=8000, settings={"gateway": {"store_bytes": MAX_MEMORY_BYTES // 4}}, redis=""))
+    check_store(spec(redis=""))
