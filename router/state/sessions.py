@@ -2,7 +2,9 @@
 
 A session is what the client says (`session_id`, within its tenant). Without that it is one conversation, known by its
 prefix. A conversation is a chain of requests, each of whose prompts extends the one before: the last full block of the
-earlier prompt is among the blocks of the later one. A session with a name may have several, such as those of subagents.
+earlier prompt is among the blocks of the later one. Without a name, a block with which another conversation's prompt
+begins, or that ends different prompts, tells nothing: it is part of a shared text, such as a system prompt. A session
+with a name may have several, such as those of subagents.
 
 Per tenant, and per class of conversations (by their number of turns), the router learns how long the pauses between
 turns are, how much the prompts grow, and how many conversations go on. From that it predicts until when the prefix of a
@@ -16,7 +18,7 @@ says or does changes what is predicted for another one.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -136,6 +138,7 @@ class Conversation:
     session: Session
     began_s: float
     tail: bytes = b""  # hash of the last full block of its last prompt; empty: it has none
+    passed: bytes = b""  # an earlier tail that its prompt begins with, or one that it shares with another prompt
     hashes: tuple[bytes, ...] = ()  # every `stride`-th of its full blocks, and the last one
     stride: int = 1
     num_blocks: int = 0
@@ -172,6 +175,7 @@ class Conversation:
 class _Tenant:
     sessions: dict[SessionKey, Session] = field(default_factory=dict)
     tails: dict[bytes, Conversation] = field(default_factory=dict)  # of sessions without a name
+    passed: Counter[bytes] = field(default_factory=Counter)  # of its conversations
     conversations: OrderedDict[int, Conversation] = field(default_factory=OrderedDict)
     minor: OrderedDict[int, Conversation] = field(default_factory=OrderedDict)  # those that leave first, in this order
     models: dict[int, ReuseModel] = field(default_factory=dict)
@@ -345,6 +349,8 @@ class Sessions:
         for tenant in self._tenants.values():
             held = sum(one.held_tokens for one in tenant.conversations.values())
             assert tenant.minor.items() <= tenant.conversations.items(), "one that leaves first has left"
+            passed = Counter(one.passed for one in tenant.conversations.values() if one.passed)
+            assert {**passed} == {**tenant.passed}, "tails that were passed"
             assert held == tenant.held_tokens, f"{tenant.held_tokens} tokens counted, {held} held"
             assert len(tenant.conversations) <= MAX_OF_TENANT, "conversations of a tenant are not bounded"
             assert {*tenant.tails.values()} <= {*tenant.conversations.values()}, "a tail outlives its conversation"
@@ -367,8 +373,28 @@ class Sessions:
             return None
         for one in reversed(facts.block_hashes[-MAX_SCAN:]):
             if one in tails:
-                return tails[one]
+                found = tails[one]
+                return found if found.session.is_named or self._is_turn(tenant, found, facts) else None
         return tails.get(b"")  # of a named session, whose earlier prompt had no full block
+
+    def _is_turn(self, tenant: _Tenant, found: Conversation, facts: RequestArrived) -> bool:
+        """Whether the prompt, which begins with the blocks of that conversation, belongs to it. The last of these may
+        be within a text with which many prompts begin."""
+        growth, is_longer = facts.num_prompt_tokens - found.prompt_tokens, facts.block_hashes[-1] != found.tail
+        if not is_longer and not growth:
+            return True  # most likely the same prompt
+        if found.tail in tenant.passed:
+            return False
+        if not is_longer and (growth < 0 or found.running):
+            self._pass(tenant, found)
+            return False
+        return True
+
+    def _pass(self, tenant: _Tenant, conversation: Conversation) -> None:
+        """Other prompts that begin with its tail are not turns of it."""
+        if not conversation.passed:
+            conversation.passed = conversation.tail
+            tenant.passed[conversation.tail] += 1
 
     def _begin(self, tenant: _Tenant, facts: RequestArrived, now_s: float) -> Conversation:
         self._serial += 1
@@ -401,6 +427,11 @@ class Sessions:
         if conversation.hint_s is not None:
             tenant.judge_hint(is_kept=True)
         growth = facts.num_prompt_tokens - conversation.prompt_tokens
+        if not growth and facts.block_hashes[-1:] == (conversation.tail,):
+            return  # the same prompt again
+        # Later tails are within what the model has answered, which differs.
+        if not conversation.session.is_named and facts.block_hashes[-1] != conversation.tail:
+            self._pass(tenant, conversation)
         tenant.learn(conversation.turns, now_s - conversation.ended_s, growth)
         self._count_turn(conversation)
 
@@ -512,6 +543,10 @@ class Sessions:
         self._resized(session.tenant, len(tenant.conversations), -1)
         del tenant.conversations[conversation.number]
         tenant.minor.pop(conversation.number, None)
+        if conversation.passed:
+            tenant.passed[conversation.passed] -= 1
+            if not tenant.passed[conversation.passed]:
+                del tenant.passed[conversation.passed]
         self._num_active -= not tenant.conversations
         del self._conversations[conversation.number]
         if not session.conversations:

@@ -109,6 +109,37 @@ def test_a_client_may_name_its_session_as_the_router_has_named_another() -> None
     assert world.turn("a", 5).session is made
 
 
+def test_users_of_one_system_prompt_have_conversations_of_their_own() -> None:
+    """Their first questions are shorter than a block, so that all their prompts have the same full blocks."""
+    world, system = World(), chain("system", 10)
+    firsts = [world.turn(block_hashes=system, prompt=162 + 5 * user % 7) for user in range(20)]
+    assert max(one.turns for one in firsts) <= 2
+    for user in range(20):
+        second = world.turn(block_hashes=(*system, *chain(f"user {user}", 3)), prompt=210)
+        third = world.turn(block_hashes=(*system, *chain(f"user {user}", 5)), prompt=240)
+        assert second is third
+        assert second.turns <= 4
+    assert len({*world.sessions._conversations.values()}) >= 20
+    late = world.turn(block_hashes=system, prompt=165)
+    assert late.turns == 1
+    assert world.turn(block_hashes=(*system, b"of another"), prompt=190) is not late
+
+
+def test_questions_at_the_same_time_belong_to_several_users() -> None:
+    world, system = World(), chain("system", 10)
+    begun = [world.begin(block_hashes=system, prompt=162 + user) for user in range(5)]
+    assert len({one.number for one in begun}) == 5
+
+
+def test_the_same_prompt_again_is_no_turn() -> None:
+    world = World()
+    first = world.turn("a", 4)
+    assert world.turn("a", 4) is first
+    assert first.turns == 1
+    assert world.turn("a", 5) is first
+    assert first.turns == 2
+
+
 def test_answers_to_one_prompt_are_one_turn() -> None:
     world = World()
     both = [world.begin("a", 4) for _ in range(2)]
