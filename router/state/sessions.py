@@ -151,7 +151,8 @@ class Conversation:
     hint_s: float | None = None  # of its client, while it may still come true
     held_tokens: int = 0  # charged to the tenant's part while a believed hint is open
     is_retried: bool = False  # its last request was not served, so the next one is the same turn
-    has_gone_idle: bool = False  # and was counted as ended
+    has_gone_idle: bool = False  # and was counted as ended, unless `is_retried`
+    is_active: bool = False  # and counted as such
     is_dropped: bool = False
 
     @property
@@ -179,6 +180,7 @@ class _Tenant:
     conversations: OrderedDict[int, Conversation] = field(default_factory=OrderedDict)
     minor: OrderedDict[int, Conversation] = field(default_factory=OrderedDict)  # those that leave first, in this order
     models: dict[int, ReuseModel] = field(default_factory=dict)
+    num_active: int = 0  # conversations that are not over
     held_tokens: int = 0  # of its conversations with an open hint
     kept_hints: float = 0.0
     broken_hints: float = 0.0
@@ -239,7 +241,7 @@ class Sessions:
         self._conversations: OrderedDict[int, Conversation] = OrderedDict()  # likewise
         self._alarms: Alarms[int] = Alarms()  # of pauses: the end of a hint, then that of IDLE_S
         self._serial = 0
-        self._num_active = 0  # tenants with a conversation
+        self._num_active = 0  # tenants with a conversation that is not over
         self._of_size: list[dict[str, None]] = [{}]  # names of tenants, by the number of their conversations
 
     def __len__(self) -> int:
@@ -344,13 +346,15 @@ class Sessions:
         by_tenant = [one for tenant in self._tenants.values() for one in tenant.conversations.values()]
         assert {*by_session} == {*by_tenant} == {*self._conversations.values()}, "a conversation is in some tables only"
         assert all(number in self._conversations for number in self._alarms), "an alarm outlives its conversation"
-        active = [tenant for tenant in self._tenants.values() if tenant.conversations]
+        active = [tenant for tenant in self._tenants.values() if tenant.num_active]
         assert len(active) == self._num_active, f"{self._num_active} tenants counted, {len(active)} active"
         for tenant in self._tenants.values():
             held = sum(one.held_tokens for one in tenant.conversations.values())
             assert tenant.minor.items() <= tenant.conversations.items(), "one that leaves first has left"
             passed = Counter(one.passed for one in tenant.conversations.values() if one.passed)
             assert {**passed} == {**tenant.passed}, "tails that were passed"
+            num_active = sum(one.is_active for one in tenant.conversations.values())
+            assert num_active == tenant.num_active, f"{tenant.num_active} conversations counted, {num_active} active"
             assert held == tenant.held_tokens, f"{tenant.held_tokens} tokens counted, {held} held"
             assert len(tenant.conversations) <= MAX_OF_TENANT, "conversations of a tenant are not bounded"
             assert {*tenant.tails.values()} <= {*tenant.conversations.values()}, "a tail outlives its conversation"
@@ -358,6 +362,8 @@ class Sessions:
         assert {name: size for size, names in enumerate(self._of_size) for name in names} == sizes, "sizes of tenants"
         for one in by_session:
             assert one.running >= 0, "a request ended twice"
+            assert one.is_active or not one.running, "a conversation that runs is over"
+            assert not (one.is_active and one.has_gone_idle), "a conversation that has gone idle is active"
             assert len(one.session.conversations) <= MAX_OF_SESSION
 
     # ------------------------------------------------------------------------------------------------------------
@@ -406,7 +412,6 @@ class Sessions:
             session = Session(tenant=facts.tenant, session_id=name, is_named=is_named, began_s=now_s, used_s=now_s)
             tenant.sessions[key] = self._sessions[facts.tenant, key] = session
         conversation = Conversation(number=self._serial, session=session, began_s=now_s)
-        self._num_active += not tenant.conversations
         self._resized(facts.tenant, len(tenant.conversations), 1)
         session.conversations[conversation.number] = conversation
         tenant.conversations[conversation.number] = conversation
@@ -419,6 +424,7 @@ class Sessions:
         if conversation.running or conversation.ended_s is None:
             return  # another answer to the same prompt, or a branch
         if conversation.is_retried:
+            conversation.has_gone_idle = False  # it was not counted as ended
             return
         if conversation.has_gone_idle:
             conversation.has_gone_idle = False
@@ -452,6 +458,7 @@ class Sessions:
         conversation.hashes = _sampled(hashes, conversation.stride)
         conversation.prompt_tokens = facts.num_prompt_tokens
         conversation.running += 1
+        self._set_active(conversation, is_active=True)
         conversation.used_s = session.used_s = now_s
         self._serial += 1
         session.serial = self._serial
@@ -483,11 +490,23 @@ class Sessions:
 
     def _gone_idle(self, conversation: Conversation) -> None:
         self._alarms.clear(conversation.number)
-        if not conversation.has_gone_idle and not conversation.is_retried:
-            conversation.has_gone_idle = True
-            tenant = self._tenants[conversation.session.tenant]
+        if conversation.has_gone_idle:
+            return
+        conversation.has_gone_idle = True
+        tenant = self._tenants[conversation.session.tenant]
+        if not conversation.is_retried:
             tenant.learn(conversation.turns, None)
-            tenant.sort(conversation)
+        tenant.sort(conversation)
+        self._set_active(conversation, is_active=False)
+
+    def _set_active(self, conversation: Conversation, *, is_active: bool) -> None:
+        if conversation.is_active == is_active:
+            return
+        conversation.is_active = is_active
+        tenant = self._tenants[conversation.session.tenant]
+        self._num_active -= bool(tenant.num_active)
+        tenant.num_active += 1 if is_active else -1
+        self._num_active += bool(tenant.num_active)
 
     def _advance(self, now_s: float) -> None:
         while (number := self._alarms.pop_due(now_s)) is not None:
@@ -537,6 +556,7 @@ class Sessions:
         self._let_go(conversation)
         self._alarms.clear(conversation.number)
         conversation.is_dropped = True
+        self._set_active(conversation, is_active=False)
         if tenant.tails.get(conversation.tail) is conversation:
             del tenant.tails[conversation.tail]
         del session.conversations[conversation.number]
@@ -547,7 +567,6 @@ class Sessions:
             tenant.passed[conversation.passed] -= 1
             if not tenant.passed[conversation.passed]:
                 del tenant.passed[conversation.passed]
-        self._num_active -= not tenant.conversations
         del self._conversations[conversation.number]
         if not session.conversations:
             del tenant.sessions[session.key]

@@ -255,6 +255,17 @@ def test_hints_hold_no_more_than_the_tenants_part_of_memory() -> None:
     assert world.sessions._tenants["x"].held_tokens == 0
 
 
+def test_tenants_that_are_gone_have_no_part_of_memory() -> None:
+    world = World(kv_tokens=1000)
+    for number in range(8):
+        world.turn("once", 4, tenant=f"gone {number}")
+    world.end(world.begin("failed", 4, tenant="failed"), is_served=False)
+    world.turn("over", 4, tenant="over", reuse_within_s=0.0)
+    assert world.turn("a", 32, tenant="x", reuse_within_s=60.0).reuse_within_s is None
+    world.now_s += 10 * IDLE_S
+    assert world.turn("b", 32, tenant="x", reuse_within_s=60.0).reuse_within_s == 60.0
+
+
 def test_a_hint_that_came_true_frees_its_part() -> None:
     world = World(kv_tokens=6 * BLOCK)
     for number in range(3):
