@@ -150,7 +150,8 @@ class Conversation:
     reuse_within_s: float | None = None  # as workers were told with its last turn
     hint_s: float | None = None  # of its client, while it may still come true
     held_tokens: int = 0  # charged to the tenant's part while a believed hint is open
-    is_retried: bool = False  # its last request was not served, so the next one is the same turn
+    is_served: bool = False  # a request of its last turn was
+    is_retried: bool = False  # no request of its last turn was served, so the next one is the same turn
     has_gone_idle: bool = False  # and was counted as ended, unless `is_retried`
     is_active: bool = False  # and counted as such
     is_dropped: bool = False
@@ -273,14 +274,12 @@ class Sessions:
         conversation.running -= 1
         if conversation.is_dropped:
             return
-        if is_served:
-            conversation.is_retried = False
-        elif conversation.running == 0:
-            conversation.is_retried = True
+        conversation.is_served = conversation.is_served or is_served
         if conversation.running:
             return
+        conversation.is_retried = not conversation.is_served
         conversation.ended_s = conversation.used_s = conversation.session.used_s = now_s
-        if conversation.reuse_within_s == 0.0 and is_served:
+        if conversation.reuse_within_s == 0.0 and conversation.is_served:
             self._gone_idle(conversation)
             return
         wait_s = IDLE_S if conversation.hint_s is None else conversation.hint_s
@@ -444,6 +443,7 @@ class Sessions:
     def _count_turn(self, conversation: Conversation) -> None:
         conversation.turns += 1
         conversation.session.turns += 1
+        conversation.is_served = False
 
     def _extend(self, tenant: _Tenant, conversation: Conversation, facts: RequestArrived, now_s: float) -> None:
         """The request's prompt takes the place of the one before, and the session becomes the last used."""

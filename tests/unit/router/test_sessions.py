@@ -157,6 +157,14 @@ def test_a_request_that_was_not_served_is_repeated_in_the_same_turn() -> None:
     assert world.turn("a", 5).turns == 2
 
 
+def test_a_turn_of_which_one_answer_was_served_is_not_repeated() -> None:
+    world = World()
+    both = [world.begin("a", 4) for _ in range(2)]
+    for one, is_served in zip(both, (True, False), strict=True):
+        world.end(one, is_served=is_served)
+    assert world.turn("a", 9).turns == 2
+
+
 # --- what is learned ----------------------------------------------------------------------------------------------
 
 
