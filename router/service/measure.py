@@ -145,7 +145,11 @@ class Measure:
                     names.REQUEST_MAX_TOKENS: max_tokens,
                     names.SLO_TTFT_S: facts.slo.ttft_s,
                     names.SLO_TPOT_S: facts.slo.tpot_s,
-                    **{names.REQUEST_ATTRIBUTES[name]: value for name, value in given if value},
+                    **{
+                        names.REQUEST_ATTRIBUTES[name]: value
+                        for name, value in given
+                        if value or (name == "reuse_within_s" and value is not None)
+                    },
                     **({names.TENANT: facts.tenant} if facts.tenant else {}),
                 }
             )

@@ -68,7 +68,9 @@ async def test_the_spans_of_a_request_add_up_to_its_total(
     connect: Connect, decode: Program, prefill: Program, sink: OtlpSink
 ) -> None:
     front = await connect(decode, prefill, otlp=sink.endpoint)
-    done = await front.client.generate(PROMPT + "traced", max_tokens=4, temperature=0, session_id="s", priority=-1)
+    done = await front.client.generate(
+        PROMPT + "traced", max_tokens=4, temperature=0, session_id="s", priority=-1, reuse_within_s=0
+    )
     await asyncio.to_thread(sink.wait_for, names.SPAN_REQUEST)
     [request] = sink.named(names.SPAN_REQUEST)
     model = (await front.client.model()).name
@@ -88,6 +90,7 @@ async def test_the_spans_of_a_request_add_up_to_its_total(
         names.OUTPUT_TOKENS: 4,
         names.REQUEST_ID: done.request_id,
         names.REQUEST_ATTRIBUTES["priority"]: -1,
+        names.REQUEST_ATTRIBUTES["reuse_within_s"]: 0.0,
         names.PATH: "remote",
         names.PREFILL_WORKER: "p0",
         names.DECODE_WORKER: "d0",
