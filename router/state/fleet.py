@@ -181,8 +181,9 @@ ALL: Final = -1
 GAIN: Final = 0.02  # weight of each new answer: the mean follows about the last fifty
 
 # What clients expect is multiplied by the ratio of the tokens that their tenant got to those that it expected, over its
-# last answers. So a tenant whose answers are longer than it says gains nothing: it is charged for about as many tokens
-# as it gets, and its requests are placed as what they turn out to be.
+# last answers whose expectations have the same number of binary digits. So true expectations of long answers do not
+# make false ones of short answers credible. A tenant whose answers are longer than it says gains nothing: it is charged
+# for about as many tokens as it gets, and its requests are placed as what they turn out to be.
 MAX_TENANTS: Final = 1024  # whose ratios are kept, the most recently used
 PRIOR_ANSWERS: Final = 2.0  # answers as long as their tenant expects that count before any was seen
 
@@ -193,15 +194,15 @@ class OutputLengths:
 
     def __init__(self) -> None:
         self._means: dict[int, tuple[int, float]] = {}  # class -> (answers seen, their mean); ALL: of every class
-        #: tenant -> answers with a hint, their expected tokens, and their tokens
-        self._hinted: OrderedDict[str, tuple[float, float, float]] = OrderedDict()
+        #: tenant -> class of the hint -> answers with such a hint, their expected tokens, and their tokens
+        self._hinted: OrderedDict[str, dict[int, tuple[float, float, float]]] = OrderedDict()
 
     def remaining(self, facts: RequestArrived, answered: int) -> float:
         """Expected remaining tokens, at least 1, of a request that has received `answered`. If there are more of them
         than the client expected, the mean counts."""
         hint = facts.expected_tokens
         if hint is not None:
-            told = hint * self._ratio(facts.tenant)
+            told = hint * self._ratio(facts.tenant, hint)
             if answered < told:
                 return max(1.0, min(told, facts.sampling.max_tokens) - answered)
         return self.expected(facts.sampling.max_tokens, answered)
@@ -214,14 +215,16 @@ class OutputLengths:
         hint = facts.expected_tokens
         if hint is None or (tokens <= hint and not is_whole):
             return
-        count, expected, received = self._hinted.pop(facts.tenant, (0.0, 0.0, 0.0))
+        classes = self._hinted.setdefault(facts.tenant, {})
+        self._hinted.move_to_end(facts.tenant)
+        count, expected, received = classes.get(hint.bit_length(), (0.0, 0.0, 0.0))
         kept = 1.0 - GAIN
-        self._hinted[facts.tenant] = (kept * count + 1.0, kept * expected + hint, kept * received + tokens)
+        classes[hint.bit_length()] = (kept * count + 1.0, kept * expected + hint, kept * received + tokens)
         if len(self._hinted) > MAX_TENANTS:
             self._hinted.popitem(last=False)
 
-    def _ratio(self, tenant: str) -> float:
-        found = self._hinted.get(tenant)
+    def _ratio(self, tenant: str, hint: int) -> float:
+        found = self._hinted.get(tenant, {}).get(hint.bit_length())
         if found is None:
             return 1.0
         count, expected, received = found

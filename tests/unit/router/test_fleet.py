@@ -118,6 +118,16 @@ def test_an_expectation_counts_as_far_as_the_tenants_earlier_ones_came_true() ->
     assert lengths.remaining(keeps, 0) == pytest.approx(10.0)
 
 
+def test_true_expectations_do_not_make_false_ones_credible() -> None:
+    lengths = OutputLengths()
+    long, short = (arrival("a", max_tokens=4096, expected_tokens=hint, tenant="t") for hint in (4096, 1))
+    for _ in range(200):
+        lengths.ended(long, 4096, is_whole=True)
+        lengths.ended(short, 1000, is_whole=True)
+    assert 900.0 < lengths.remaining(short, 0) < 1000.0
+    assert lengths.remaining(long, 0) == 4096.0
+
+
 def test_a_cut_answer_shows_only_that_it_is_longer_than_expected() -> None:
     lengths = OutputLengths()
     told = arrival("a", max_tokens=4096, expected_tokens=100, tenant="t")
