@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 
 from pdserve.build import FULL_VERSION
 from pdserve.core.access.key_file import Tenant
-from pdserve.core.access.shares import Shares, caller_of
+from pdserve.core.access.shares import COUNT_WEIGHT, Shares, caller_of
 from pdserve.core.attempt import Attempt, AttemptKey
 from pdserve.core.errors import (
     NONE_YET,
@@ -62,6 +62,7 @@ MAX_SESSIONS_OF_PAGE: Final = 100
 SESSION_ROWS_OF_PAGE: Final = 100  # conversations; a page has at least one session
 SESSION_LOOKUPS_S: Final = 1.0  # for all lookups of one page
 SESSION_WAIT_S: Final = 2.0  # while others list sessions
+MAX_SESSION_LISTS: Final = 8  # that wait or are made
 BASE: Final = NamedAdapter(name="")  # the model alone
 
 
@@ -100,6 +101,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._streaming = streaming
         self._write_s = write_s
         self._listing = asyncio.Lock()  # one list of sessions at a time
+        self._lists = Shares(MAX_SESSION_LISTS, COUNT_WEIGHT)  # so that no tenant takes all places
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
         tenant = self._let_in(request, context)
@@ -200,7 +202,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             limit = request.limit or SESSIONS_OF_PAGE
             require_at_most("limit", "sessions", limit, MAX_SESSIONS_OF_PAGE)
             with self._claim(tenant):
-                async with self._alone():
+                async with self._alone(caller_of(tenant.name)):
                     # Without a tenant, the caller is the operator, or there are no tenants.
                     return await self._sessions(tenant.name or None, request.after, limit)
         except PdserveError as error:
@@ -210,17 +212,24 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     # ------------------------------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def _alone(self) -> AsyncIterator[None]:
-        """Raises Overloaded if others list sessions for long."""
+    async def _alone(self, caller: str) -> AsyncIterator[None]:
+        """Raises Overloaded if others list sessions for long, or the caller has its share of the places to wait."""
+        busy = Overloaded("other calls are listing sessions", 1.0)
+        if not self._lists.fits(caller, 1):
+            raise busy
+        self._lists.add(caller, 1)
         try:
-            async with asyncio.timeout(SESSION_WAIT_S):
-                await self._listing.acquire()
-        except TimeoutError:
-            raise Overloaded("other callers are listing sessions", 1.0) from None
-        try:
-            yield
+            try:
+                async with asyncio.timeout(SESSION_WAIT_S):
+                    await self._listing.acquire()
+            except TimeoutError:
+                raise busy from None
+            try:
+                yield
+            finally:
+                self._listing.release()
         finally:
-            self._listing.release()
+            self._lists.add(caller, -1)
 
     async def _sessions(self, tenant: str | None, after: int, limit: int) -> inference_pb2.ListSessionsResponse:
         """Made in small parts, because requests are routed on the same event loop."""

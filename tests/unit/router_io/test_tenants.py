@@ -18,6 +18,7 @@ from pdserve import AsyncClient, InvalidRequest, PermissionDenied, Unauthenticat
 from pdserve.client.retries import Retries
 from pdserve.core.access.key_file import MAX_FILE_BYTES, Tenant, key_hash, make_key
 from pdserve.core.errors import ConfigError, Overloaded
+from pdserve.core.results import SessionPage
 from pdserve.prefix.index import MemoryLookup
 from pdserve.v1 import inference_pb2
 from pdserve.wire import status
@@ -464,7 +465,34 @@ async def test_a_list_of_sessions_lets_the_router_work(
     monkeypatch.setattr(inference, "SESSION_WAIT_S", 0.05)
     first = asyncio.create_task(front.client.sessions())
     await begun.wait()
-    with pytest.raises(Overloaded, match="other callers"):
+    with pytest.raises(Overloaded, match="other calls"):
         await front.client.sessions()
     release.set()
     assert len((await first).sessions) == 2
+
+
+async def test_a_tenant_that_lists_sessions_leaves_places_to_others(
+    connect: Connect, decode: Program, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front = await connect(decode, key_file=str(keys), token=OPERATOR)
+    write(keys, {"acme": (ACME,), "beta": (BETA,)})
+    begun, release = asyncio.Event(), asyncio.Event()
+
+    async def hang(self: MemoryLookup, hashes: object) -> dict[str, int]:
+        begun.set()
+        await release.wait()
+        return {}
+
+    monkeypatch.setattr(MemoryLookup, "inspect", hang)
+    monkeypatch.setattr(inference, "SESSION_LOOKUPS_S", 60.0)
+    monkeypatch.setattr(inference, "SESSION_WAIT_S", 60.0)
+    async with presenting(front, ACME) as acme, presenting(front, BETA) as other:
+        await acme.generate("a prompt of some blocks " * 8, max_tokens=4)
+        many = [asyncio.create_task(acme.sessions()) for _ in range(20)]
+        await begun.wait()
+        await until(lambda: sum(one.done() for one in many) >= 14)
+        waits = asyncio.create_task(other.sessions())
+        release.set()
+        assert (await waits).sessions == ()
+        found = await asyncio.gather(*many, return_exceptions=True)
+        assert {type(one) for one in found} == {SessionPage, Overloaded}
