@@ -202,12 +202,14 @@ class Planner:
         """The next step. Without rows, there is nothing to compute now."""
         sequences = self._sequences
         decoding, unfinished, self._is_short = self._grow(now_s)
+        sequences.fetch(now_s, is_starved=self._is_short or self.is_starved)
+        startable = sequences.startable()
         starts = [sequence.computed for sequence in decoding]
         context_tokens = sum(starts)
         prefilling: list[tuple[DecodeSequence, int]] = []
         self.is_starved = self._waits_for_slack = False
-        if unfinished or sequences.waiting:
-            prompts, rows = [*unfinished, *sequences.waiting], len(decoding)
+        if unfinished or startable:
+            prompts, rows = [*unfinished, *startable], len(decoding)
             decode_s = self._chunks.cost.decode_s(rows, context_tokens)
             allowance = step_allowance(decoding, now_s, decode_s) if sequences.num_with_tpot else Allowance(None)
             held = held_share(context_tokens, rows, sequences.kv.blocks.num_blocks, sequences.block_size)

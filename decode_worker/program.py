@@ -116,6 +116,7 @@ class DecodeProgram(RoleProgram[DecodeStep, DecodeEffect, IncomingTransfer | Out
         )
         self.scheduler = DecodeScheduler(
             kv=self.kv,
+            fetches=self.fetches_with(self._chunks.cost.prefill_s),
             max_batch=config.max_batch,
             chunks=self._chunks,
             inbox_depth=config.inbox_depth,

@@ -32,6 +32,7 @@ from pdserve.core.effects import (
     TransferLost,
 )
 from pdserve.core.kv.cache import KvCache
+from pdserve.core.kv.fetch import Fetches
 from pdserve.core.protocol import AttemptFailed, Granted, Load, Refused, Released
 from pdserve.core.types import TokenOut
 from pdserve.engine.interface import RowOut
@@ -49,9 +50,10 @@ class DecodeScheduler:
         end_rule: EndRule,
         drafting: DraftRule | None = None,
         check: KvCheck | None = None,
+        fetches: Fetches | None = None,
     ) -> None:
         self.blocks = kv.blocks
-        self.sequences = SequenceTable(kv, check)
+        self.sequences = SequenceTable(kv, check, fetches)
         drafter = None if drafting is None else Drafter(drafting, self.sequences, end_rule)
         self._planner = Planner(self.sequences, max_batch=max_batch, chunks=chunks, drafter=drafter)
         self._by_key = self.sequences.by_key
@@ -243,8 +245,10 @@ class DecodeScheduler:
         return self._release(sequence)
 
     def expire(self, now_s: float) -> list[DecodeEffect]:
+        fetches = self.sequences.fetches
+        effects: list[DecodeEffect] = [] if fetches is None else [*fetches.expire(now_s)]
         if now_s < self._expires_at_s:
-            return []
+            return effects
         late = [key for key, sequence in self._by_key.items() if sequence.attempt.is_late(now_s)]
         self._expires_at_s = min(
             (
@@ -254,14 +258,17 @@ class DecodeScheduler:
             ),
             default=math.inf,
         )
-        return [effect for key in late for effect in self.fail(key, FailureKind.DEADLINE, "the deadline passed")]
+        for key in late:
+            effects += self.fail(key, FailureKind.DEADLINE, "the deadline passed")
+        return effects
 
     # -- steps --------------------------------------------------------------------------------------------------
 
     def plan(self, now_s: float) -> tuple[DecodeStep, list[DecodeEffect]]:
         """The next step. The caller must apply the effects first. Without rows, there is nothing to compute now."""
         effects = self.expire(now_s)
-        return self._planner.plan(now_s), effects
+        step = self._planner.plan(now_s)
+        return step, [*effects, *self.sequences.take_effects()]
 
     def apply(self, step: DecodeStep, outs: Sequence[RowOut], now_s: float) -> list[DecodeEffect]:
         """Applies the results of a step. Skips sequences that have ended in the meantime. The effects are in the order
@@ -357,4 +364,4 @@ class DecodeScheduler:
 
     def _release(self, sequence: DecodeSequence) -> list[DecodeEffect]:
         self.sequences.remove(sequence)
-        return [Released(key=sequence.key)]
+        return [*self.sequences.take_effects(), Released(key=sequence.key)]

@@ -14,6 +14,7 @@ from decode_worker.step import DeferredFree
 from pdserve.core.attempt import AttemptKey, shareable_blocks
 from pdserve.core.effects import BlocksDone, SendAborted
 from pdserve.core.kv.cache import KvCache
+from pdserve.core.kv.fetch import FetchEffect, Fetches
 from pdserve.core.kv.stamps import BlockStamps, content_hash64
 
 # --- debug mode kv_check --------------------------------------------------------------------------------------
@@ -66,12 +67,14 @@ class KvCheck:
 class SequenceTable:
     """`by_key` has all sequences in order of arrival. `running` and `waiting` are disjoint and ordered by age."""
 
-    def __init__(self, kv: KvCache, check: KvCheck | None) -> None:
+    def __init__(self, kv: KvCache, check: KvCheck | None, fetches: Fetches | None = None) -> None:
         self.kv = kv
+        self.fetches = fetches
         self.block_size = kv.block_size
         self.by_key: dict[AttemptKey, DecodeSequence] = {}
         self.running: list[DecodeSequence] = []
         self.waiting: list[DecodeSequence] = []  # a preempted sequence is the oldest here, so it restarts first
+        self._effects: list[FetchEffect] = []
         self.deferred_free = DeferredFree(kv)
         self._check = check
         self.num_arrived = 0
@@ -92,6 +95,7 @@ class SequenceTable:
     def start(self, sequence: DecodeSequence, now_s: float) -> None:
         """Starts a waiting sequence. Its blocks are allocated."""
         self.waiting.remove(sequence)
+        self._no_fetch(sequence)
         sequence.computed = sequence.cached
         if sequence.started_s is None:
             sequence.started_s = now_s
@@ -140,6 +144,7 @@ class SequenceTable:
             self._count(sequence, -1)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+            self._no_fetch(sequence)
         self.num_changes += 1  # another sequence may take its row or its blocks
 
     # -- sequences whose KV is sent: their blocks are allocated for all tokens, and they are never preempted -------
@@ -183,11 +188,44 @@ class SequenceTable:
         blocks = tuple((index - skipped, sequence.blocks[index]) for index in range(first, end))
         return BlocksDone(key=sequence.key, blocks=blocks, is_last=is_last)
 
+    # -- blocks of slower tiers ---------------------------------------------------------------------------------
+
+    def startable(self) -> list[DecodeSequence]:
+        """The waiting sequences that do not wait for blocks of a slower tier."""
+        fetches = self.fetches
+        if fetches is None or not self.waiting:
+            return self.waiting
+        return [each for each in self.waiting if not fetches.is_waiting(each.key)]
+
+    def fetch(self, now_s: float, *, is_starved: bool) -> None:
+        """Starts fetches for waiting sequences; with `is_starved` none, because an older sequence lacks memory."""
+        fetches = self.fetches
+        if fetches is None or is_starved:
+            return
+        for sequence in self.waiting:
+            hashes, spare = self._reusable(sequence), len(self.running)
+            self._effects += fetches.consider(sequence.attempt, hashes, now_s, spare=spare)
+
+    def _no_fetch(self, sequence: DecodeSequence) -> None:
+        if self.fetches is not None:
+            self._effects += self.fetches.leave(sequence.key)
+
+    def _reusable(self, sequence: DecodeSequence) -> list[bytes]:
+        """The hashes of the blocks that need not be computed."""
+        if sequence.is_scored:
+            return []
+        return sequence.hashes[: shareable_blocks(len(sequence.tokens), self.block_size)]
+
+    def take_effects(self) -> list[FetchEffect]:
+        """What must be carried out for fetches."""
+        effects, self._effects = self._effects, []
+        return effects
+
     # -- memory -------------------------------------------------------------------------------------------------
 
     def take_blocks(self, sequence: DecodeSequence, spare: int | None = None) -> bool:
         """Allocates blocks for all of the sequence's tokens, using the prefix cache first, if `spare` more are left."""
-        hashes = () if sequence.is_scored else sequence.hashes
+        hashes = self._reusable(sequence)
         if spare is None:  # one for each running sequence; otherwise the new one would only cause preemptions
             spare = len(self.running)
         allocation = self.kv.allocate(len(sequence.tokens), hashes, spare=spare)
@@ -242,7 +280,12 @@ class SequenceTable:
 
     def check(self) -> None:
         """Raises AssertionError unless the tables of attempts and blocks agree."""
-        self.kv.blocks.check(holders=[*(each.blocks for each in self.by_key.values()), *self.deferred_free.held])
+        fetches = self.fetches
+        held = [*self.deferred_free.held, *(() if fetches is None else fetches.held())]
+        self.kv.blocks.check(holders=[*(each.blocks for each in self.by_key.values()), *held])
+        if fetches is not None:
+            fetches.check()
+            assert {each.key for each in self.waiting} >= {key for key in self.by_key if fetches.is_waiting(key)}
         for sequence in self.by_key.values():
             stage, size = sequence.stage, self.block_size
             assert (sequence in self.running) == (stage is DecodeStage.RUNNING), sequence

@@ -45,9 +45,11 @@ class PrefillProgram(RoleProgram[PrefillStep, PrefillEffect, OutgoingTransfer]):
         config = self.context.config
         self._sender = sender
         self._moved_bytes = 0  # total at the end of the last step
+        order = PromptOrder(CostModel(self.cost), most=config.max_batch_tokens)
         self.scheduler = PrefillScheduler(
             kv=self.kv,
-            prompt_order=PromptOrder(CostModel(self.cost), most=config.max_batch_tokens),
+            fetches=self.fetches_with(order.remaining_s),
+            prompt_order=order,
             inbox_depth=config.inbox_depth,
             end_rule=self.end_rule,
             pushing=PushRule(

@@ -11,7 +11,7 @@ decides at which points its finished blocks are passed to the sender.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import final
 
 from pdserve.core.attempt import (
@@ -22,6 +22,7 @@ from pdserve.core.attempt import (
     RefusalReason,
     blocks_for,
     grant_error,
+    shareable_blocks,
 )
 from pdserve.core.cost.step_rule import Pending, PromptOrder, divide, due_at_s
 from pdserve.core.effects import (
@@ -34,6 +35,7 @@ from pdserve.core.effects import (
     TransferLost,
 )
 from pdserve.core.kv.cache import KvCache
+from pdserve.core.kv.fetch import Fetches
 from pdserve.core.protocol import AttemptFailed, FirstToken, Load, Refused, Released
 from pdserve.core.types import TokenOut
 from pdserve.engine.interface import RowOut
@@ -51,8 +53,10 @@ class PrefillScheduler:
         inbox_depth: int,
         end_rule: EndRule,
         pushing: PushRule,
+        fetches: Fetches | None = None,
     ) -> None:
         self._kv = kv
+        self._fetches = fetches
         self.blocks = kv.blocks
         self.pushing = pushing
         self._block_size = kv.block_size
@@ -62,6 +66,7 @@ class PrefillScheduler:
         self._prompts: dict[AttemptKey, PrefillSequence] = {}
         self._waiting: dict[AttemptKey, PrefillSequence] = {}  # both in order of arrival
         self._computing: dict[AttemptKey, PrefillSequence] = {}
+        self._is_full = False  # in the last plan, there was no memory for the next prompt
         self.is_draining = False
 
     def __contains__(self, key: AttemptKey) -> bool:
@@ -145,7 +150,7 @@ class PrefillScheduler:
     def plan(self, now_s: float) -> tuple[PrefillStep, list[PrefillEffect]]:
         """The next step. The caller must apply the effects first. Without rows, there is nothing to compute now."""
         effects = self.expire(now_s)
-        present = [*self._computing.values(), *self._waiting.values()]
+        present = [*self._computing.values(), *self._startable(now_s, effects)]
         is_full = False  # no memory for the next prompt; smaller prompts must not overtake it
 
         def start(prompt: PrefillSequence) -> bool:
@@ -154,6 +159,7 @@ class PrefillScheduler:
                 return True
             is_full = is_full or not self._start(prompt, now_s)
             if not is_full:
+                effects.extend(self._left(prompt.attempt.key))
                 effects.extend(self._begun(prompt))
             return not is_full
 
@@ -161,6 +167,7 @@ class PrefillScheduler:
             return self.order.step_tokens(prompt.computed)
 
         shares = divide([self._pending(each) for each in present], now_s, longest, start)
+        self._is_full = is_full
         account = StepAccount(
             prefill_tokens=sum(count for _, count in shares),
             prefill_token_context=sum(count * (prompt.computed + count / 2) for prompt, count in shares),
@@ -253,7 +260,7 @@ class PrefillScheduler:
         return [lost, *self._release(key)]
 
     def expire(self, now_s: float) -> list[PrefillEffect]:
-        effects: list[PrefillEffect] = []
+        effects: list[PrefillEffect] = [] if self._fetches is None else [*self._fetches.expire(now_s)]
         for group in (self._waiting, self._computing):
             for key in [key for key, prompt in group.items() if prompt.attempt.is_late(now_s)]:
                 effects += self.fail(key, FailureKind.DEADLINE, "the deadline passed before the prompt was computed")
@@ -261,12 +268,41 @@ class PrefillScheduler:
 
     def check(self) -> None:
         """Raises AssertionError unless the tables of attempts and blocks agree."""
-        self.blocks.check(holders=[prompt.blocks for prompt in self._prompts.values()])
+        fetches = self._fetches
+        fetched = () if fetches is None else fetches.held()
+        self.blocks.check(holders=[*(prompt.blocks for prompt in self._prompts.values()), *fetched])
+        if fetches is not None:
+            fetches.check()
+            assert {key for key in self._prompts if fetches.is_waiting(key)} <= self._waiting.keys()
         for key, prompt in self._prompts.items():
             assert (key in self._waiting) == (prompt.stage is PrefillStage.WAITING), prompt
             assert (key in self._computing) == (prompt.stage is PrefillStage.COMPUTING), prompt
             assert bool(prompt.blocks) == (prompt.stage is not PrefillStage.WAITING), prompt
         assert self._waiting.keys() | self._computing.keys() <= self._prompts.keys()
+
+    def _startable(self, now_s: float, effects: list[PrefillEffect]) -> Iterable[PrefillSequence]:
+        """The waiting prompts that do not wait for blocks of a slower tier. Adds the effects of starting fetches."""
+        fetches = self._fetches
+        if fetches is None:
+            return self._waiting.values()
+        ready = []
+        for key, prompt in self._waiting.items():
+            if not self._is_full:  # a fetch must not take the memory that an earlier prompt lacks
+                effects += fetches.consider(prompt.attempt, self._reusable(prompt), now_s)
+            if not fetches.is_waiting(key):
+                ready.append(prompt)
+        return ready
+
+    def _left(self, key: AttemptKey) -> Iterable[PrefillEffect]:
+        """A prompt has started or ended, so no fetch runs for it."""
+        return () if self._fetches is None else self._fetches.leave(key)
+
+    def _reusable(self, prompt: PrefillSequence) -> Sequence[bytes]:
+        """The hashes of the blocks that need not be computed. With prompt logprobs, a prompt is computed completely,
+        because a cache has no logprobs."""
+        if prompt.attempt.num_top_of_prompt is not None:
+            return ()
+        return prompt.hashes[: shareable_blocks(len(prompt.tokens), self._block_size)]
 
     def _pending(self, prompt: PrefillSequence) -> Pending[PrefillSequence]:
         remaining_s = self.order.remaining_s(prompt.remaining, prompt.computed)
@@ -280,9 +316,7 @@ class PrefillScheduler:
         return [start, *self._done(prompt)]
 
     def _start(self, prompt: PrefillSequence, now_s: float) -> bool:
-        # With prompt logprobs, a prompt is computed completely, because a cache has no logprobs.
-        is_scored = prompt.attempt.num_top_of_prompt is not None
-        allocation = self._kv.allocate(len(prompt.tokens), () if is_scored else prompt.hashes)
+        allocation = self._kv.allocate(len(prompt.tokens), self._reusable(prompt))
         if allocation is None:
             return False
         key = prompt.attempt.key
@@ -347,4 +381,4 @@ class PrefillScheduler:
         self._waiting.pop(key, None)
         self._computing.pop(key, None)
         self._kv.release(prompt.blocks)
-        return [Released(key=key)]
+        return [*self._left(key), Released(key=key)]

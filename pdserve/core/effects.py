@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.cost.latency import CostModel
+from pdserve.core.kv.fetch import FetchEffect
 from pdserve.core.protocol import AttemptFailed, BatchTimed, FirstToken, Granted, Refused, Released, TokenRow
 from pdserve.core.types import TokenOut
 
@@ -137,7 +138,7 @@ class TokensSampled:
 
 
 #: Of both roles.
-CommonEffect = Refused | AttemptFailed | TransferLost | Released | PromptScored
+CommonEffect = Refused | AttemptFailed | TransferLost | Released | PromptScored | FetchEffect
 #: Of an attempt whose KV is sent. A decode worker has such attempts too: answers that leave it.
 SendEffect = SendStarted | BlocksDone | SendAborted | FirstToken
 PrefillEffect = CommonEffect | SendEffect

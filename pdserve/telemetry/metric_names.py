@@ -311,6 +311,30 @@ KV_HOST_COPIES: Final = _metric(
     "KV blocks copied to the host tier as they left the pool (saved), and back for a later prompt (loaded)",
     {"direction": ("saved", "loaded")},
 )
+#: Tiers below host memory, for whose blocks prompts wait.
+SLOW_TIERS: Final = ("disk", "peer", "shared")
+KV_FETCHED_BLOCKS: Final = _metric(
+    "pdserve_kv_fetched_blocks_total",
+    "counter",
+    "worker",
+    "KV blocks that prompts waited for, by tier; a miss was late, gone or not verified, and was computed",
+    {"tier": SLOW_TIERS, "outcome": ("hit", "miss")},
+)
+KV_FETCH_TIME: Final = _metric(
+    "pdserve_kv_fetch_seconds",
+    "histogram",
+    "worker",
+    "time of a fetch of KV blocks, with the wait for earlier ones",
+    {"tier": SLOW_TIERS},
+    SHORT_BUCKETS,
+)
+KV_FETCH_PREDICTED: Final = _metric(
+    "pdserve_kv_fetch_predicted_seconds_total",
+    "counter",
+    "worker",
+    "predicted time of the fetches that have ended, to compare with the sum of pdserve_kv_fetch_seconds",
+    {"tier": SLOW_TIERS},
+)
 PREFILLED_TOKENS: Final = _metric("pdserve_prefilled_tokens_total", "counter", "worker", "prompt tokens computed")
 REUSED_TOKENS: Final = _metric(
     "pdserve_reused_tokens_total", "counter", "worker", "prompt tokens found in the prefix cache"

@@ -28,6 +28,7 @@ from pdserve.core.cost.latency import CostModel, CostPrior
 from pdserve.core.errors import InternalError, InvalidRequest
 from pdserve.core.kv.blocks import BlockAllocator, CacheChange
 from pdserve.core.kv.cache import KvCache
+from pdserve.core.kv.fetch import BlockSource, Fetch, FetchAborted, Fetches, FetchStarted
 from pdserve.core.kv.hashing import hash_seed
 from pdserve.core.kv.host_tier import HostTier, LoadRule
 from pdserve.core.kv.kv_shape import Fingerprint, TransferKey
@@ -57,6 +58,23 @@ log = logging.getLogger(__name__)
 LONG_BLOCKS: Final = 64  # of a prompt that is worth to be loaded
 
 
+class FetchSource(BlockSource, Protocol):
+    """A slower tier, whose blocks a thread of its own writes into the pool. Called on the engine thread."""
+
+    def begin(self, fetch: Fetch, end: Callable[[int], None]) -> None:
+        """Starts to fill the blocks of the fetch. `end` must be called exactly once, on any thread, when nothing writes
+        to them any more, with the number of leading blocks that are verified."""
+        ...
+
+    def abort(self, number: int) -> None:
+        """Nobody waits for the fetch any more: it should end soon. Ignored if it has ended."""
+        ...
+
+    def close(self) -> None:
+        """Nothing writes to the pool after it. Ends of fetches may still be reported."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
     """What stays if a worker changes its role. No request uses any of it."""
@@ -65,6 +83,7 @@ class Kept:
     kv: KvCache
     adapters: WorkerAdapters
     cost: CostPrior
+    sources: dict[str, FetchSource]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +179,8 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
                 self._read_adapter, context.post, self._adapters_changed, self.outbox.report_adapter_loaded
             )
         self.is_drained = False  # by an operator, who may undo it
+        self.sources: dict[str, FetchSource] = {} if kept is None else kept.sources  # by name
+        self.fetches: Fetches | None = None
         self._is_leaving = False  # drained by its own process, which then ends
         self.is_between_steps = False  # a step follows the last one at once
         self._step_ended_s = 0.0
@@ -293,8 +314,8 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is held for any request."""
-        return not self.scheduler.live()
+        """Whether nothing is held for any request, and no fetch of an earlier one runs."""
+        return not self.scheduler.live() and not self.fetches
 
     def drain(self) -> None:
         """Rejects new work for good. Running attempts continue until routers move them. Idempotent."""
@@ -387,7 +408,7 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
             seen = f"{len(self.scheduler.live())} attempts and {self.blocks.num_referenced} blocks in use"
             raise InternalError(f"the worker still has {seen}")
         self.kv.take_changes()  # routers and the index get a snapshot
-        return Kept(engine=self.engine, kv=self.kv, adapters=self.adapters, cost=self.cost)
+        return Kept(engine=self.engine, kv=self.kv, adapters=self.adapters, cost=self.cost, sources=self.sources)
 
     def take_over(self) -> None:
         """Called once on a program that was made from what another left: counts of the whole process go on."""
@@ -408,6 +429,8 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
     def close(self) -> None:
         """Ends the transfers and the engine."""
         self.close_transfers()
+        for source in self.sources.values():
+            source.close()
         self.engine.close()
 
     # -- for roles ----------------------------------------------------------------------------------------------
@@ -457,8 +480,36 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
                 self._transfer_lost(effect)
             case fx.PromptScored():
                 self.outbox.report_scores(effect)
+            case FetchStarted():
+                self._begin_fetch(effect.fetch)
+            case FetchAborted():
+                self.sources[effect.source].abort(effect.number)
             case _:
                 assert_never(effect)
+
+    # -- blocks of slower tiers ---------------------------------------------------------------------------------
+
+    def fetches_with(self, prefill_s: Callable[[int, int], float]) -> Fetches | None:
+        """For the scheduler. None: there is no slower tier."""
+        self.fetches = Fetches(self.kv, [*self.sources.values()], prefill_s) if self.sources else None
+        return self.fetches
+
+    def _begin_fetch(self, fetch: Fetch) -> None:
+        post = self.context.post
+
+        def end(num_blocks: int) -> None:
+            post(partial(self._fetched, fetch.number, num_blocks))
+
+        try:
+            self.sources[fetch.source].begin(fetch, end)
+        except Exception as error:  # a broken source is a miss
+            self.lines.warning("a tier could not be read", tier=fetch.source, error=str(error))
+            end(0)
+
+    def _fetched(self, number: int, num_blocks: int) -> None:
+        assert self.fetches is not None, "a fetch ends without a source"
+        fetch = self.fetches.ended(number, num_blocks)
+        self.reports.metrics.fetched(fetch, num_blocks, self.context.now() - fetch.started_s)
 
     def _failed(self, effect: pr.AttemptFailed) -> None:
         extra = {"kind": effect.kind.value, **self.log_fields.of(effect.key)}

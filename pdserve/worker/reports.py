@@ -8,6 +8,7 @@ from typing import Final, final
 
 from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
+from pdserve.core.kv.fetch import Fetch
 from pdserve.core.kv.host_tier import HostTier
 from pdserve.engine.interface import PlainOuts, RowOut
 from pdserve.telemetry import metric_names
@@ -52,6 +53,14 @@ class WorkerMetrics:
     def tiered(self, tier: HostTier) -> None:
         self._metrics.set(metric_names.KV_HOST_BLOCKS, len(tier))
         self._add_new(metric_names.KV_HOST_COPIES, "direction", tier.copies)
+
+    def fetched(self, fetch: Fetch, num_blocks: int, took_s: float) -> None:
+        """A fetch has ended, with so many verified blocks."""
+        metrics, tier = self._metrics, fetch.source
+        metrics.add(metric_names.KV_FETCHED_BLOCKS, num_blocks, tier=tier, outcome="hit")
+        metrics.add(metric_names.KV_FETCHED_BLOCKS, len(fetch.blocks) - num_blocks, tier=tier, outcome="miss")
+        metrics.observe(metric_names.KV_FETCH_TIME, took_s, tier=tier)
+        metrics.add(metric_names.KV_FETCH_PREDICTED, fetch.predicted_s, tier=tier)
 
     def transferred(self, events: Mapping[str, int]) -> None:
         """Takes total counts; adds the difference from the last call."""

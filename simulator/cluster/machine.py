@@ -17,6 +17,7 @@ from pdserve.core import protocol as pr
 from pdserve.core.attempt import AttemptKey, AttemptLedger, EndRule
 from pdserve.core.kv.blocks import BlockAllocator, CacheChange
 from pdserve.core.kv.cache import KvCache
+from pdserve.core.kv.fetch import FetchAborted, FetchStarted
 from pdserve.core.kv.kv_shape import TransferKey
 from pdserve.core.types import Role
 from pdserve.worker.interface import Effect, Scheduler, Step
@@ -303,6 +304,8 @@ class Machine(ABC, Generic[Step, Effect]):
                 self.forward(pr.TransferEnded(key=effect.key, is_committed=False, error=effect.error))
             case fx.PromptScored():
                 raise AssertionError("a simulated prompt has no logprobs")
+            case FetchStarted() | FetchAborted():
+                raise AssertionError("a simulated worker has no slower tiers")
             case _:
                 assert_never(effect)
 

@@ -189,6 +189,10 @@ class BlockAllocator:
             blocks.append(block)
         return blocks
 
+    def num_matched(self, hashes: Sequence[bytes]) -> int:
+        """The length of the longest cached prefix of `hashes`."""
+        return next((at for at, one in enumerate(hashes) if one not in self._block_of), len(hashes))
+
     def load(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> None:
         """Fills the first of `blocks`, which are referenced and unused so far, with the blocks `hashes` of the host
         tier, which are a part of a text in its order. Adds them to the prefix cache."""

@@ -48,16 +48,41 @@ class KvCache:
         num_cached = len(cached) + self._load(shared[len(cached) :], new, len(cached) * self.block_size)
         return Allocation(cached + new, num_cached * self.block_size)
 
+    def num_found(self, hashes: Sequence[bytes]) -> int:
+        """How many of the leading blocks `allocate` would not leave to be computed."""
+        matched = self.blocks.num_matched(hashes)
+        return matched + self._num_loadable(hashes[matched:], matched * self.block_size)
+
+    def begin_fetch(self, hashes: Sequence[bytes], first: int, most: int, *, spare: int = 0) -> list[int] | None:
+        """References to the `first` leading blocks, which `num_found` counts, and behind them up to `most` new blocks,
+        at least one, to be filled. Returns None, and holds nothing, if `spare` further blocks would not remain
+        available."""
+        cached = self.blocks.match(hashes[:first])
+        num_loaded = first - len(cached)
+        num_new = min(num_loaded + most, self.blocks.num_available - spare)
+        new = self.blocks.allocate(num_new) if num_new > num_loaded else None
+        if new is None:
+            self.blocks.release(cached)
+            return None
+        if self._load(hashes[len(cached) : first], new, len(cached) * self.block_size) < num_loaded:
+            self.blocks.release([*cached, *new])  # a copy has left the host tier for a block that was evicted now
+            return None
+        return [*cached, *new]
+
+    def _num_loadable(self, hashes: Sequence[bytes], cached_tokens: int) -> int:
+        tier = self.blocks.tier
+        count = 0 if tier is None else tier.num_found(hashes)
+        if tier is None or not count:
+            return 0
+        is_sooner = tier.rule.loads(count, cached_tokens=cached_tokens, block_size=self.block_size)
+        return count if is_sooner else 0
+
     def _load(self, hashes: Sequence[bytes], blocks: Sequence[int], cached_tokens: int) -> int:
         """Loads the first blocks of `hashes` into `blocks`. Returns their number. Called after `blocks` were allocated,
         because that may have moved a block to the tier, or out of it."""
-        tier = self.blocks.tier
-        if tier is None:
-            return 0
-        count = tier.num_found(hashes)
-        if not count or not tier.rule.loads(count, cached_tokens=cached_tokens, block_size=self.block_size):
-            return 0
-        self.blocks.load(hashes[:count], blocks)
+        count = self._num_loadable(hashes, cached_tokens)
+        if count:
+            self.blocks.load(hashes[:count], blocks)
         return count
 
     def extend(self, count: int) -> list[int] | None:

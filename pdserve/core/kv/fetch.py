@@ -1,0 +1,311 @@
+"""Prompts that wait for blocks of a tier that is slower than memory: which fetch what, and for how long. Pure.
+
+A waiting prompt may fetch the blocks that neither the pool nor the host tier has, if that is predicted to be sooner
+than to compute them. It is not planned meanwhile, so later prompts go first. When the fetch has ended, its verified
+blocks are in the prefix cache, where the prompt finds them like any others. A prompt waits for at most the time in
+which it could have computed the blocks, and then computes them. So a slow or broken source is a miss.
+
+The fetch references its blocks until the source has reported that it no longer writes to them. Prompts that lack the
+same blocks wait for the same fetch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol, final
+
+from pdserve.core.attempt import Attempt, AttemptKey
+from pdserve.core.kv.cache import KvCache
+
+MOST_SHARE: Final = 0.25  # of the pool, for the blocks of several fetches; a fetch alone may take what is available
+MOST_FETCHES: Final = 4  # one after the other, for one prompt
+UNKNOWN_S: Final = 1.0  # the longest wait if the time to compute is unknown
+
+
+class BlockSource(Protocol):
+    """What is asked of a slower tier on the engine's thread. It answers at once, from what it knows."""
+
+    @property
+    def name(self) -> str:
+        """A word, for metrics: unique among the sources of a worker."""
+        ...
+
+    def num_found(self, attempt: Attempt, hashes: Sequence[bytes], first: int) -> int:
+        """How many of the leading `hashes` the source can supply; block `first` of the attempt's text is the first of
+        them. The answer may depend on the attempt, for instance on where its message says that its prefix is."""
+        ...
+
+    def predict_s(self, attempt: Attempt, num_blocks: int) -> float:
+        """Seconds to supply so many of them, with the fetches that the source does before."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetch:
+    """Blocks of a text that a source fills."""
+
+    number: int  # never used again
+    source: str
+    attempt: Attempt  # for which it was started; others may wait for it too
+    first: int  # the place of the first block in the text
+    hashes: tuple[bytes, ...]  # of the blocks, in the order of the text
+    blocks: tuple[int, ...]  # to fill; of no other use before `Fetches.ended`
+    started_s: float
+    predicted_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FetchStarted:
+    """The source must fill the blocks, and report the end."""
+
+    fetch: Fetch
+
+
+@dataclass(frozen=True, slots=True)
+class FetchAborted:
+    """No prompt waits for the fetch any more. The source must stop soon, and still report the end."""
+
+    number: int
+    source: str
+
+
+FetchEffect = FetchStarted | FetchAborted
+
+
+@dataclass(slots=True)
+class _Running:
+    fetch: Fetch
+    prefix: list[int]  # cached blocks before it, which must not leave meanwhile
+    waiting: set[AttemptKey] = field(default_factory=set)
+    is_aborted: bool = False
+
+
+@dataclass(slots=True)
+class _Wait:
+    """What is known of a prompt that has been considered."""
+
+    give_up_at_s: float
+    number: int | None = None  # of the fetch that it waits for; None: for memory
+    num_fetches: int = 0
+    seen: int = -1  # number of ended fetches when it was considered last
+    is_over: bool = False  # the prompt no longer waits, and is not considered again
+
+
+@final
+class Fetches:
+    """The running fetches of a worker, and the prompts that wait for them. The schedulers call it between steps."""
+
+    def __init__(self, kv: KvCache, sources: Sequence[BlockSource], prefill_s: Callable[[int, int], float]) -> None:
+        """`prefill_s`: seconds to compute so many tokens after so many others; 0.0: unknown."""
+        self.sources = tuple(sources)
+        self._kv = kv
+        self._prefill_s = prefill_s
+        self._running: dict[int, _Running] = {}
+        self._number_of: dict[bytes, int] = {}  # by the hash of each block that is being filled
+        self._waits: dict[AttemptKey, _Wait] = {}
+        self._num_held = 0  # blocks that are being filled
+        self._num_started = self._num_ended = 0
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def is_waiting(self, key: AttemptKey) -> bool:
+        """Whether the prompt must not be planned now. False after the end of its fetch, when it must be considered
+        again before it is planned."""
+        wait = self._waits.get(key)
+        return wait is not None and not wait.is_over and (wait.number is not None or wait.seen == self._num_ended)
+
+    @property
+    def next_give_up_s(self) -> float:
+        """When the first prompt gives up; infinite if none waits."""
+        return min((one.give_up_at_s for one in self._waits.values() if not one.is_over), default=math.inf)
+
+    def held(self) -> Iterator[Sequence[int]]:
+        """The blocks that fetches reference."""
+        for one in self._running.values():
+            yield one.prefix
+            yield one.fetch.blocks
+
+    def consider(
+        self, attempt: Attempt, hashes: Sequence[bytes], now_s: float, *, spare: int = 0
+    ) -> Iterable[FetchEffect]:
+        """Starts a fetch for a waiting prompt, or lets it wait for one, if that is worthwhile. `hashes` are those of
+        the full blocks that need not be computed. A fetch leaves `spare` blocks available. Costs little if nothing has
+        changed for the prompt."""
+        wait = self._waits.get(attempt.key)
+        if wait is not None and (wait.is_over or wait.number is not None or wait.seen == self._num_ended):
+            return ()
+        first = self._kv.num_found(hashes)
+        missing = hashes[first:]
+        if not missing:
+            return self._decide(attempt, wait)
+        number = self._number_of.get(missing[0])
+        if number is not None:
+            return self._join(self._running[number], attempt, missing, first, wait, now_s)
+        return self._start(attempt, hashes, first, wait, now_s, spare)
+
+    def ended(self, number: int, num_blocks: int) -> Fetch:
+        """The source no longer writes to the blocks of the fetch, of which the first `num_blocks` are verified. Those
+        are in the prefix cache then, also after an abort."""
+        one = self._running.pop(number)
+        fetch, size = one.fetch, len(one.fetch.blocks)
+        assert 0 <= num_blocks <= size, f"{num_blocks} of {size} blocks"
+        for block_hash in fetch.hashes:
+            del self._number_of[block_hash]
+        self._num_held -= size
+        self._num_ended += 1
+        self._kv.commit(fetch.blocks, fetch.hashes, 0, num_blocks)
+        self._kv.release([*one.prefix, *fetch.blocks])
+        for key in one.waiting:
+            wait = self._waits[key]
+            wait.number = None
+            # The others are considered again, as they may need more, or other blocks.
+            wait.is_over = key == fetch.attempt.key and (num_blocks < size or wait.num_fetches >= MOST_FETCHES)
+        return fetch
+
+    def leave(self, key: AttemptKey) -> Iterable[FetchEffect]:
+        """The prompt has started or ended."""
+        wait = self._waits.pop(key, None)
+        return () if wait is None else self._no_longer(key, wait)
+
+    def expire(self, now_s: float) -> list[FetchEffect]:
+        """Prompts whose time is over compute their blocks."""
+        effects: list[FetchEffect] = []
+        for key, wait in self._waits.items():
+            if not wait.is_over and now_s >= wait.give_up_at_s:
+                effects += self._no_longer(key, wait)
+                wait.is_over = True
+        return effects
+
+    def check(self) -> None:
+        """Raises AssertionError unless the tables agree. The allocator's check counts the references."""
+        numbers = {block_hash: number for number, one in self._running.items() for block_hash in one.fetch.hashes}
+        assert numbers == self._number_of, "hashes and fetches differ"
+        assert self._num_held == sum(len(one.fetch.blocks) for one in self._running.values()), "counts do not add up"
+        for number, one in self._running.items():
+            assert one.is_aborted is not bool(one.waiting), f"fetch {number} runs for no prompt"
+            assert all(self._waits[key].number == number for key in one.waiting), f"fetch {number}: {one.waiting}"
+        for key, wait in self._waits.items():
+            if wait.number is not None:
+                assert not wait.is_over, key
+                assert key in self._running[wait.number].waiting, key
+
+    # -- decisions ----------------------------------------------------------------------------------------------
+
+    def _start(
+        self, attempt: Attempt, hashes: Sequence[bytes], first: int, wait: _Wait | None, now_s: float, spare: int
+    ) -> Iterable[FetchEffect]:
+        missing = hashes[first:]
+        best: tuple[float, BlockSource, int] | None = None
+        for source in self.sources:
+            count = source.num_found(attempt, missing, first)
+            count = next((at for at in range(count) if missing[at] in self._number_of), count)
+            saved_s = self._saved_s(source, attempt, count, first)
+            # All that the source has: later tokens take longer to compute, and not longer to fetch.
+            if saved_s > 0.0 and (best is None or saved_s > best[0]):
+                best = saved_s, source, count
+        if best is None:
+            return self._decide(attempt, wait)
+        _, source, found = best
+        if wait is None:
+            wait = self._waits[attempt.key] = self._wait(found, first, now_s)
+        wait.seen = self._num_ended
+        blocks = self._take_blocks(source, attempt, [*hashes[:first], *missing[:found]], first, spare)
+        if blocks is None:
+            if not self._running:  # no end of a fetch will make room, so the prompt waits for memory like others
+                if wait.num_fetches:
+                    return self._decide(attempt, wait)
+                del self._waits[attempt.key]
+            return ()
+        count = len(blocks) - first
+        self._num_started += 1
+        fetch = Fetch(
+            number=self._num_started,
+            source=source.name,
+            attempt=attempt,
+            first=first,
+            hashes=tuple(missing[:count]),
+            blocks=tuple(blocks[first:]),
+            started_s=now_s,
+            predicted_s=source.predict_s(attempt, count),
+        )
+        self._running[fetch.number] = _Running(fetch, blocks[:first], {attempt.key})
+        self._number_of.update(dict.fromkeys(fetch.hashes, fetch.number))
+        self._num_held += count
+        wait.number = fetch.number
+        wait.num_fetches += 1
+        return (FetchStarted(fetch),)
+
+    def _take_blocks(
+        self, source: BlockSource, attempt: Attempt, hashes: Sequence[bytes], first: int, spare: int
+    ) -> list[int] | None:
+        """The first `first` blocks of `hashes`, then new ones for the rest, or for a part that is worth a fetch."""
+        most = wanted = len(hashes) - first
+        if self._running:
+            most = min(wanted, int(MOST_SHARE * self._kv.blocks.num_blocks) - self._num_held)
+        blocks = self._kv.begin_fetch(hashes, first, most, spare=spare) if most > 0 else None
+        if blocks is None:
+            return None
+        count = len(blocks) - first
+        if count < wanted and self._saved_s(source, attempt, count, first) <= 0.0:
+            self._kv.release(blocks)
+            return None
+        return blocks
+
+    def _join(
+        self,
+        one: _Running,
+        attempt: Attempt,
+        missing: Sequence[bytes],
+        first: int,
+        wait: _Wait | None,
+        now_s: float,
+    ) -> Iterable[FetchEffect]:
+        """The fetch `one` already fills the first of the missing blocks."""
+        fetch = one.fetch
+        shared = next(
+            (at for at, block_hash in enumerate(missing) if self._number_of.get(block_hash) != fetch.number),
+            len(missing),
+        )
+        computed_s = self._computed_s(shared, first)
+        if one.is_aborted or fetch.started_s + fetch.predicted_s - now_s >= computed_s:
+            return self._decide(attempt, wait)
+        if wait is None:
+            wait = self._waits[attempt.key] = self._wait(shared, first, now_s)
+        wait.number = fetch.number
+        one.waiting.add(attempt.key)
+        return ()
+
+    def _decide(self, attempt: Attempt, wait: _Wait | None) -> Iterable[FetchEffect]:
+        """The prompt computes what it lacks."""
+        if wait is None:
+            wait = self._waits[attempt.key] = _Wait(math.inf)
+        wait.is_over = True
+        return ()
+
+    def _no_longer(self, key: AttemptKey, wait: _Wait) -> Iterable[FetchEffect]:
+        """The prompt no longer waits for its fetch, which is aborted if no other one does."""
+        if wait.number is None:
+            return ()
+        one = self._running[wait.number]
+        wait.number = None
+        one.waiting.discard(key)
+        if one.waiting:
+            return ()
+        one.is_aborted = True
+        return (FetchAborted(one.fetch.number, one.fetch.source),)
+
+    def _wait(self, num_blocks: int, first: int, now_s: float) -> _Wait:
+        computed_s = self._computed_s(num_blocks, first)
+        return _Wait(now_s + (computed_s if computed_s < math.inf else UNKNOWN_S))
+
+    def _saved_s(self, source: BlockSource, attempt: Attempt, num_blocks: int, first: int) -> float:
+        if num_blocks <= 0:
+            return 0.0
+        return self._computed_s(num_blocks, first) - source.predict_s(attempt, num_blocks)
+
+    def _computed_s(self, num_blocks: int, first: int) -> float:
+        size = self._kv.block_size
+        return self._prefill_s(num_blocks * size, first * size) or math.inf
