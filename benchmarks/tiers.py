@@ -7,6 +7,10 @@
   recently used block first has none of them when they come back. Rounds with and without a tier alternate, with a new
   cluster of one decode worker each, which also computes the prompts.
 
+With `--disk FOLDER` only the disk tier, in that folder: fetches of blocks that are not in memory, beside
+sequential reads of a file of as many bytes, buffered and direct; and a decode step of the engine while blocks are
+fetched, beside a step alone. Rounds alternate. Bars: 0.8 of the sequential read, and 1.05 of a step.
+
 Of a turn, the blocks of its session's earlier turns are *reusable*; `cached_prompt_tokens` of the answer says how many
 were served from the cache. Bars: copies at least 0.8 of a memcpy, a step at most 1.05 of one alone, at least 97 % of
 the reusable tokens served, and the 90th percentile of the time of a request per output token 2.5 times better.
@@ -16,11 +20,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
+import mmap
+import os
+import queue
 import random
 import statistics
 import tempfile
+import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
@@ -31,9 +42,12 @@ from benchmarks.harness import spread, table
 from examples.make_random_model import SHAPES, write_model
 from pdserve import AsyncClient
 from pdserve.config import WorkerConfig
+from pdserve.core.attempt import Attempt, AttemptKey
+from pdserve.core.kv.fetch import Fetch
 from pdserve.core.types import Role, Sampling
 from pdserve.engine.interface import Engine, Row
 from pdserve.engine.load_engine import load_engine
+from pdserve.engine.memory.disk import DiskTier, disk_tier
 from pdserve.engine.memory.host import HostCopies
 from pdserve.testing import Cluster
 
@@ -88,11 +102,9 @@ def copies(engine: Engine, rounds: int) -> list[list[str]]:
     return rows
 
 
-def steps(engine: Engine, rounds: int) -> list[list[str]]:
-    spec, pool = engine.spec, engine.pool
-    store = HostCopies(pool, 8 * pool.block_bytes)
-    each = CONTEXT // spec.block_size + 1
-    rows = [
+def decode_rows(engine: Engine) -> list[Row]:
+    each = CONTEXT // engine.spec.block_size + 1
+    return [
         Row(
             tokens=[7],
             start=CONTEXT,
@@ -103,6 +115,12 @@ def steps(engine: Engine, rounds: int) -> list[list[str]]:
         )
         for number in range(ROWS)
     ]
+
+
+def steps(engine: Engine, rounds: int) -> list[list[str]]:
+    pool = engine.pool
+    store = HostCopies(pool, 8 * pool.block_bytes)
+    rows = decode_rows(engine)
     beside = pool.num_blocks - 1
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for number in range(2 * rounds * 10 + 4):
@@ -118,6 +136,158 @@ def steps(engine: Engine, rounds: int) -> list[list[str]]:
         ["step", "median ms", "of one alone"],
         ["alone", f"{alone * 1e3:.2f}", "1"],
         ["one block saved and loaded", f"{with_copy * 1e3:.2f}", f"{with_copy / alone:.3f}"],
+    ]
+
+
+# --- the disk tier ------------------------------------------------------------------------------------------------
+
+READ_BYTES: Final = 16 * 2**20  # by one call
+
+
+def fill_disk(engine: Engine, folder: Path) -> tuple[DiskTier, list[bytes]]:
+    """A disk tier with a block for each of the pool's, in files that the system's memory does not hold."""
+    pool = engine.pool
+    config = WorkerConfig(
+        model="tiers", worker_id="tiers", kv_disk_path=str(folder), kv_disk_bytes=4 * pool.num_blocks * pool.block_bytes
+    )
+    tier = disk_tier(engine, replace(config, kv_disk_write_bytes_s=2.0**40), None, lambda added, removed: None)
+    assert tier is not None
+    pool.buffer[:] = os.urandom(len(pool.buffer))
+    hashes = [blake2b(block.to_bytes(4, "little"), digest_size=16).digest() for block in range(pool.num_blocks)]
+    for block in reversed(range(pool.num_blocks)):  # as a pool evicts them
+        while not tier.room:
+            time.sleep(0.001)
+        tier.take_block(hashes[block], block)
+    assert tier.flush(600.0), "the blocks were not written"
+    tier.files.sync()
+    return tier, hashes
+
+
+def forget_pages(folder: Path) -> None:
+    for path in folder.rglob("*.kv"):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fdatasync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def fetch_all(tier: DiskTier, hashes: list[bytes], number: int) -> int:
+    """Reads each block into the place where it was. Returns the number of verified ones."""
+    done: queue.SimpleQueue[int] = queue.SimpleQueue()
+    attempt = Attempt(key=AttemptKey(1, "r", 1), prompt_ids=(1,), sampling=Sampling())
+    fetch = Fetch(
+        number=number,
+        source=tier.name,
+        attempt=attempt,
+        first=0,
+        hashes=tuple(hashes),
+        blocks=tuple(range(len(hashes))),
+        started_s=0.0,
+        predicted_s=tier.read_s(len(hashes)),
+    )
+    tier.begin(fetch, done.put)
+    return done.get()
+
+
+def read_file(path: Path, num_bytes: int, *, is_direct: bool) -> None:
+    descriptor = os.open(path, os.O_RDONLY | (os.O_DIRECT if is_direct else 0))
+    into = mmap.mmap(-1, READ_BYTES)  # aligned to a page, as direct reads need it
+    for offset in range(0, num_bytes, READ_BYTES):
+        os.preadv(descriptor, [into], offset)
+    os.close(descriptor)
+
+
+def disk_reads(engine: Engine, folder: Path, rounds: int) -> list[list[str]]:
+    """GB/s of files that are not in memory."""
+    tier, hashes = fill_disk(engine, folder)
+    num_bytes = len(hashes) * engine.pool.block_bytes // READ_BYTES * READ_BYTES
+    plain = folder / "plain.kv"
+    plain.write_bytes(os.urandom(num_bytes))
+    before = bytes(engine.pool.buffer)
+    predicted: list[float] = []
+    number = 0
+
+    def fetch() -> None:
+        nonlocal number
+        number += 1
+        predicted.append(tier.read_s(len(hashes)))
+        assert fetch_all(tier, hashes, number) == len(hashes), "a block was not verified"
+
+    kinds: dict[str, Callable[[], None]] = {
+        "sequential read": lambda: read_file(plain, num_bytes, is_direct=False),
+        "sequential read, direct": lambda: read_file(plain, num_bytes, is_direct=True),
+        "fetch of the tier": fetch,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in kinds}
+    for _ in range(rounds + 1):
+        for name, run in kinds.items():
+            forget_pages(folder)
+            began_s = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - began_s)
+    assert bytes(engine.pool.buffer) == before, "the tier has changed a block"
+    fetched = len(hashes) * engine.pool.block_bytes
+    sizes = {name: fetched if name == "fetch of the tier" else num_bytes for name in kinds}
+    speeds = {name: [sizes[name] / one / 1e9 for one in found[1:]] for name, found in seconds.items()}
+    best = [max(pair) for pair in zip(speeds["sequential read"], speeds["sequential read, direct"], strict=True)]
+    rows = [["", "GB/s", "of the better sequential read"]]
+    for name, found in speeds.items():
+        rows.append(
+            [name, spread(found, "{:.2f}"), spread([a / b for a, b in zip(found, best, strict=True)], "{:.2f}")]
+        )
+    ratios = [took / said for took, said in zip(seconds["fetch of the tier"][1:], predicted[1:], strict=True)]
+    rows.append(["measured / predicted time of a fetch", spread(ratios, "{:.2f}"), ""])
+    tier.close()
+    return rows
+
+
+def steps_beside_reads(engine: Engine, folder: Path, rounds: int) -> list[list[str]]:
+    """Blocks of a decode step are not fetched meanwhile."""
+    tier, hashes = fill_disk(engine, folder)
+    rows = decode_rows(engine)
+    used = ROWS * (CONTEXT // engine.spec.block_size + 1)
+    pause, stop, number = threading.Event(), threading.Event(), itertools.count(1)
+    num_fetched = 0
+
+    def read() -> None:
+        nonlocal num_fetched
+        while not stop.is_set():
+            if pause.wait(0.01):
+                done: queue.SimpleQueue[int] = queue.SimpleQueue()
+                blocks = tuple(range(used, engine.pool.num_blocks))
+                fetch = Fetch(
+                    number=next(number),
+                    source=tier.name,
+                    attempt=Attempt(key=AttemptKey(1, "r", 1), prompt_ids=(1,), sampling=Sampling()),
+                    first=used,
+                    hashes=tuple(hashes[used:]),
+                    blocks=blocks,
+                    started_s=0.0,
+                    predicted_s=0.0,
+                )
+                tier.begin(fetch, done.put)
+                num_fetched += done.get()
+                forget_pages(folder)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(rounds):
+        for is_beside in (False, True):
+            (pause.set if is_beside else pause.clear)()
+            time.sleep(0.3)
+            for _ in range(30):
+                began_s = time.perf_counter()
+                engine.step(rows)
+                seconds[is_beside].append(time.perf_counter() - began_s)
+    stop.set()
+    reader.join()
+    tier.close()
+    alone, beside = (statistics.median(seconds[one]) for one in (False, True))
+    return [
+        ["step", "median ms", "of one alone"],
+        ["alone", f"{alone * 1e3:.2f}", "1"],
+        [f"beside fetches ({num_fetched} blocks)", f"{beside * 1e3:.2f}", f"{beside / alone:.3f}"],
     ]
 
 
@@ -190,16 +360,25 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=4, help="working set, in pools")
     parser.add_argument("--at-once", type=int, default=1, help="requests that run together")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--disk", type=Path, metavar="FOLDER", help="only the disk tier, in a new folder of this one")
+    parser.add_argument("--blocks", type=int, default=768, help="of a fetch from disk")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / arguments.shape
         write_model(model, arguments.shape, torch.float32, 0)
-        blocks = ROWS * (CONTEXT // BLOCK_SIZE + 1) + 1
+        blocks = ROWS * (CONTEXT // BLOCK_SIZE + 1) + (1 if arguments.disk is None else arguments.blocks)
         engine = load_engine(
             WorkerConfig(model=str(model), worker_id="d0", block_size=BLOCK_SIZE, kv_blocks=blocks), Role.DECODE
         )
         block_bytes = engine.spec.block_bytes
         print(f"{arguments.shape}: blocks of {block_bytes / 2**20:.2f} MiB\n", flush=True)
+        if arguments.disk is not None:
+            with tempfile.TemporaryDirectory(dir=arguments.disk) as where:
+                print(table(disk_reads(engine, Path(where), arguments.rounds)), "\n", flush=True)
+            with tempfile.TemporaryDirectory(dir=arguments.disk) as where:
+                print(table(steps_beside_reads(engine, Path(where), arguments.rounds)), flush=True)
+            engine.close()
+            return
         print(table(copies(engine, arguments.rounds)), "\n", flush=True)
         print(table(steps(engine, arguments.rounds)), "\n", flush=True)
         engine.close()

@@ -200,3 +200,47 @@ def open_private(path: str | Path, *, is_appended: bool = False) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def open_private_folder(path: Path, name: str, field: str) -> int:
+    """The descriptor of the folder `name` in `path`. Both are made if they are absent. Raises ConfigError unless only
+    this user can enter it."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with opened_folder(path, field) as base:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=base)
+            folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=base)
+    except OSError as error:
+        expected = f"a folder that this program can write: {name} in it cannot be opened ({error.strerror})"
+        raise ConfigError(field, path, expected) from None
+    facts = os.fstat(folder)
+    if facts.st_uid != os.geteuid() or stat.S_IMODE(facts.st_mode) & 0o077:
+        os.close(folder)
+        raise ConfigError(field, path / name, "a folder of this user with mode 0700 (chmod 700)")
+    return folder
+
+
+LOCK: Final = "lock"
+
+
+def lock_folder(folder: int, path: Path, field: str) -> int:
+    """The descriptor of a locked file in the folder, which is closed by its owner. Raises ConfigError if another
+    process has it."""
+    import fcntl  # not on every system, and clients read files too
+
+    how = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+    try:
+        descriptor = os.open(LOCK, how, 0o600, dir_fd=folder)
+    except OSError as error:
+        raise ConfigError(field, path / LOCK, f"a file that can be opened ({error.strerror})") from None
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file")
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        is_taken = error.errno in (errno.EACCES, errno.EAGAIN)
+        why = "another process uses it" if is_taken else f"its lock failed: {error.strerror}"
+        raise ConfigError(field, path, f"a folder of this program alone ({why})") from None
+    return descriptor

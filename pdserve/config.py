@@ -174,6 +174,21 @@ class WorkerConfig(TlsSettings):
         0,
         within=(0, 2**46),
     )
+    kv_disk_path: str = setting(
+        "folder for KV blocks that leave memory, with one for each worker in it, which only this user may enter; they "
+        "outlive the worker. When empty, there is no disk tier. For pools on a CPU only",
+        "",
+    )
+    kv_disk_bytes: int = setting(
+        "most bytes that this worker's folder in kv_disk_path gets; the oldest blocks leave first",
+        2**34,
+        within=(1, 2**46),
+    )
+    kv_disk_write_bytes_s: float = setting(
+        "most bytes a second that are written to kv_disk_path; blocks that leave memory faster are dropped",
+        2.0**28,
+        within=(2.0**10, 2.0**40),
+    )
     gpu_memory_share: float = setting(
         "share of a GPU's memory for this worker: weights, activations, CUDA graphs and KV pool",
         0.9,

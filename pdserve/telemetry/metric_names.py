@@ -311,6 +311,16 @@ KV_HOST_COPIES: Final = _metric(
     "KV blocks copied to the host tier as they left the pool (saved), and back for a later prompt (loaded)",
     {"direction": ("saved", "loaded")},
 )
+KV_DISK_BLOCKS: Final = _metric("pdserve_kv_disk_blocks", "gauge", "worker", "KV blocks in the disk tier")
+KV_DISK_BYTES: Final = _metric("pdserve_kv_disk_bytes", "gauge", "worker", "size of the disk tier's files")
+KV_DISK_EVENTS: Final = _metric(
+    "pdserve_kv_disk_events_total",
+    "counter",
+    "worker",
+    "KV blocks that were written to the disk tier, dropped because its queue was full or writing paused, or found "
+    "damaged when they were read; and writes and reads that failed",
+    {"event": ("written", "dropped", "damaged", "failed_writes", "failed_reads")},
+)
 #: Tiers below host memory, for whose blocks prompts wait.
 SLOW_TIERS: Final = ("disk", "peer", "shared")
 KV_FETCHED_BLOCKS: Final = _metric(

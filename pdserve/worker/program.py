@@ -36,6 +36,7 @@ from pdserve.core.kv.stamps import BlockStamps
 from pdserve.core.types import Role
 from pdserve.engine.adapters import read_adapter
 from pdserve.engine.interface import Engine, PlainOuts, RowOut, compacted
+from pdserve.engine.memory.disk import DiskTier, disk_tier
 from pdserve.engine.memory.host import HostCopies, host_copies
 from pdserve.engine.memory.plan import with_device_defaults
 from pdserve.engine.ranks.rejected_joins import rejected_joins
@@ -142,12 +143,17 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         self.counts: Counter[str] = Counter()  # dropped messages by reason
         self.num_steps = 0
         self.received_s = 0.0  # arrival time of the message that is being handled
+        self.sources: dict[str, FetchSource] = {} if context.kept is None else context.kept.sources  # by name
         if (kept := context.kept) is None:
             copies = host_copies(engine, config, PhaseReport(config.worker_id, "host tier", "bytes"))
             self.cost = calibrate.calibrate(engine, context.role, config)
-            tier = None if copies is None else _host_tier(copies, self.cost, spec.block_size)
-            blocks = BlockAllocator(spec.num_blocks, is_cache_on=config.is_prefix_cache_on, stamps=stamps, tier=tier)
+            disk = self._disk_tier(copies)
+            tier = None if copies is None else _host_tier(copies, self.cost, spec.block_size, disk)
+            is_on = config.is_prefix_cache_on
+            blocks = BlockAllocator(spec.num_blocks, is_cache_on=is_on, stamps=stamps, tier=tier, lower=disk)
             self.kv = KvCache(blocks, spec.block_size)
+            if disk is not None:
+                blocks.lower_changed(disk.files.hashes(), ())
         else:
             self.kv = kept.kv
             self.cost = calibrate.calibrate_again(engine, context.role, config, kept.cost, kept.kv)
@@ -179,7 +185,6 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
                 self._read_adapter, context.post, self._adapters_changed, self.outbox.report_adapter_loaded
             )
         self.is_drained = False  # by an operator, who may undo it
-        self.sources: dict[str, FetchSource] = {} if kept is None else kept.sources  # by name
         self.fetches: Fetches | None = None
         self._is_leaving = False  # drained by its own process, which then ends
         self.is_between_steps = False  # a step follows the last one at once
@@ -412,7 +417,7 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
 
     def take_over(self) -> None:
         """Called once on a program that was made from what another left: counts of the whole process go on."""
-        self.reports.metrics.skip(self.transfer_events(), rejected_joins(), self.blocks.tier)
+        self.reports.metrics.skip(self.transfer_events(), rejected_joins(), self.blocks.tier, self.disk)
 
     def check(self) -> None:
         """Raises AssertionError unless all tables are consistent; for tests."""
@@ -494,6 +499,29 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         self.fetches = Fetches(self.kv, [*self.sources.values()], prefill_s) if self.sources else None
         return self.fetches
 
+    def _disk_tier(self, copies: HostCopies | None) -> DiskTier | None:
+        """None if it is off, or if computing is sooner: routers would count on blocks that are computed again."""
+        engine, config, post = self.engine, self.context.config, self.context.post
+
+        def changed(added: Sequence[bytes], removed: Sequence[bytes]) -> None:
+            post(lambda: self.blocks.lower_changed(added, removed))
+
+        disk = disk_tier(engine, config, copies, changed, PhaseReport(config.worker_id, "disk tier", "files"))
+        if disk is None:
+            return None
+        computed_s = CostModel(self.cost).prefill_s(LONG_BLOCKS * engine.spec.block_size)
+        if 0.0 < computed_s <= disk.read_s(LONG_BLOCKS):
+            log.warning("reading KV blocks would take longer than computing them, so there is no disk tier")
+            disk.close()
+            return None
+        self.sources[disk.name] = disk
+        return disk
+
+    @property
+    def disk(self) -> DiskTier | None:
+        disk = self.sources.get(DiskTier.name)
+        return disk if isinstance(disk, DiskTier) else None
+
     def _begin_fetch(self, fetch: Fetch) -> None:
         post = self.context.post
 
@@ -553,6 +581,8 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
             metrics.loaded(load, self.blocks.num_referenced)
             if self.blocks.tier is not None:
                 metrics.tiered(self.blocks.tier)
+            if self.disk is not None:
+                metrics.on_disk(self.disk)
             metrics.transferred(self.transfer_events())
             metrics.rejected_rank_joins(rejected_joins())
 
@@ -560,13 +590,13 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         return replace(load, steps=self.num_steps, is_draining=self.scheduler.is_draining, is_drained=self.is_drained)
 
 
-def _host_tier(copies: HostCopies, cost: CostPrior, block_size: int) -> HostTier | None:
+def _host_tier(copies: HostCopies, cost: CostPrior, block_size: int, lower: DiskTier | None) -> HostTier | None:
     """None if computing is sooner: routers would count on blocks that are computed again. Overwrites the pool."""
     rule = LoadRule(copies.measure_s(), CostModel(cost).prefill_s)
     if not rule.loads(LONG_BLOCKS, cached_tokens=0, block_size=block_size):
         log.warning("loading KV blocks would take longer than computing them, so there is no host tier")
         return None
-    return HostTier(copies, rule, copies.most_saved)
+    return HostTier(copies, rule, copies.most_saved, lower)
 
 
 #: For the host, which runs a program of either role, and sees neither its steps nor its effects.

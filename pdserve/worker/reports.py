@@ -11,6 +11,7 @@ from pdserve.core import protocol as pr
 from pdserve.core.kv.fetch import Fetch
 from pdserve.core.kv.host_tier import HostTier
 from pdserve.engine.interface import PlainOuts, RowOut
+from pdserve.engine.memory.disk import DiskTier
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metric_names import MetricSpec
 from pdserve.telemetry.metrics import Metrics
@@ -54,6 +55,11 @@ class WorkerMetrics:
         self._metrics.set(metric_names.KV_HOST_BLOCKS, len(tier))
         self._add_new(metric_names.KV_HOST_COPIES, "direction", tier.copies)
 
+    def on_disk(self, disk: DiskTier) -> None:
+        self._metrics.set(metric_names.KV_DISK_BLOCKS, len(disk))
+        self._metrics.set(metric_names.KV_DISK_BYTES, disk.files.num_bytes)
+        self._add_new(metric_names.KV_DISK_EVENTS, "event", disk.events)
+
     def fetched(self, fetch: Fetch, num_blocks: int, took_s: float) -> None:
         """A fetch has ended, with so many verified blocks."""
         metrics, tier = self._metrics, fetch.source
@@ -70,7 +76,9 @@ class WorkerMetrics:
         """Takes total counts; adds the difference from the last call."""
         self._add_new(metric_names.REJECTED_RANK_JOINS, "reason", by_reason)
 
-    def skip(self, events: Mapping[str, int], joins: Mapping[str, int], tier: HostTier | None) -> None:
+    def skip(
+        self, events: Mapping[str, int], joins: Mapping[str, int], tier: HostTier | None, disk: DiskTier | None
+    ) -> None:
         """Takes total counts of the process of which an earlier program has reported the difference."""
         self._reported = {
             metric_names.TRANSFER_EVENTS.name: dict(events),
@@ -78,6 +86,8 @@ class WorkerMetrics:
         }
         if tier is not None:
             self._reported[metric_names.KV_HOST_COPIES.name] = tier.copies
+        if disk is not None:
+            self._reported[metric_names.KV_DISK_EVENTS.name] = dict(disk.events)
 
     def _add_new(self, spec: MetricSpec, label: str, counts: Mapping[str, int]) -> None:
         reported = self._reported.get(spec.name, {})

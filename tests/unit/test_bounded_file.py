@@ -291,6 +291,7 @@ OWN = {
     *("pdserve/plot_flag.py", "pdserve/launch/report.py", "simulator/commands/simulation.py"),  # written
     *("pdserve/tls/authority.py", "pdserve/launch/confine.py", "router/recording/recording.py"),
     "pdserve/launch/with_ray.py",
+    "pdserve/engine/memory/block_files.py",  # in a private folder, checked as its own
     *("pdserve/key_file_access.py", "pdserve/isolated/child.py"),  # a folder, for its lock; /dev/null
 }
 

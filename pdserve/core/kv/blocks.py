@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from pdserve.core.kv.host_tier import HostTier
+from pdserve.core.kv.host_tier import HostTier, LowerTier
 from pdserve.core.kv.stamps import BlockStamps, content_hash64
 
 # --- runs of free blocks --------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ class CacheChange:
 class BlockAllocator:
     """Reference-counted blocks 0 .. num_blocks - 1, the prefix cache over them, and their stamps.
 
-    The changes of the prefix cache include the host tier: a hash is stored while the pool or the tier has it.
+    The changes of the prefix cache include the tiers: a hash is stored while the pool or a tier has it.
     """
 
     def __init__(
@@ -124,8 +124,12 @@ class BlockAllocator:
         is_cache_on: bool = True,
         stamps: BlockStamps | None = None,
         tier: HostTier | None = None,
+        lower: LowerTier | None = None,
     ) -> None:
+        """`lower`: the tier below `tier`, or below the pool if there is no `tier`."""
         self.tier = tier
+        self._lower = lower
+        self._in_lower: set[bytes] = set()
         self.stamps = BlockStamps(num_blocks) if stamps is None else stamps
         self._is_cache_on = is_cache_on
         self._free = FreeRuns(num_blocks)
@@ -164,10 +168,15 @@ class BlockAllocator:
         if count > self.num_available:
             return None
         num_evicted = count - len(self._free)
+        most_saved = 0
+        if self.tier is not None:
+            most_saved = self.tier.most_saved
+        elif self._lower is not None and num_evicted > 0:
+            most_saved = self._lower.room
         for left in range(num_evicted, 0, -1):
             block, _ = self._evictable.popitem(last=False)
-            if self.tier is not None and left <= self.tier.most_saved:  # the most recently used of many
-                self._save(self.tier, block)
+            if left <= most_saved:  # the most recently used of many
+                self._save(block)
             self._forget(block)
             self._free.add(block)
         blocks = self._free.take(count)
@@ -226,6 +235,9 @@ class BlockAllocator:
         if block in self._hash_of:
             if self.tier is not None:
                 self.tier.drop(self._hash_of[block])
+            if self._lower is not None:
+                self._lower.drop(self._hash_of[block])
+                self._in_lower.discard(self._hash_of[block])
             self._forget(block)
             if block in self._evictable:
                 del self._evictable[block]
@@ -243,6 +255,18 @@ class BlockAllocator:
                 else:
                     self._free.add(block)
 
+    def lower_changed(self, added: Iterable[bytes], removed: Iterable[bytes]) -> None:
+        """What the tier below memory has got and lost since the last call."""
+        for block_hash in removed:
+            if block_hash in self._in_lower:
+                self._in_lower.discard(block_hash)
+                if not self._is_found(block_hash):
+                    self._note(block_hash, self._removed, self._stored)
+        for block_hash in added:
+            if not self._is_found(block_hash):
+                self._note(block_hash, self._stored, self._removed)
+            self._in_lower.add(block_hash)
+
     def take_changes(self) -> CacheChange | None:
         """The changes since the last call, with a sequence number; None if there are none. Changes that cancel each
         other are omitted."""
@@ -255,7 +279,7 @@ class BlockAllocator:
         return change
 
     def snapshot(self) -> CacheChange:
-        stored = dict.fromkeys((*self._block_of, *(self.tier or ())))
+        stored = dict.fromkeys((*self._block_of, *(self.tier or ()), *self._in_lower))
         return CacheChange(sequence=self._sequence, stored=tuple(stored), is_snapshot=True)
 
     def check(self, holders: Iterable[Sequence[int]] | None = None) -> None:
@@ -277,7 +301,7 @@ class BlockAllocator:
         assert {h: b for b, h in self._hash_of.items()} == self._block_of, "hashes and blocks are not one to one"
         assert self.num_referenced == len(referenced), "counts do not add up"
         assert not set(self._stored) & set(self._removed), "a hash is reported as both stored and removed"
-        found = self._block_of.keys() | set(self.tier or ())
+        found = self._block_of.keys() | set(self.tier or ()) | self._in_lower
         assert found.issuperset(self._stored), "a hash is reported as stored but cannot be found"
         assert found.isdisjoint(self._removed), "a hash is reported as removed but can be found"
         if self.tier is not None:
@@ -289,13 +313,17 @@ class BlockAllocator:
             }
             assert not wrong, f"block: (references, holders) differ: {wrong}"
 
-    def _save(self, tier: HostTier, block: int) -> None:
+    def _save(self, block: int) -> None:
+        """The block is about to be reused."""
         block_hash = self._hash_of[block]
         if self.stamps.content_hash(block) != content_hash64(block_hash):
             return  # something else wrote to it
-        left = tier.save(block, block_hash)
-        if left is not None and left not in self._block_of:
-            self._note(left, self._removed, self._stored)
+        if self.tier is not None:
+            left = self.tier.save(block, block_hash)
+            if left is not None and not self._is_found(left):
+                self._note(left, self._removed, self._stored)
+        elif self._lower is not None:
+            self._lower.take_block(block_hash, block)
 
     def _forget(self, block: int) -> None:
         block_hash = self._hash_of.pop(block)
@@ -304,7 +332,10 @@ class BlockAllocator:
             self._note(block_hash, self._removed, self._stored)
 
     def _is_in_tier(self, block_hash: bytes) -> bool:
-        return self.tier is not None and block_hash in self.tier
+        return (self.tier is not None and block_hash in self.tier) or block_hash in self._in_lower
+
+    def _is_found(self, block_hash: bytes) -> bool:
+        return block_hash in self._block_of or self._is_in_tier(block_hash)
 
     @staticmethod
     def _note(block_hash: bytes, into: dict[bytes, None], undoes: dict[bytes, None]) -> None:

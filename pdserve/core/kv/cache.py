@@ -41,6 +41,7 @@ class KvCache:
         shared = hashes[: shareable_blocks(num_tokens, self.block_size)]
         cached = self.blocks.match(shared)
         missing = blocks_for(num_tokens, self.block_size) - len(cached)
+        self._keep(shared[len(cached) :])
         new = self.blocks.allocate(missing) if missing + spare <= self.blocks.num_available else None
         if new is None:
             self.blocks.release(cached)
@@ -59,6 +60,7 @@ class KvCache:
         available."""
         cached = self.blocks.match(hashes[:first])
         num_loaded = first - len(cached)
+        self._keep(hashes[len(cached) : first])
         num_new = min(num_loaded + most, self.blocks.num_available - spare)
         new = self.blocks.allocate(num_new) if num_new > num_loaded else None
         if new is None:
@@ -68,6 +70,12 @@ class KvCache:
             self.blocks.release([*cached, *new])  # a copy has left the host tier for a block that was evicted now
             return None
         return [*cached, *new]
+
+    def _keep(self, hashes: Sequence[bytes]) -> None:
+        """What the next allocation evicts must not displace the copies of these blocks."""
+        tier = self.blocks.tier
+        if tier is not None:
+            tier.touch(hashes[: tier.num_found(hashes)])
 
     def _num_loadable(self, hashes: Sequence[bytes], cached_tokens: int) -> int:
         tier = self.blocks.tier

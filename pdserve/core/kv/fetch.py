@@ -12,6 +12,7 @@ same blocks wait for the same fetch.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol, final
@@ -107,6 +108,7 @@ class Fetches:
         self._waits: dict[AttemptKey, _Wait] = {}
         self._num_held = 0  # blocks that are being filled
         self._num_started = self._num_ended = 0
+        self.num_filled: Counter[str] = Counter()  # verified blocks, by source
 
     def __len__(self) -> int:
         return len(self._running)
@@ -156,6 +158,7 @@ class Fetches:
             del self._number_of[block_hash]
         self._num_held -= size
         self._num_ended += 1
+        self.num_filled[fetch.source] += num_blocks
         self._kv.commit(fetch.blocks, fetch.hashes, 0, num_blocks)
         self._kv.release([*one.prefix, *fetch.blocks])
         for key in one.waiting:
@@ -214,6 +217,8 @@ class Fetches:
         wait.seen = self._num_ended
         blocks = self._take_blocks(source, attempt, [*hashes[:first], *missing[:found]], first, spare)
         if blocks is None:
+            if self._kv.num_found(hashes) < first:  # making room has displaced blocks that were found
+                return self._start(attempt, hashes, self._kv.num_found(hashes), wait, now_s, spare)
             if not self._running:  # no end of a fetch will make room, so the prompt waits for memory like others
                 if wait.num_fetches:
                     return self._decide(attempt, wait)

@@ -28,6 +28,27 @@ class BlockCopies(Protocol):
         ...
 
 
+class LowerTier(Protocol):
+    """A tier below memory. It takes copies, and returns at once."""
+
+    @property
+    def room(self) -> int:
+        """How many blocks it can take now."""
+        ...
+
+    def take_block(self, block_hash: bytes, block: int) -> None:
+        """A block of the pool is about to be reused, and no tier in memory keeps it."""
+        ...
+
+    def take_copy(self, block_hash: bytes, slot: int) -> None:
+        """A slot of the host tier is about to be reused."""
+        ...
+
+    def drop(self, block_hash: bytes) -> None:
+        """The contents are wrong."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class LoadRule:
     """Blocks are loaded where that is sooner than computing them, and where nothing is known about computing."""
@@ -43,9 +64,10 @@ class LoadRule:
 
 @final
 class HostTier:
-    def __init__(self, copies: BlockCopies, rule: LoadRule, most_saved: int) -> None:
-        """`most_saved`: copies for one allocation, because each takes time."""
+    def __init__(self, copies: BlockCopies, rule: LoadRule, most_saved: int, lower: LowerTier | None = None) -> None:
+        """`most_saved`: copies for one allocation, because each takes time. `lower` gets what leaves."""
         self.rule = rule
+        self._lower = lower
         self.most_saved = most_saved
         self._copies = copies
         self._free = list(range(copies.num_slots))
@@ -75,6 +97,13 @@ class HostTier:
         """The length of the longest prefix of `hashes` that has copies."""
         return next((index for index, one in enumerate(hashes) if one not in self._slot_of), len(hashes))
 
+    def touch(self, hashes: Sequence[bytes]) -> None:
+        """The copies of these blocks of a text leave last, because they are about to be loaded."""
+        # Reversed, so that a shared prefix leaves last: without it, the blocks after it cannot be found.
+        for block_hash in reversed(hashes):
+            if block_hash in self._slot_of:
+                self._slot_of.move_to_end(block_hash)
+
     def save(self, block: int, block_hash: bytes) -> bytes | None:
         """Copies a block that leaves the pool, unless it has a copy. Returns the hash whose copy had to leave."""
         if block_hash in self._slot_of:
@@ -85,6 +114,8 @@ class HostTier:
             slot = self._free.pop()
         else:
             left, slot = self._slot_of.popitem(last=False)
+            if self._lower is not None:
+                self._lower.take_copy(left, slot)
         self._copies.save(block, slot)
         self._slot_of[block_hash] = slot
         self.num_saved += 1
@@ -94,9 +125,7 @@ class HostTier:
         """Copies the kept blocks `hashes` of a text, in its order, into `blocks`."""
         for block_hash, block in zip(hashes, blocks, strict=True):
             self._copies.load(self._slot_of[block_hash], block)
-        # Reversed, so that a shared prefix leaves last: without it, the blocks after it cannot be found.
-        for block_hash in reversed(hashes):
-            self._slot_of.move_to_end(block_hash)
+        self.touch(hashes)
         self.num_loaded += len(hashes)
 
     def drop(self, block_hash: bytes) -> None:

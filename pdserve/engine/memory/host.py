@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final, final
+from typing import Any, Final, final
 
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError
@@ -181,10 +181,7 @@ class HostCopies:
         if left is not None and num_bytes > left:
             raise ConfigError("kv_host_bytes", num_bytes, f"at most {max(left, 0)}: {free} bytes are free")
         self.most_saved = max(1, BURST_BYTES // pool.block_bytes)
-        runs = pool.runs_per_block
-        self._pool = np.frombuffer(pool.buffer, np.uint8, count=pool_bytes).reshape(
-            runs, pool.num_blocks, pool.block_bytes // runs
-        )
+        self._pool = pool_blocks(pool)
         num_bytes = self.num_slots * pool.block_bytes
         self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -193,7 +190,7 @@ class HostCopies:
         for start in range(0, num_bytes, PAGED_BYTES):
             flat[start : start + PAGED_BYTES] = 0
             report(min(start + PAGED_BYTES, num_bytes), num_bytes)
-        self._slots = flat.reshape(self.num_slots, runs, -1)
+        self._slots = flat.reshape(self.num_slots, pool.runs_per_block, -1)
 
     def save(self, block: int, slot: int) -> None:
         self._slots[slot] = self._pool[:, block]
@@ -201,15 +198,28 @@ class HostCopies:
     def load(self, slot: int, block: int) -> None:
         self._pool[:, block] = self._slots[slot]
 
+    def copy_of(self, slot: int) -> Any:
+        """The bytes of a slot, an array of (runs, bytes of a run)."""
+        return self._slots[slot]
+
     def measure_s(self) -> float:
         """Seconds to load one block, the mean over some at different places. Overwrites the first blocks of the
         pool."""
-        num_blocks = min(self._pool.shape[1], TIMED_BLOCKS)
+        num_blocks = min(int(self._pool.shape[1]), TIMED_BLOCKS)
         step = max(1, self.num_slots // num_blocks)
         began_s = time.perf_counter()
         for block in range(num_blocks):
             self.load(block * step % self.num_slots, block)
         return (time.perf_counter() - began_s) / num_blocks
+
+
+def pool_blocks(pool: KvPool) -> Any:
+    """The blocks of a pool on the host, an array of (runs, blocks, bytes of a run)."""
+    import numpy as np  # workers load it anyway, and the commands of clients import this file
+
+    num_bytes, runs = pool.num_blocks * pool.block_bytes, pool.runs_per_block
+    flat = np.frombuffer(pool.buffer, np.uint8, count=num_bytes)
+    return flat.reshape(runs, pool.num_blocks, pool.block_bytes // runs)
 
 
 def host_copies(

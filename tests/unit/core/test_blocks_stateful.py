@@ -28,6 +28,24 @@ class Copies:
         self._sequences.contents[block] = self._slots[slot]
 
 
+class Lower:
+    """A tier below memory, which stores what it has taken when it is told to."""
+
+    room = 4
+
+    def __init__(self) -> None:
+        self.taken = dict[bytes, None]()  # a dict, because it keeps the order
+
+    def take_block(self, block_hash: bytes, block: int) -> None:
+        self.taken[block_hash] = None
+
+    def take_copy(self, block_hash: bytes, slot: int) -> None:
+        self.taken[block_hash] = None
+
+    def drop(self, block_hash: bytes) -> None:
+        self.taken.pop(block_hash, None)
+
+
 class Sequences(RuleBasedStateMachine):
     """Sequences of one-token blocks over a two-letter alphabet: prefixes collide all the time."""
 
@@ -35,12 +53,13 @@ class Sequences(RuleBasedStateMachine):
 
     @initialize(num_blocks=st.integers(1, 12), num_slots=st.integers(0, 8), most_saved=st.integers(1, 8))
     def start(self, num_blocks: int, num_slots: int, most_saved: int) -> None:
+        self.lower = Lower()
         tier = (
-            HostTier(Copies(self, num_slots), LoadRule(0.0, lambda uncached, cached: 0.0), most_saved)
+            HostTier(Copies(self, num_slots), LoadRule(0.0, lambda uncached, cached: 0.0), most_saved, self.lower)
             if num_slots
             else None
         )
-        self.allocator = BlockAllocator(num_blocks, tier=tier)
+        self.allocator = BlockAllocator(num_blocks, tier=tier, lower=self.lower)
         self.holders: dict[int, list[int]] = {}
         self.contents: dict[int, bytes] = {}  # Block -> hash of its contents.
         self.index: set[bytes] = set()  # The hashes that a reader of the changes knows.
@@ -88,6 +107,11 @@ class Sequences(RuleBasedStateMachine):
             again = self.allocator.match([self.contents[block]])  # another block may have the same tokens
             assert block not in again
             self.allocator.release(again)
+
+    @rule(num_added=st.integers(0, 3), num_removed=st.integers(0, 3))
+    def store(self, num_added: int, num_removed: int) -> None:
+        """The lower tier reports what it has stored, and what has left it or was never there."""
+        self.allocator.lower_changed(list(self.lower.taken)[:num_added], list(self.lower.taken)[-num_removed:])
 
     @rule()
     def tell(self) -> None:

@@ -328,6 +328,19 @@ def test_a_fetch_follows_the_host_tier(role: Role) -> None:
 
 
 @ROLES
+def test_room_for_a_prompt_does_not_displace_its_copies(role: Role) -> None:
+    """What is evicted for it goes to the host tier too, where other copies leave for it."""
+    worker = Worker(role, num_blocks=10, num_slots=14)
+    for name, prompt in (("a", TEXT[:25]), ("b", [4] * 25), ("c", [5] * 39)):
+        worker.offer(name, prompt)
+        worker.run()
+    key = worker.offer("again", TEXT[:26])
+    worker.run()
+    assert worker.cached[key] == 24
+    worker.close()
+
+
+@ROLES
 def test_fetches_leave_room(role: Role) -> None:
     """The second waits for the end of the first, because both together would hold too much of the pool."""
     worker = Worker(role, num_blocks=24)

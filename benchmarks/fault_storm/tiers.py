@@ -1,0 +1,475 @@
+"""A storm of faults on the tiers below the pool: no wrong block may be used, and no block or file may be lost.
+
+Prompts take blocks from a small pool over the real allocator, host tier, fetch stage, disk tier and files, in this
+process. The bytes of each block follow from its hash, and every block that a prompt gets from a cache is compared. The
+calls that read and write files fail at random (`Faults`): torn, with flipped bits, late, short, with EIO or ENOSPC. The
+worker is killed in the middle of writes and starts again from its files, its clock jumps, and blocks turn out to be
+wrong. Other processes write to files until they are killed for real, some with a limit on the size of files.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import queue
+import random
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import blake2b, shake_128
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.harness import table
+from pdserve.core.attempt import Attempt, AttemptKey
+from pdserve.core.kv.blocks import BlockAllocator
+from pdserve.core.kv.cache import KvCache
+from pdserve.core.kv.fetch import FetchAborted, Fetches, FetchStarted
+from pdserve.core.kv.host_tier import HostTier, LoadRule
+from pdserve.core.types import Sampling
+from pdserve.engine.memory.block_files import BlockFiles, FileCalls
+from pdserve.engine.memory.disk import DiskTier
+from pdserve.engine.memory.host import HostCopies
+
+BLOCK_BYTES: Final = 512
+NUM_BLOCKS: Final = 96
+HOST_BLOCKS: Final = 64
+NUM_FILE_BYTES: Final = 2**20
+TEXTS: Final = 96
+LONGEST: Final = 24  # blocks of a text
+CONTENTS: Final = b"storm"
+END_S: Final = 30.0
+
+
+class StormPool:
+    """Two runs of bytes for each block."""
+
+    num_blocks = NUM_BLOCKS
+    block_bytes = BLOCK_BYTES
+    runs_per_block = 2
+    is_on_host = True
+    descriptor = None
+
+    def __init__(self) -> None:
+        self.buffer = memoryview(bytearray(NUM_BLOCKS * BLOCK_BYTES))
+        self._run = BLOCK_BYTES // 2
+
+    def read(self, block: int) -> bytes:
+        run, count = self._run, NUM_BLOCKS * self._run
+        first, second = self.buffer[block * run :][:run], self.buffer[count + block * run :][:run]
+        return bytes(first) + bytes(second)
+
+    def write(self, block: int, content: bytes) -> None:
+        run, count = self._run, NUM_BLOCKS * self._run
+        self.buffer[block * run : (block + 1) * run] = content[:run]
+        self.buffer[count + block * run : count + (block + 1) * run] = content[run:]
+
+
+def content_of(block_hash: bytes) -> bytes:
+    return shake_128(block_hash).digest(BLOCK_BYTES)
+
+
+class Faults(FileCalls):
+    """The system's calls, of which a share fails. After `kill`, nothing reaches the files."""
+
+    def __init__(self, rng: random.Random, share: float, counts: Counter[str]) -> None:
+        self._rng, self._share, self._counts = rng, share, counts
+        self._is_dead = False
+        self._dies_in = -1  # bytes until the process "dies" in a write
+
+    def kill(self) -> None:
+        """Dies in the middle of a later write, or before it."""
+        self._dies_in = self._rng.randrange(3 * BLOCK_BYTES)
+
+    def die(self) -> None:
+        self._is_dead = True
+
+    def _draw(self, kinds: Sequence[str]) -> str:
+        if self._rng.random() >= self._share:
+            return ""
+        kind = self._rng.choice(kinds)
+        self._counts[kind] += 1
+        return kind
+
+    def read(self, descriptor: int, parts: Sequence[Any], offset: int) -> int:
+        match self._draw(["slow read", "EIO in a read", "short read", "flipped bit in a read", "nothing is read"]):
+            case "slow read":
+                time.sleep(self._rng.choice([0.0005, 0.005]))
+            case "EIO in a read":
+                raise OSError(errno.EIO, "injected")
+            case "short read":
+                return super().read(
+                    descriptor, [memoryview(parts[0])[: self._rng.randrange(1, len(parts[0]) + 1)]], offset
+                )
+            case "nothing is read":
+                return 0
+            case "flipped bit in a read":
+                count = super().read(descriptor, parts, offset)
+                part = memoryview(self._rng.choice(parts)).cast("B")
+                part[self._rng.randrange(len(part))] ^= 1 << self._rng.randrange(8)
+                return count
+        return super().read(descriptor, parts, offset)
+
+    def write(self, descriptor: int, parts: Sequence[Any], offset: int) -> int:
+        data = b"".join(bytes(part) for part in parts)
+        if self._dies_in >= 0:
+            self._is_dead, cut = True, min(self._dies_in, len(data))
+            self._dies_in = -1
+            self._counts["killed in a write"] += 1
+            if cut:
+                super().write(descriptor, [data[:cut]], offset)
+            return len(data)
+        if self._is_dead:
+            return len(data)
+        match self._draw(
+            ["slow write", "EIO in a write", "disk full", "torn write", "flipped bit", "lost write", "short"]
+        ):
+            case "slow write":
+                time.sleep(self._rng.choice([0.0005, 0.005]))
+            case "EIO in a write":
+                raise OSError(errno.EIO, "injected")
+            case "disk full":
+                super().write(descriptor, [data[: self._rng.randrange(1, len(data) + 1)]], offset)
+                raise OSError(errno.ENOSPC, "injected")
+            case "torn write":  # the system said that it was written
+                super().write(descriptor, [data[: self._rng.randrange(1, len(data) + 1)]], offset)
+                return len(data)
+            case "lost write":
+                return len(data)
+            case "short":
+                return super().write(descriptor, [data[: self._rng.randrange(1, len(data) + 1)]], offset)
+            case "flipped bit":
+                flipped = bytearray(data)
+                flipped[self._rng.randrange(len(flipped))] ^= 1 << self._rng.randrange(8)
+                return super().write(descriptor, [flipped], offset)
+        return super().write(descriptor, parts, offset)
+
+    def sync(self, descriptor: int) -> None:
+        if self._draw(["EIO in a sync"]):
+            raise OSError(errno.EIO, "injected")
+
+    def reserve(self, descriptor: int, num_bytes: int) -> None:
+        if self._draw(["disk full"]):
+            raise OSError(errno.ENOSPC, "injected")
+        if not self._is_dead:
+            os.ftruncate(descriptor, num_bytes)
+
+
+@dataclass
+class TierResult:
+    fetches: int = 0
+    filled: int = 0  # verified blocks
+    missed: int = 0
+    written: int = 0
+    loaded: int = 0  # from the host tier
+    saved: int = 0
+    restarts: int = 0
+    prompts: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def operations(self) -> int:
+        """Reads and writes of blocks, in all tiers."""
+        return self.filled + self.missed + self.written + self.loaded + self.saved
+
+
+@dataclass
+class _Prompt:
+    attempt: Attempt
+    hashes: list[bytes]
+
+
+class TierStorm:
+    def __init__(self, folder: Path, seed: int, *, share: float = 0.15) -> None:
+        self.rng = random.Random(seed)
+        self.result = TierResult()
+        self._folder, self._share = folder, share
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._texts = self._make_texts()
+        self._clock_s = 0.0
+        self._number = 0
+        self._open()
+
+    def _make_texts(self) -> list[list[bytes]]:
+        """Chains of hashes, many of which begin alike."""
+        texts: list[list[bytes]] = []
+        for number in range(TEXTS):
+            text = list(self.rng.choice(texts)[: self.rng.randrange(LONGEST)]) if texts and number % 2 else []
+            while len(text) < LONGEST:
+                parent = text[-1] if text else b""
+                text.append(blake2b(parent + number.to_bytes(4, "little"), digest_size=16).digest())
+            texts.append(text)
+        return texts
+
+    def _open(self) -> None:
+        self.pool = StormPool()
+        copies = HostCopies(self.pool, HOST_BLOCKS * BLOCK_BYTES)  # type: ignore[arg-type]
+        self.files_calls = Faults(random.Random(self.rng.random()), self._share, self.result.faults)
+        files = BlockFiles(
+            self._folder,
+            "w",
+            block_bytes=BLOCK_BYTES,
+            num_bytes=NUM_FILE_BYTES,
+            most_slots=10**6,
+            contents=CONTENTS,
+            calls=self.files_calls,
+        )
+        self.disk = DiskTier(
+            files,
+            self.pool,  # type: ignore[arg-type]
+            copies,
+            write_bytes_s=2.0**34,
+            changed=lambda added, removed: self._calls.put(lambda: self.kv.blocks.lower_changed(added, removed)),
+            now=lambda: time.monotonic() + self._clock_s,
+            first_pause_s=0.001,
+        )
+        tier = HostTier(copies, LoadRule(0.0, lambda uncached, cached: 0.0), 32, self.disk)
+        blocks = BlockAllocator(NUM_BLOCKS, tier=tier, lower=self.disk)
+        blocks.lower_changed(files.hashes(), ())
+        self.kv = KvCache(blocks, 1)
+        self.fetches = Fetches(self.kv, [self.disk], lambda uncached, cached: 1e6)
+        self._waiting: dict[AttemptKey, _Prompt] = {}
+
+    # -- the engine's thread --------------------------------------------------------------------------------------
+
+    def _pump(self, timeout_s: float = 0.0) -> None:
+        try:
+            while True:
+                self._calls.get(timeout=timeout_s or None, block=timeout_s > 0.0)()
+                timeout_s = 0.0
+        except queue.Empty:
+            return
+
+    def _act(self, effects: Any) -> None:
+        for effect in effects:
+            match effect:
+                case FetchStarted(fetch):
+                    self.result.fetches += 1
+                    for block in fetch.blocks:
+                        self.pool.write(block, b"\xee" * BLOCK_BYTES)
+                    self.disk.begin(fetch, partial(self._post_end, fetch.number))
+                case FetchAborted(number, _):
+                    self.disk.abort(number)
+
+    def _post_end(self, number: int, count: int) -> None:
+        self._calls.put(lambda: self._end(number, count))
+
+    def _end(self, number: int, count: int) -> None:
+        fetch = self.fetches.ended(number, count)
+        self.result.filled += count
+        self.result.missed += len(fetch.blocks) - count
+
+    def prompt(self) -> None:
+        self._number += 1
+        self.result.prompts += 1
+        text = self.rng.choice(self._texts)[: self.rng.randrange(1, LONGEST + 1)]
+        attempt = Attempt(key=AttemptKey(1, str(self._number), 1), prompt_ids=(1,), sampling=Sampling())
+        self._waiting[attempt.key] = _Prompt(attempt, text)
+
+    def advance(self) -> None:
+        """Starts what can start, and lets others wait."""
+        self._pump()
+        now_s = time.monotonic()
+        for key, prompt in list(self._waiting.items()):
+            self._act(self.fetches.consider(prompt.attempt, prompt.hashes, now_s))
+            if self.fetches.is_waiting(key):
+                if self.rng.random() < 0.01:  # its client left
+                    del self._waiting[key]
+                    self._act(self.fetches.leave(key))
+                continue
+            if self._compute(prompt.hashes):
+                del self._waiting[key]
+                self._act(self.fetches.leave(key))
+
+    def _compute(self, hashes: list[bytes]) -> bool:
+        allocation = self.kv.allocate(len(hashes) + 1, hashes)
+        if allocation is None:
+            return False
+        blocks, cached = allocation.blocks, allocation.cached_tokens
+        for block, block_hash in zip(blocks[:cached], hashes, strict=False):
+            if self.pool.read(block) != content_of(block_hash):
+                self.result.wrong.append(f"block {block} after {self.result.prompts} prompts")
+        for block, block_hash in zip(blocks[cached:-1], hashes[cached:], strict=True):
+            self.pool.write(block, content_of(block_hash))
+        self.kv.commit(blocks, hashes, cached, len(hashes))
+        if self.rng.random() < 0.01:
+            self.kv.invalidate(self.rng.choice(blocks[:-1]))
+        self.kv.release(blocks)
+        return True
+
+    def quiet(self) -> None:
+        """Waits until no fetch runs."""
+        until_s = time.monotonic() + END_S
+        for key in list(self._waiting):
+            del self._waiting[key]
+            self._act(self.fetches.leave(key))
+        while self.fetches:
+            assert time.monotonic() < until_s, "a fetch never ends"
+            self._pump(0.05)
+        self._pump()
+
+    def check(self) -> None:
+        self.fetches.check()
+        self.kv.blocks.check(holders=list(self.fetches.held()))
+
+    def close(self, *, is_killed: bool = False) -> None:
+        """Ends this worker; killed, what it writes meanwhile is torn or lost."""
+        if is_killed:
+            self.files_calls.kill() if self.rng.random() < 0.7 else self.files_calls.die()
+            if self.rng.random() < 0.5:
+                self._pump(0.002)
+        self.quiet()
+        tier = self.kv.blocks.tier
+        assert tier is not None
+        self.result.loaded += tier.num_loaded
+        self.result.saved += tier.num_saved
+        self.result.written += self.disk.events["written"]
+        self.files_calls.die() if is_killed else None
+        self.disk.close()
+        self._pump()
+        self.check()
+        if self.kv.blocks.num_referenced:
+            self.result.wrong.append(f"{self.kv.blocks.num_referenced} blocks are lost")
+        self._check_folder()
+
+    def _check_folder(self) -> None:
+        names = set(os.listdir(self._folder / "w")) - {"lock"}
+        sizes = [os.stat(self._folder / "w" / name).st_size for name in names]
+        if sum(sizes) > NUM_FILE_BYTES:
+            self.result.wrong.append(f"files of {sum(sizes)} bytes")
+
+    def restart(self) -> None:
+        self.close(is_killed=True)
+        self.result.restarts += 1
+        self._open()
+
+    def run(self, num_operations: int, progress: Callable[[TierResult], None] = lambda result: None) -> TierResult:
+        began_s, descriptors = time.monotonic(), len(os.listdir("/proc/self/fd"))
+        done = 0
+        while done < num_operations:
+            for _ in range(200):
+                while len(self._waiting) < 8:
+                    self.prompt()
+                self.advance()
+                if not self.rng.randrange(500):
+                    self._clock_s += self.rng.choice([-1e6, 1e6, 3600.0, -1.0])  # the machine's clock jumps
+            self.check()
+            self.restart()
+            done = self.result.operations
+            self.result.seconds = time.monotonic() - began_s
+            progress(self.result)
+        self.close()
+        left = len(os.listdir("/proc/self/fd")) - descriptors
+        if left > 0:
+            self.result.wrong.append(f"{left} descriptors are lost")
+        return self.result
+
+
+# --- processes that are killed ----------------------------------------------------------------------------------
+
+FEW: Final = 400
+
+
+def hash_of(number: int) -> bytes:
+    return blake2b(number.to_bytes(8, "little"), digest_size=16).digest()
+
+
+def open_files(folder: Path) -> BlockFiles:
+    return BlockFiles(
+        folder, "w", block_bytes=BLOCK_BYTES, num_bytes=NUM_FILE_BYTES, most_slots=10**6, contents=CONTENTS
+    )
+
+
+def write_until_killed(folder: Path, seed: int, limit: int) -> None:
+    """Ends only if it is killed."""
+    if limit:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    files, rng = open_files(folder), random.Random(seed)
+    print("ready", flush=True)
+    while True:
+        count = rng.randrange(1, min(20, files.room) + 1)
+        hashes = {hash_of(rng.randrange(FEW)) for _ in range(count)}
+        try:
+            files.write([(one, memoryview(content_of(one))) for one in hashes])
+        except OSError:
+            time.sleep(0.001)
+
+
+def kill_writers(folder: Path, seed: int, num_kills: int) -> tuple[int, list[str]]:
+    """The number of blocks that were read from the files of killed processes, and what was wrong."""
+    rng, num_read, wrong = random.Random(seed), 0, list[str]()
+    for number in range(num_kills):
+        limit = rng.choice([0, 0, 20_000])
+        command = [sys.executable, "-m", "benchmarks.fault_storm.tiers", str(folder), str(seed + number), str(limit)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
+            assert writer.stdout is not None
+            writer.stdout.readline()
+            time.sleep(rng.random() * 0.05)
+            writer.kill()
+        files = open_files(folder)
+        for name in map(hash_of, range(FEW)):
+            into = memoryview(bytearray(BLOCK_BYTES))
+            for group in files.groups([name], 1):
+                num_read += 1
+                if files.read(group, [[into]]) == [True] and bytes(into) != content_of(name):
+                    wrong.append(f"a wrong block after kill {number + 1}")
+        files.close()
+    return num_read, wrong
+
+
+def storm(num_operations: int, seed: int, num_kills: int, progress: Callable[[TierResult], None]) -> TierResult:
+    with tempfile.TemporaryDirectory() as folder:
+        result = TierStorm(Path(folder) / "kv", seed).run(num_operations, progress)
+        num_read, wrong = kill_writers(Path(folder) / "killed", seed, num_kills)
+        result.filled += num_read
+        result.restarts += num_kills
+        result.wrong += wrong
+        if threading.active_count() > 1:
+            alive = [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-disk")]
+            result.wrong += [f"the thread {name} is lost" for name in alive]
+    return result
+
+
+def report(num_operations: int, seed: int) -> int:
+    """The exit status."""
+    logging.disable(logging.WARNING)  # every injected fault would be a line
+    result = storm(num_operations, seed, max(5, num_operations // 2000), progress)
+    print(file=sys.stderr)
+    rows: list[list[object]] = [
+        ["reads and writes of blocks", "prompts", "restarts", "wrong or lost", "seconds"],
+        [result.operations, result.prompts, result.restarts, len(result.wrong), f"{result.seconds:.0f}"],
+    ]
+    print(table([[str(cell) for cell in row] for row in rows]))
+    print(
+        f"\ndisk: {result.written} written, {result.filled} read and verified, {result.missed} missed in "
+        f"{result.fetches} fetches; host tier: {result.saved} saved, {result.loaded} loaded\n"
+    )
+    print(table([["fault", "times"], *([name, str(count)] for name, count in sorted(result.faults.items()))]))
+    for line in result.wrong[:20]:
+        print(f"MISSED: {line}", file=sys.stderr)
+    return int(bool(result.wrong))
+
+
+def progress(result: TierResult) -> None:
+    print(
+        f"\rtiers: {result.operations} reads and writes, {result.restarts} restarts, {len(result.wrong)} wrong   ",
+        end="",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    write_until_killed(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,60 @@
+"""A cluster restarts, and its workers still have the KV blocks that they had on disk."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve import Client
+from pdserve.engine.toy import answer
+from pdserve.testing import Cluster
+
+LENGTH = 320  # tokens of a prompt: 20 blocks
+NUM_PROMPTS = 4
+NUM_BLOCKS = 100  # in each pool
+
+
+def texts(seed: int) -> list[str]:
+    draw = random.Random(seed)
+    return ["".join(chr(draw.randrange(32, 127)) for _ in range(LENGTH)) for _ in range(NUM_PROMPTS)]
+
+
+def cached_tokens(client: Client, prompts: list[str]) -> int:
+    """Asks for an answer to each. Raises AssertionError if one is wrong."""
+    total = 0
+    for prompt in prompts:
+        completion = client.generate(prompt, max_tokens=4, temperature=0.0)
+        assert completion.token_ids == tuple(answer(list(prompt.encode()), 4))
+        total += completion.usage.cached_prompt_tokens
+    return total
+
+
+def num_read(cluster: Cluster) -> int:
+    """Blocks that the workers have read from disk."""
+    programs: list[Any] = [cluster._hosts[name]._engine.program for name in cluster.worker_ids]  # type: ignore[attr-defined]
+    return sum(program.fetches.num_filled["disk"] for program in programs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefill", [0, 1])
+def test_a_restart_keeps_the_hits_on_disk(tmp_path: Path, prefill: int) -> None:
+    """Of the same prompts, when they have left the pools."""
+    worker = {"kv_blocks": NUM_BLOCKS, "toy_token_s": 0.002, "kv_disk_path": str(tmp_path / "kv")}
+    found = []
+    for number in range(2):
+        with Cluster(prefill=prefill, worker=worker) as cluster, Client(cluster.address) as client:
+            if number == 0:
+                assert cached_tokens(client, texts(1)) == 0
+                cached_tokens(client, texts(2) + texts(3))  # evicts them
+            before = num_read(cluster)
+            cached = cached_tokens(client, texts(1))
+            found.append((cached, num_read(cluster) - before))
+            if number == 0:
+                cached_tokens(client, texts(4) + texts(5))
+    (cached, read), (cached_after, read_after) = found
+    assert read > 0
+    assert cached_after >= 0.9 * cached
+    assert read_after >= 0.9 * read

@@ -1,0 +1,175 @@
+"""KV blocks that outlive their worker: they are read from files, and tokens are exact whatever becomes of those."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.core.errors import ConfigError
+from pdserve.core.kv.hashing import block_hashes, chain_key
+from pdserve.core.types import Role
+from pdserve.engine.memory.block_files import BlockFiles
+from pdserve.engine.memory.disk import DiskTier
+from pdserve.engine.toy import answer
+from pdserve.worker.program import RoleProgram
+from pdserve.worker.role_change import change_role
+from tests.unit.worker.conftest import Running
+
+PROMPT = list(b"The quick brown fox jumps over it")  # 33 bytes: 8 blocks and a token
+NUM_BLOCKS = 16
+SLOW: dict[str, Any] = {"kv_blocks": NUM_BLOCKS, "toy_step_s": 0.005}  # so that reading is sooner than computing
+
+
+def others(count: int) -> list[list[int]]:
+    return [[number + 1, *PROMPT[1:]] for number in range(count)]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> dict[str, Any]:
+    return {**SLOW, "kv_disk_path": str(tmp_path / "kv"), "kv_disk_bytes": 2**20}
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long a prompt may wait, and what the disk is expected to do, do not depend on the machine."""
+    whole = RoleProgram.fetches_with
+    monkeypatch.setattr(RoleProgram, "fetches_with", lambda self, _: whole(self, lambda tokens, cached: 60.0))
+    monkeypatch.setattr(BlockFiles, "read_bytes_s", lambda self: 1e12)
+
+
+def tier_of(worker: Running) -> DiskTier:
+    tier = worker.program.disk
+    assert tier is not None, "there is no disk tier"
+    return tier
+
+
+async def fill(worker: Running, router: Any, ask: Any, run: Callable[..., Any]) -> None:
+    """Computes PROMPT and others, until the blocks of the first are on disk."""
+    expected = answer(PROMPT, 8, prefilled=len(PROMPT) if run == router.remote else 0)
+    assert await run(ask("first", PROMPT)) == expected
+    for number, other in enumerate(others(4)):
+        await run(ask(f"other-{number}", other))
+
+    def is_there(program: RoleProgram) -> bool:
+        return all(one in tier_of(worker).files for one in hashes_of(worker, PROMPT)) and tier_of(worker).flush(0.01)
+
+    await worker.until(is_there, "blocks on disk")
+
+
+@pytest.mark.parametrize("role", list(Role))
+@pytest.mark.parametrize("host_bytes", [0, 10 * 32])
+async def test_blocks_come_back(
+    start: Any, attach: Any, ask: Any, disk: dict[str, Any], role: Role, host_bytes: int
+) -> None:
+    """Cells on the decode worker come from the prefill worker, and the tokens show it."""
+    settings = {**disk, "kv_host_bytes": host_bytes}
+    p = start(Role.PREFILL, **(settings if role is Role.PREFILL else {}))
+    d = start(Role.DECODE, **({**settings, "model": "toy"} if role is Role.DECODE else {}))
+    tiered = p if role is Role.PREFILL else d
+    router = await attach(p, d) if role is Role.PREFILL else await attach(d)
+    run = router.remote if role is Role.PREFILL else router.local
+    await fill(tiered, router, ask, run)
+    expected = answer(PROMPT, 8, prefilled=len(PROMPT) if role is Role.PREFILL else 0)
+    assert await run(ask("again", PROMPT)) == expected
+    assert num_read(tiered) >= 4
+
+
+def num_read(worker: Running) -> int:
+    """Verified blocks."""
+    fetches = worker.program.fetches
+    assert fetches is not None
+    return fetches.num_filled["disk"]
+
+
+@pytest.mark.parametrize("role", list(Role))
+async def test_blocks_outlive_the_process(start: Any, attach: Any, ask: Any, disk: dict[str, Any], role: Role) -> None:
+    """The next worker of the same name finds them, and tells routers."""
+    p = start(Role.PREFILL, **(disk if role is Role.PREFILL else {}))
+    d = start(Role.DECODE, **({**disk, "model": "toy"} if role is Role.DECODE else {}))
+    tiered = p if role is Role.PREFILL else d
+    first = await attach(p, d) if role is Role.PREFILL else await attach(d)
+    await fill(tiered, first, ask, first.remote if role is Role.PREFILL else first.local)
+    kept = set(tier_of(tiered).files.hashes())
+    await first.close()
+    tiered.host.stop()
+    again = start(role, **disk, **({"model": "toy"} if role is Role.DECODE else {}))
+    assert set(tier_of(again).files.hashes()) == kept
+    router = await attach(*([again, d] if role is Role.PREFILL else [again]), wants_kv_events=True)
+    snapshot = await router.next("kv_events", role=role)
+    assert snapshot.is_snapshot
+    assert set(snapshot.stored) == kept
+    run = router.remote if role is Role.PREFILL else router.local
+    expected = answer(PROMPT, 8, prefilled=len(PROMPT) if role is Role.PREFILL else 0)
+    assert await run(ask("again", PROMPT)) == expected
+    assert num_read(again) == sum(1 for one in hashes_of(again, PROMPT) if one in kept)
+    assert num_read(again) >= 4
+
+
+def hashes_of(worker: Running, prompt: list[int]) -> list[bytes]:
+    key = chain_key(b"", worker.program.limits.hash_seed)
+    return block_hashes(prompt[:-1], 4, key)
+
+
+async def test_damaged_files_are_misses(start: Any, attach: Any, ask: Any, disk: dict[str, Any]) -> None:
+    d = start(Role.DECODE, **disk, model="toy")
+    router = await attach(d)
+    await fill(d, router, ask, router.local)
+    rng = random.Random(1)
+    for path in (Path(disk["kv_disk_path"]) / "decode-0").glob("*.kv"):
+        content = bytearray(path.read_bytes())
+        for at in rng.sample(range(4096, len(content)), len(content) // 40):  # every block has some
+            content[at] ^= 1 << rng.randrange(8)
+        path.write_bytes(content)
+    assert await router.local(ask("again", PROMPT)) == answer(PROMPT, 8)
+    assert num_read(d) == 0
+    assert tier_of(d).events["damaged"] >= 4
+    for number, other in enumerate(others(4)):
+        assert await router.local(ask(f"again-{number}", other)) == answer(other, 8)
+
+
+async def test_a_role_change_keeps_the_disk_tier(start: Any, attach: Any, ask: Any, disk: dict[str, Any]) -> None:
+    d = start(Role.DECODE, **disk, model="toy")
+    router = await attach(d)
+    await fill(d, router, ask, router.local)
+    tier, kept = tier_of(d), set(tier_of(d).files.hashes())
+    await router.close()
+    before = d.program.context.config
+    assert await change_role(d.address, Role.PREFILL, before, before) == ""
+    assert d.program.context.role is Role.PREFILL
+    assert tier_of(d) is tier
+    assert await d.on_engine(lambda program: set(program.kv.snapshot().stored)) >= kept
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"kv_disk_bytes": 100}, "at least"),
+        ({"is_prefix_cache_on": False}, "is_prefix_cache_on"),
+        ({"kv_disk_path": "/dev/null/kv"}, "cannot be opened"),
+    ],
+)
+def test_a_tier_that_cannot_be_is_an_error(
+    start: Any, disk: dict[str, Any], changes: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        start(Role.DECODE, **{**disk, **changes})
+
+
+def test_two_workers_cannot_share_a_folder(start: Any, disk: dict[str, Any]) -> None:
+    start(Role.DECODE, **disk)
+    with pytest.raises(ConfigError, match="another process uses it"):
+        start(Role.DECODE, **disk)
+    start(Role.DECODE, **disk, worker_id="another")
+
+
+def test_a_tier_that_is_slower_than_the_engine_is_off(
+    start: Any, disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BlockFiles, "read_bytes_s", lambda self: 0.001)
+    d = start(Role.DECODE, **disk)
+    assert d.program.disk is None
+    assert d.program.fetches is None
