@@ -8,9 +8,12 @@ directly into the blocks of the pool that the fetch holds. Every failure is a mi
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import mmap
+import os
+import sys
 import threading
 import time
 from collections import Counter, deque
@@ -44,6 +47,7 @@ READS: Final = 2  # of one fetch at a time, so that one is under way while anoth
 GAIN: Final = 0.3  # weight of the newest fetch
 MOST_FACTOR: Final = 100.0
 FORGOTTEN_S: Final = 60.0  # after which a slow device is tried again
+NICE: Final = 15  # about a thirtieth of a core that the engine wants
 DRAIN_S: Final = 3.0  # for what waits to be written at the end
 JOIN_S: Final = 5.0
 
@@ -114,7 +118,7 @@ class DiskTier:
             threading.Thread(target=self._write_all, name="kv-disk-writer", daemon=True),
             threading.Thread(target=self._read_all, name="kv-disk-reader", daemon=True),
         ]
-        self._readers = ThreadPoolExecutor(READS, thread_name_prefix="kv-disk-reads")
+        self._readers = ThreadPoolExecutor(READS, "kv-disk-reads", initializer=_yield_to_engine)
         for thread in self._threads:
             thread.start()
 
@@ -238,6 +242,7 @@ class DiskTier:
     # -- the reader -----------------------------------------------------------------------------------------------
 
     def _read_all(self) -> None:
+        _yield_to_engine()
         while True:
             with self._guard:
                 while not self._reads and not self._is_closing:
@@ -300,6 +305,7 @@ class DiskTier:
     # -- the writer -----------------------------------------------------------------------------------------------
 
     def _write_all(self) -> None:
+        _yield_to_engine()
         num_unsynced = 0
         while True:
             with self._guard:
@@ -362,6 +368,15 @@ class DiskTier:
         with self._guard:
             if seconds > 0.0 and not self._is_closing:
                 self._may_write.wait_for(lambda: self._is_closing, seconds)
+
+
+def _yield_to_engine() -> None:
+    """Lets this thread have what the engine's threads leave: they wait for each other in every layer, so a core that is
+    taken from one of them stalls all."""
+    if sys.platform == "linux":  # elsewhere, it would concern the process
+        with contextlib.suppress(OSError):
+            thread = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICE)
 
 
 def disk_tier(
