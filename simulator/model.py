@@ -31,6 +31,7 @@ class TraceRequest:
     tenant: str = ""
     priority: int = 0
     slo: Slo | None = None  # None: the run's
+    slo_task_s: float | None = None  # deadline of the task to which it belongs by its prefix; `slo` is then a limit
     cancel_after_s: float | None = None  # the client disconnects this long after its arrival
     max_tokens: int | None = None  # max_tokens of its client; None: the run's
 

@@ -74,6 +74,7 @@ class Options(TypedDict, total=False):
     allow_special_tokens: bool | None  # of a chat: names of control tokens in its texts become these tokens
     best_of: int | None  # n to 16: samples this many and returns the n with the largest mean logprob, at the end
     slo: Slo | Mapping[str, float] | None  # a mapping sets only the targets that it names: ttft_s, tpot_s, itl_s
+    slo_task_s: float | None  # deadline of the whole task, which is the session; docs/sessions.md
     timeout_s: float | None  # limit of the whole call, including retries
     request_id: str | None
     session_id: str | None  # groups requests in spans, logs and recordings; at most 128 printable characters

@@ -179,6 +179,19 @@ class ConversationView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TaskView:
+    """The turns of a session that have one deadline."""
+
+    state: str  # running, in_time, late, or unknown: the router forgot the session before the task had ended
+    began_at_s: float
+    due_at_s: float
+    turns: int
+    turns_left: float | None  # expected after the last turn; None: unknown
+    ttft_s: float  # targets of the last turn
+    tpot_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SessionView:
     session_id: str  # the client's, or one that the router made of the prefix
     tenant: str
@@ -188,6 +201,7 @@ class SessionView:
     used_at_s: float
     conversations: tuple[ConversationView, ...]  # the least recently used first
     cursor: int  # for the page after it
+    task: TaskView | None = None  # the last one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -131,6 +131,14 @@ MIGRATIONS_WITH_KV: Final = _metric(
     "router",
     "running answers whose KV the draining decode worker has sent; the KV of the others was computed again",
 )
+TASK_STATES: Final = ("in_time", "late", "unknown")
+TASKS: Final = _metric(
+    "pdserve_tasks_total",
+    "counter",
+    "router",
+    "tasks with a deadline that ended, by whether that was in time; unknown: the router forgot the session before",
+    {"outcome": TASK_STATES},
+)
 GEN_AI_LABELS: Final[Mapping[str, LabelValues]] = {
     "gen_ai_operation_name": (CHAT, TEXT_COMPLETION),
     "gen_ai_provider_name": (PROVIDER_NAME,),

@@ -26,7 +26,7 @@ PATH_REMOTE: Path
 PATH_LOCAL: Path
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "chat", "sampling", "slo", "request_id", "priority", "truncate_prompt_tokens", "n", "best_of", "session_id", "cache_salt", "model", "resume", "reuse_within_s", "expected_output_tokens")
+    __slots__ = ("text", "token_ids", "chat", "sampling", "slo", "request_id", "priority", "truncate_prompt_tokens", "n", "best_of", "session_id", "cache_salt", "model", "resume", "reuse_within_s", "expected_output_tokens", "slo_task_s")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class GenerateRequest(_message.Message):
     RESUME_FIELD_NUMBER: _ClassVar[int]
     REUSE_WITHIN_S_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SLO_TASK_S_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: TokenIds
     chat: ChatPrompt
@@ -59,7 +60,8 @@ class GenerateRequest(_message.Message):
     resume: Resumption
     reuse_within_s: float
     expected_output_tokens: int
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., slo: _Optional[_Union[Slo, _Mapping]] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., truncate_prompt_tokens: _Optional[int] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., session_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., model: _Optional[str] = ..., resume: _Optional[_Union[Resumption, _Mapping]] = ..., reuse_within_s: _Optional[float] = ..., expected_output_tokens: _Optional[int] = ...) -> None: ...
+    slo_task_s: float
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., slo: _Optional[_Union[Slo, _Mapping]] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., truncate_prompt_tokens: _Optional[int] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., session_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., model: _Optional[str] = ..., resume: _Optional[_Union[Resumption, _Mapping]] = ..., reuse_within_s: _Optional[float] = ..., expected_output_tokens: _Optional[int] = ..., slo_task_s: _Optional[float] = ...) -> None: ...
 
 class Resumption(_message.Message):
     __slots__ = ("key", "answers")
@@ -495,7 +497,7 @@ class ListSessionsResponse(_message.Message):
     def __init__(self, sessions: _Optional[_Iterable[_Union[SessionView, _Mapping]]] = ..., has_more: _Optional[bool] = ...) -> None: ...
 
 class SessionView(_message.Message):
-    __slots__ = ("session_id", "tenant", "is_named", "turns", "began_at_s", "used_at_s", "conversations", "cursor")
+    __slots__ = ("session_id", "tenant", "is_named", "turns", "began_at_s", "used_at_s", "conversations", "cursor", "task")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     IS_NAMED_FIELD_NUMBER: _ClassVar[int]
@@ -504,6 +506,7 @@ class SessionView(_message.Message):
     USED_AT_S_FIELD_NUMBER: _ClassVar[int]
     CONVERSATIONS_FIELD_NUMBER: _ClassVar[int]
     CURSOR_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     tenant: str
     is_named: bool
@@ -512,7 +515,26 @@ class SessionView(_message.Message):
     used_at_s: float
     conversations: _containers.RepeatedCompositeFieldContainer[ConversationView]
     cursor: int
-    def __init__(self, session_id: _Optional[str] = ..., tenant: _Optional[str] = ..., is_named: _Optional[bool] = ..., turns: _Optional[int] = ..., began_at_s: _Optional[float] = ..., used_at_s: _Optional[float] = ..., conversations: _Optional[_Iterable[_Union[ConversationView, _Mapping]]] = ..., cursor: _Optional[int] = ...) -> None: ...
+    task: TaskView
+    def __init__(self, session_id: _Optional[str] = ..., tenant: _Optional[str] = ..., is_named: _Optional[bool] = ..., turns: _Optional[int] = ..., began_at_s: _Optional[float] = ..., used_at_s: _Optional[float] = ..., conversations: _Optional[_Iterable[_Union[ConversationView, _Mapping]]] = ..., cursor: _Optional[int] = ..., task: _Optional[_Union[TaskView, _Mapping]] = ...) -> None: ...
+
+class TaskView(_message.Message):
+    __slots__ = ("state", "began_at_s", "due_at_s", "turns", "turns_left", "ttft_s", "tpot_s")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    BEGAN_AT_S_FIELD_NUMBER: _ClassVar[int]
+    DUE_AT_S_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    TURNS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    TPOT_S_FIELD_NUMBER: _ClassVar[int]
+    state: str
+    began_at_s: float
+    due_at_s: float
+    turns: int
+    turns_left: float
+    ttft_s: float
+    tpot_s: float
+    def __init__(self, state: _Optional[str] = ..., began_at_s: _Optional[float] = ..., due_at_s: _Optional[float] = ..., turns: _Optional[int] = ..., turns_left: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ...) -> None: ...
 
 class ConversationView(_message.Message):
     __slots__ = ("turns", "running", "prompt_tokens", "growth_tokens", "used_at_s", "until_s", "is_over", "is_cached_known", "cached")

@@ -23,6 +23,7 @@ from pdserve.core.results import (
     Phases,
     SessionPage,
     SessionView,
+    TaskView,
     Timings,
     Usage,
 )
@@ -194,7 +195,8 @@ _CONVERSATION: Final = Codec(
     nested=(Codec(CachedPrefix, inference_pb2.CachedPrefix),),
     is_lenient=True,
 )
-SESSION: Final = Codec(SessionView, inference_pb2.SessionView, nested=(_CONVERSATION,), is_lenient=True)
+_TASK: Final = Codec(TaskView, inference_pb2.TaskView, is_lenient=True)
+SESSION: Final = Codec(SessionView, inference_pb2.SessionView, nested=(_CONVERSATION, _TASK), is_lenient=True)
 SESSION_PAGE: Final = Codec(SessionPage, inference_pb2.ListSessionsResponse, nested=(SESSION,), is_lenient=True)
 
 

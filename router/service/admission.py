@@ -16,6 +16,7 @@ from typing import Final, TypeVar, final
 
 from pdserve.core.access.key_file import DEFAULT_TENANT, Tenant
 from pdserve.core.access.proof import ClusterSecret
+from pdserve.core.durations import SHORTEST_SLO_S, check_duration
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.kv.hashing import chain_key, extend_hashes
 from pdserve.core.types import (
@@ -89,6 +90,8 @@ class Prepared(RequestAttributes):
     resume_keys: Mapping[str, bytes]  # by the weights that may compute the answers; empty: the call cannot be resumed
     resumed: tuple[ResumedAnswer, ...] = ()  # of a resumed call: one for each of `samplings`
     expected_tokens: int | None = None  # as in RequestArrived
+    slo_task_s: float | None = None  # likewise
+    stated: frozenset[str] = frozenset()  # fields of `slo` that the request itself states
 
     @property
     def first(self) -> int:
@@ -161,6 +164,9 @@ class Admission:
         sampling = await self._sampling(request.sampling, model, client)
         n, best_of = answer.counts(request, sampling)
         slo = convert.slo_from_proto(request.slo, tenant.slo or limits.default_slo)
+        slo_task_s = request.slo_task_s if request.HasField("slo_task_s") else None
+        if slo_task_s is not None:
+            check_duration("slo_task_s", slo_task_s, low=SHORTEST_SLO_S)
         prompt = await self._prompts.read(request, model, client, salt)
         _check_scores(sampling, len(prompt.token_ids))
         if sampling.grammar is not None:
@@ -220,6 +226,8 @@ class Admission:
             resume_keys=keys,
             resumed=resumed,
             expected_tokens=_expected_tokens(request, sampling),
+            slo_task_s=slo_task_s,
+            stated=frozenset(one.name for one, _ in request.slo.ListFields()),
             **attributes.attributes(),
         )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -482,12 +483,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             output_ids=prepared.resumed[index].token_ids if prepared.resumed else (),
             finish=_finish_of(prepared, index, answer),
             expected_tokens=prepared.expected_tokens,
+            slo_task_s=prepared.slo_task_s,
             **prepared.attributes(),
         )
+        slo = self._runtime.state.targets(arrival, prepared.stated, now_s)
+        if slo is not arrival.slo:
+            arrival = dataclasses.replace(arrival, slo=slo)
+            sequence.ttft_s, sequence.tpot_s = slo.ttft_s, slo.tpot_s
         facts = RequestFacts(
             span=span,
             arrived_s=now_s if is_sibling else span.started_s,
-            slo=prepared.slo,
+            slo=slo,
             operation=names.CHAT if prepared.is_chat else names.TEXT_COMPLETION,
             model=answer.model,
             tenant=prepared.tenant,

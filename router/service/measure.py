@@ -420,6 +420,9 @@ class Gauges:
             metrics.add(metric_names.DROPPED_MESSAGES, self._more(kind, total), kind=kind)
         metrics.add(metric_names.MIGRATIONS, self._more("migrated", state.counters["migrated"]))
         metrics.add(metric_names.MIGRATIONS_WITH_KV, self._more("with_kv", state.counters["migrated_with_kv"]))
+        for one in metric_names.TASK_STATES:
+            name = f"task_{one}"
+            metrics.add(metric_names.TASKS, self._more(name, state.counters[name]), outcome=one)
         if (kept := self._tokenizer.kept) is not None:
             for source, total in (("kept", kept.num_found_chars), ("tokenizer", kept.num_missed_chars)):
                 metrics.add(metric_names.LONG_PROMPT_CHARS, self._more(source, total), source=source)

@@ -18,18 +18,19 @@ from pdserve.core.cost.latency import CostPrior
 from pdserve.core.durations import Alarms
 from pdserve.core.live import LiveFrame, LiveTotals, LiveWorker
 from pdserve.core.protocol import Cancel, Load
-from pdserve.core.types import Role
+from pdserve.core.types import Role, Slo
 from router.policy import find_policy, make_policy
 from router.policy.interface import Decision
 from router.state.fleet import Fleet, OutputLengths, entry_of
 from router.state.forecast import RecentDemand, Utilization
 from router.state.history import Explanations, LiveLog, live_request
-from router.state.interface import Command, Outcome, RouterSettings
+from router.state.interface import Command, Outcome, RequestArrived, RouterSettings
 from router.state.lifecycle import MOVES, IllegalMove, Move, Stage
 from router.state.load import Reservation
 from router.state.queue import Queue
 from router.state.request import Request
 from router.state.sessions import Sessions
+from router.state.turns import Expected
 from router.state.view import WorkerView
 
 KEPT_CRASHES: Final = 64  # that are remembered
@@ -53,7 +54,8 @@ class ClusterState:
         self.fleet = Fleet(settings.worker_silence_s)
         self.policy = make_policy(settings, self.fleet.link)
         self.lengths = OutputLengths()
-        self.sessions = Sessions()
+        self.counters: Counter[str] = Counter()
+        self.sessions = Sessions(self.counters)
         self.requests: dict[str, Request] = {}
         self.rules = find_policy(settings.policy).rules_on(settings.rules_off)
         # QUEUED requests, except those bound to a worker or in backoff
@@ -63,7 +65,6 @@ class ClusterState:
         self.ended: set[str] = set()  # ended requests that wait for Released
         self.migrating: set[str] = set()  # requests that have left a draining worker, and have not arrived elsewhere
         self.migration_asked_s = -math.inf  # when a migration last found no room to recompute an answer
-        self.counters: Counter[str] = Counter()
         self.utilization = Utilization()
         self.demand = RecentDemand()
         self.explanations = Explanations(settings.explain_capacity)
@@ -167,6 +168,24 @@ class ClusterState:
         unloaded, slo = request.unloaded, request.facts.slo
         if unloaded is not None and unloaded.ttft_s <= slo.ttft_s and unloaded.tpot_s <= slo.tpot_s:
             self.demand.arrived(unloaded.ttft_s, slo.ttft_s, self.now_s)
+
+    def targets(self, facts: RequestArrived, stated: frozenset[str], now_s: float) -> Slo:
+        """As RouterState.targets."""
+
+        def expected(turns: float | None, pause_s: float) -> Expected:
+            request = Request(facts=facts, arrived_s=now_s, deadline_at_s=None, serial=0, weights=facts.weights)
+            request.cached_blocks.update(facts.cached_blocks)
+            entry_of(request, self.fleet, self.lengths, self.rules, now_s)
+            unloaded = request.unloaded
+            return Expected(
+                tokens=self.lengths.remaining(facts, 0),
+                turns=turns,
+                pause_s=pause_s,
+                least_ttft_s=0.0 if unloaded is None else facts.spent_s + unloaded.ttft_s,
+                least_tpot_s=0.0 if unloaded is None else unloaded.tpot_s,
+            )
+
+        return self.sessions.targets(facts, stated, expected, now_s)
 
     # -- charges of tenants --------------------------------------------------------------------------------
 

@@ -49,6 +49,7 @@ class RequestArrived(RequestAttributes):
     output_ids: tuple[int, ...] = ()  # of a resumed answer: the tokens that its client has from another router
     finish: FinishReason | None = None  # the answer ends with `output_ids`, and only its end is missing
     expected_tokens: int | None = None  # of the answer, by its client
+    slo_task_s: float | None = None  # deadline of its task, from the task's first turn on; `slo` follows from it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

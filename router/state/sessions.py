@@ -11,6 +11,8 @@ turns are, how much the prompts grow, and how many conversations go on. From tha
 conversation is used again, if it is likely to go on at all. A client's own hint is used instead, as long as most of
 its tenant's hints come true, and only for as many tokens as the tenant's part of all KV memory.
 
+A session may have a task: turns with one deadline. Its rules, and all that is learned, are in turns.py.
+
 All tables are bounded. Of the tenant that has the most conversations, one leaves that is over or had one turn only, if
 these are a quarter. What leaves so teaches nothing, because nobody knows whether it would go on. Nothing that a tenant
 says or does changes what is predicted for another one.
@@ -26,7 +28,20 @@ from typing import Final, final
 
 from pdserve.core.durations import Alarms
 from pdserve.core.results import CachedPrefix, ConversationView, SessionView
+from pdserve.core.types import Slo
 from router.state.interface import RequestArrived
+from router.state.turns import (
+    IDLE_S,
+    KEPT,
+    LEAST_SEEN,
+    MAX_PACED_TURNS,
+    Expected,
+    ReuseModel,
+    Task,
+    class_of,
+    paced,
+    turns_ahead,
+)
 
 MAX_CONVERSATIONS: Final = 8192  # of all tenants
 MAX_OF_TENANT: Final = 1024
@@ -35,80 +50,7 @@ MAX_TENANTS: Final = 1024  # whose learned pauses are kept without a conversatio
 MAX_SCAN: Final = 4096  # last blocks of a prompt among which the end of an earlier prompt is searched
 MAX_HASHES: Final = 64  # kept of one conversation
 MINOR_SHARE: Final = 4  # conversations that are over or had one turn keep one of so many places
-IDLE_S: Final = 1800.0  # a conversation that pauses for longer counts as ended
-
-# --- what is learned ------------------------------------------------------------------------------------------
-
-KEPT: Final = 0.98  # forgetting factor per observation
-LEAST_SEEN: Final = 8.0  # observations before a prediction
-LEAST_SHARE: Final = 0.5  # of conversations that go on, for a prediction
-QUANTILE: Final = 0.9  # of pauses that are at most as long as predicted
-SHORTEST_PAUSE_S: Final = 2.0**-4  # upper end of the first bin; each further one is longer by a factor of sqrt(2)
-NUM_BINS: Final = 40  # the last one ends at 46 hours
-MAX_CLASS: Final = 6  # 32 and more turns
 FEW_HINTS: Final = 2.0  # that may be broken in addition to those that came true
-
-
-@final
-class ReuseModel:
-    """Pauses and growth of the conversations of one class."""
-
-    __slots__ = ("_bins", "_continued", "_ended", "_growth")
-
-    def __init__(self) -> None:
-        self._bins = [0.0] * NUM_BINS
-        self._continued = self._ended = self._growth = 0.0
-
-    @property
-    def seen(self) -> float:
-        """Observations, older ones with less weight."""
-        return self._continued + self._ended
-
-    @property
-    def share(self) -> float:
-        """Of conversations that went on."""
-        return self._continued / self.seen if self.seen > 0.0 else 0.0
-
-    @property
-    def growth_tokens(self) -> float:
-        """Mean growth of the prompt from one turn to the next."""
-        return self._growth / self._continued if self._continued > 0.0 else 0.0
-
-    def continued(self, pause_s: float, growth_tokens: int) -> None:
-        self._forget()
-        index, edge_s = 0, SHORTEST_PAUSE_S
-        while edge_s < pause_s and index < NUM_BINS - 1:
-            index, edge_s = index + 1, edge_s * 2.0**0.5
-        self._bins[index] += 1.0
-        self._continued += 1.0
-        self._growth += max(growth_tokens, 0)
-
-    def ended(self) -> None:
-        self._forget()
-        self._ended += 1.0
-
-    def revived(self) -> None:
-        """One that had counted as ended goes on."""
-        self._ended = max(self._ended - 1.0, 0.0)
-
-    def within_s(self) -> float | None:
-        """The time within which most of those that go on do so. None: too little is known, or most do not go on."""
-        if self.seen < LEAST_SEEN or self.share < LEAST_SHARE:
-            return None
-        left, edge_s = QUANTILE * self._continued, SHORTEST_PAUSE_S
-        for weight in self._bins[:-1]:
-            left -= weight
-            if left <= 1e-9:
-                break
-            edge_s *= 2.0**0.5
-        return edge_s
-
-    def _forget(self) -> None:
-        self._bins = [KEPT * one for one in self._bins]
-        self._continued *= KEPT
-        self._ended *= KEPT
-        self._growth *= KEPT
-
 
 # --- sessions -------------------------------------------------------------------------------------------------
 
@@ -126,6 +68,11 @@ class Session:
     serial: int = 0  # larger: used more recently
     turns: int = 0
     conversations: dict[int, Conversation] = field(default_factory=dict)  # the least recently used first
+    task: Task | None = None  # the last one
+
+    @property
+    def is_running(self) -> bool:
+        return any(one.running for one in self.conversations.values())
 
     @property
     def key(self) -> SessionKey:
@@ -210,15 +157,24 @@ class _Tenant:
         self.broken_hints = KEPT * self.broken_hints + (0.0 if is_kept else 1.0)
 
     def model(self, turns: int) -> ReuseModel:
-        found = self.models.get(_class_of(turns))
+        found = self.models.get(class_of(turns))
         if found is None:
-            found = self.models[_class_of(turns)] = ReuseModel()
+            found = self.models[class_of(turns)] = ReuseModel()
         return found
 
     def best_model(self, turns: int) -> ReuseModel:
         """That of the class, or of all conversations if it knows too little."""
         found = self.model(turns)
         return found if found.seen >= LEAST_SEEN else self.model(0)
+
+    def turns_from(self, turn: int, own: Conversation | None, session: Session | None) -> float | None:
+        """Expected number of turns of conversation `own` from its turn number `turn` on, or of another one of `session`
+        that goes on for longer. None: too little is known."""
+        if self.model(0).seen < LEAST_SEEN:
+            return None
+        ahead, held = turns_ahead(self.best_model), () if session is None else session.conversations.values()
+        turns = (turn, *(one.turns for one in held if one is not own and not one.is_over))
+        return max(ahead[min(one, MAX_PACED_TURNS)] for one in turns)
 
     def learn(self, turns: int, pause_s: float | None, growth_tokens: int = 0) -> None:
         """`pause_s` None: the conversation has ended."""
@@ -229,19 +185,17 @@ class _Tenant:
                 model.continued(pause_s, growth_tokens)
 
 
-def _class_of(turns: int) -> int:
-    """0: all conversations."""
-    return min(turns.bit_length(), MAX_CLASS)
-
-
 @final
 class Sessions:
-    def __init__(self) -> None:
+    def __init__(self, counters: Counter[str] | None = None) -> None:
+        """Ends of tasks are counted in `counters`, as `task_` and their state."""
+        self._counters: Counter[str] = Counter() if counters is None else counters
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # the least recently used first
         self._sessions: OrderedDict[tuple[str, SessionKey], Session] = OrderedDict()  # likewise
         self._conversations: OrderedDict[int, Conversation] = OrderedDict()  # likewise
         self._alarms: Alarms[int] = Alarms()  # of pauses: the end of a hint, then that of IDLE_S
         self._serial = 0
+        self._num_tasks = 0  # that are running
         self._num_active = 0  # tenants with a conversation that is not over
         self._of_size: list[dict[str, None]] = [{}]  # names of tenants, by the number of their conversations
 
@@ -251,7 +205,7 @@ class Sessions:
     def arrived(self, facts: RequestArrived, kv_tokens: int, now_s: float) -> Conversation | None:
         """The conversation of which the request is a turn; None: it has neither a name nor a full block.
         `kv_tokens`: that all workers can hold."""
-        self._advance(now_s)
+        self.advance(now_s)
         if not facts.session_id and not facts.block_hashes:
             return None
         tenant = self._tenants.get(facts.tenant)
@@ -265,16 +219,44 @@ class Sessions:
             self._continue(tenant, conversation, facts, now_s)
         self._extend(tenant, conversation, facts, now_s)
         conversation.reuse_within_s = self._expected_s(tenant, conversation, facts, kv_tokens)
+        self._take_task(tenant, conversation, facts, now_s)
         self._trim(tenant, conversation)
         return conversation
 
+    def targets(
+        self,
+        facts: RequestArrived,
+        stated: frozenset[str],
+        expected: Callable[[float | None, float], Expected],
+        now_s: float,
+    ) -> Slo:
+        """Those of a request that is about to arrive, which states the ones in `stated`. `expected` is asked with the
+        expected number of turns and the mean pause if the request belongs to a task."""
+        if facts.slo_task_s is None and not self._num_tasks:
+            return facts.slo
+        tenant = self._tenants.get(facts.tenant)
+        conversation = None if tenant is None else self._find(tenant, facts)
+        named = tenant.sessions.get((True, facts.session_id)) if tenant is not None else None
+        session = named if conversation is None else conversation.session
+        task = session.task if session is not None and session.task is not None and session.task.is_running else None
+        slo_s = facts.slo_task_s if task is None or facts.slo_task_s is not None else task.slo_s
+        if slo_s is None or not (facts.session_id or facts.block_hashes):
+            return facts.slo
+        left_s = slo_s if task is None else task.began_s + slo_s - now_s
+        turns, pause_s = None, 0.0
+        if tenant is not None:
+            turn = 1 if conversation is None else conversation.turns + 1
+            turns, pause_s = tenant.turns_from(turn, conversation, session), tenant.best_model(turn).pause_s
+        return paced(facts.slo, stated, left_s, expected(turns, pause_s))
+
     def ended(self, conversation: Conversation, now_s: float, *, is_served: bool) -> None:
         """A request of it has ended; `is_served`: with tokens."""
-        self._advance(now_s)
+        self.advance(now_s)
         conversation.running -= 1
         if conversation.is_dropped:
             return
         conversation.is_served = conversation.is_served or is_served
+        self._serve_task(conversation, now_s, is_served=is_served)
         if conversation.running:
             return
         conversation.is_retried = not conversation.is_served
@@ -336,6 +318,7 @@ class Sessions:
             used_at_s=session.used_s + origin_s,
             conversations=tuple(rows),
             cursor=session.serial,
+            task=None if session.task is None else session.task.view(origin_s),
         )
 
     def check(self) -> None:
@@ -357,6 +340,8 @@ class Sessions:
             assert held == tenant.held_tokens, f"{tenant.held_tokens} tokens counted, {held} held"
             assert len(tenant.conversations) <= MAX_OF_TENANT, "conversations of a tenant are not bounded"
             assert {*tenant.tails.values()} <= {*tenant.conversations.values()}, "a tail outlives its conversation"
+        tasks = [one.task for one in self._sessions.values() if one.task is not None and one.task.is_running]
+        assert len(tasks) == self._num_tasks, f"{self._num_tasks} tasks counted, {len(tasks)} running"
         sizes = {name: len(tenant.conversations) for name, tenant in self._tenants.items() if tenant.conversations}
         assert {name: size for size, names in enumerate(self._of_size) for name in names} == sizes, "sizes of tenants"
         for one in by_session:
@@ -443,6 +428,8 @@ class Sessions:
     def _count_turn(self, conversation: Conversation) -> None:
         conversation.turns += 1
         conversation.session.turns += 1
+        if (task := conversation.session.task) is not None and task.is_running:
+            task.turns += 1
         conversation.is_served = False
 
     def _extend(self, tenant: _Tenant, conversation: Conversation, facts: RequestArrived, now_s: float) -> None:
@@ -488,6 +475,35 @@ class Sessions:
         self._tenants[conversation.session.tenant].held_tokens -= conversation.held_tokens
         conversation.held_tokens, conversation.hint_s = 0, None
 
+    def _take_task(self, tenant: _Tenant, conversation: Conversation, facts: RequestArrived, now_s: float) -> None:
+        """The request is a turn of its session's task, if there is one."""
+        session, task = conversation.session, conversation.session.task
+        if task is None or not task.is_running:
+            if facts.slo_task_s is None:
+                return
+            self._num_tasks += 1
+            task = session.task = Task(began_s=now_s, slo_s=facts.slo_task_s, slo=facts.slo)
+        elif facts.slo_task_s is not None:
+            task.slo_s = facts.slo_task_s
+        task.slo, task.is_last = facts.slo, False
+        turns = tenant.turns_from(conversation.turns, conversation, session)
+        task.turns_left = None if turns is None else turns - 1.0
+
+    def _serve_task(self, conversation: Conversation, now_s: float, *, is_served: bool) -> None:
+        session, task = conversation.session, conversation.session.task
+        if task is None or not task.is_running:
+            return
+        task.served_s = now_s if is_served else None
+        task.is_last |= is_served and conversation.reuse_within_s == 0.0
+        if task.is_last and not session.is_running:
+            self._end_task(session)
+
+    def _end_task(self, session: Session, *, is_known: bool = True) -> None:
+        if session.task is not None and session.task.is_running:
+            session.task.end(is_known=is_known)
+            self._num_tasks -= 1
+            self._counters[f"task_{session.task.state}"] += 1
+
     def _gone_idle(self, conversation: Conversation) -> None:
         self._alarms.clear(conversation.number)
         if conversation.has_gone_idle:
@@ -508,7 +524,8 @@ class Sessions:
         tenant.num_active += 1 if is_active else -1
         self._num_active += bool(tenant.num_active)
 
-    def _advance(self, now_s: float) -> None:
+    def advance(self, now_s: float) -> None:
+        """Handles pauses that have become long by now."""
         while (number := self._alarms.pop_due(now_s)) is not None:
             conversation = self._conversations[number]
             ended_s = conversation.ended_s
@@ -520,6 +537,9 @@ class Sessions:
                 self._alarms.set(number, ended_s + IDLE_S)
             else:
                 self._gone_idle(conversation)
+                session = conversation.session
+                if now_s >= session.used_s + IDLE_S and not session.is_running:
+                    self._end_task(session)
 
     def _trim(self, tenant: _Tenant, newest: Conversation) -> None:
         """Drops conversations over the limits, but not the newest."""
@@ -569,6 +589,7 @@ class Sessions:
                 del tenant.passed[conversation.passed]
         del self._conversations[conversation.number]
         if not session.conversations:
+            self._end_task(session, is_known=False)
             del tenant.sessions[session.key]
             del self._sessions[session.tenant, session.key]
 

@@ -12,6 +12,7 @@ replayed (router/recording/replay.py), and the simulator runs the same class. Mo
     rejection.py    which new, waiting or late requests are rejected, by the predicted starts of forecast.py
     history.py      explanations of placements, and ended requests
     sessions.py     which requests are turns of one conversation, and when the next turn is expected
+    turns.py        what is learned of turns, and the targets of the turns of a task
     cluster_state.py  the data that these modules share; the state for operators, and frames of the live view
 
 `handle` runs five parts in order: what is due by now, the event's handler, the endings that it returns, migration, and
@@ -40,7 +41,7 @@ from pdserve.core.protocol import (
     UndrainWorker,
 )
 from pdserve.core.results import Phase
-from pdserve.core.types import FinishReason, Role
+from pdserve.core.types import FinishReason, Role, Slo
 from router.policy.interface import Decision
 from router.state import attempts, migration, placing
 from router.state.cluster_state import MAX_IN_PROGRESS, ClusterSnapshot, ClusterState, live_frame, take_snapshot
@@ -219,6 +220,11 @@ class RouterState:
             return cluster.explanations.last(request_id)
         return cluster.explanations.live(request, cluster.now_s)
 
+    def targets(self, facts: RequestArrived, stated: frozenset[str], now_s: float) -> Slo:
+        """Those that a request should arrive with: `facts.slo`, or what its task's deadline makes of them. The request
+        itself states those in `stated` (names of fields)."""
+        return self._cluster.targets(facts, stated, now_s)
+
     @property
     def sessions(self) -> Sessions:
         """For inspection only."""
@@ -281,6 +287,7 @@ class RouterState:
             commands += apply_ending(cluster, Expire(cluster.requests[request_id]))
             cluster.is_placing_due = True
         cluster.forget_overdue()
+        cluster.sessions.advance(now_s)
         backoff_at_s = timers.backoffs.next_at_s
         if backoff_at_s is not None and backoff_at_s <= now_s:
             cluster.is_placing_due = True

@@ -86,7 +86,11 @@ class Front:
             tenant=request.tenant,
             block_hashes=names.prompt,
             cached_blocks=self._lookup(names.prompt),
+            slo_task_s=request.slo_task_s,
         )
+        stated = frozenset() if request.slo is None else frozenset(("ttft_s", "tpot_s"))
+        row.slo = self.state.targets(arrived, stated, self._agenda.now_s)
+        arrived = replace(arrived, slo=row.slo)
         wait_s = request.cancel_after_s
         leaves_at_s = None if wait_s is None else self._agenda.now_s + wait_s
         self._begin(SimulatedCall(row, names, claim, arrived, leaves_at_s), arrived)

@@ -80,6 +80,7 @@ _PARAMS: Final[Mapping[str, str]] = {
     "include_stop_in_output": "include_stop_str_in_output",
     "slo.ttft_s": "x-slo-ttft-ms",
     "slo.tpot_s": "x-slo-tpot-ms",
+    "slo_task_s": "x-slo-task-s",
     "reuse_within_s": "x-reuse-within-s",
     "expected_output_tokens": "x-expected-output-tokens",
 }

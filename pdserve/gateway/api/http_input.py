@@ -32,6 +32,7 @@ SESSION_IDS: Final = (
 API_KEY: Final = "x-api-key"
 IGNORED: Final = "x-pdserve-ignored"  # of an answer: parts of its request that had no effect
 TARGETS: Final[Mapping[str, str]] = {"x-slo-ttft-ms": "ttft_s", "x-slo-tpot-ms": "tpot_s"}
+SLO_TASK_S: Final = "x-slo-task-s"
 REUSE_WITHIN_S: Final = "x-reuse-within-s"
 EXPECTED_TOKENS: Final = "x-expected-output-tokens"
 _SCHEME: Final = "bearer "
@@ -115,8 +116,9 @@ def options(headers: Mapping[str, str]) -> Options:
     }
     if targets:
         found["slo"] = targets
-    if REUSE_WITHIN_S in headers:
-        found["reuse_within_s"] = _number(REUSE_WITHIN_S, headers[REUSE_WITHIN_S], "a number of seconds")
+    for header, name in ((SLO_TASK_S, "slo_task_s"), (REUSE_WITHIN_S, "reuse_within_s")):
+        if header in headers:
+            found[name] = _number(header, headers[header], "a number of seconds")
     if EXPECTED_TOKENS in headers:
         found["expected_output_tokens"] = _whole(EXPECTED_TOKENS, headers[EXPECTED_TOKENS])
     traceparent = headers.get(trace_context.HEADER)

@@ -24,6 +24,7 @@ from pdserve.gateway.api.http_input import (
     REQUEST_ID,
     REUSE_WITHIN_S,
     SESSION_ID,
+    SLO_TASK_S,
     TARGETS,
 )
 from pdserve.gateway.api.message_models import MessagesRequest
@@ -201,6 +202,10 @@ _HEADERS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
     ),
     SESSION_ID: ("groups requests; printable", {"type": "string", "maxLength": 128}),
     **dict.fromkeys(TARGETS, ("the request's target in milliseconds", _MILLISECONDS)),
+    SLO_TASK_S: (
+        "deadline of the whole task, in seconds from its first turn",
+        {"type": "number", "minimum": 0.000_001, "maximum": 86_400},
+    ),
     REUSE_WITHIN_S: (
         "hint: seconds until the cached prefix is used again; 0: the session ends",
         {"type": "number", "minimum": 0, "maximum": 86_400},

@@ -225,6 +225,16 @@ class ConversationAnswer(Answer):
     cached: list[CachedPrefixAnswer]
 
 
+class TaskAnswer(Answer):
+    state: str
+    began_at_s: float
+    due_at_s: float
+    turns: int
+    turns_left: float | None
+    ttft_s: float
+    tpot_s: float
+
+
 class SessionAnswer(Answer):
     object: Literal["session"]
     session_id: str
@@ -235,6 +245,7 @@ class SessionAnswer(Answer):
     used_at_s: float
     conversations: list[ConversationAnswer]
     cursor: int
+    task: TaskAnswer | None
 
 
 class SessionsAnswer(Answer):

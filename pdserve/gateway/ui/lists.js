@@ -146,17 +146,23 @@ export function createSessionTable(body, none, read) {
   let askedMs = -Infinity;
   let isAsking = false;
   const cached = (one) => (one.cached.length ? one.cached.map((held) => `${held.worker_id} ${count(held.tokens)}`).join(", ") : one.is_cached_known ? "nowhere" : "not known");
+  // Of the session's task: its verdict, or the time that is left.
+  const taskText = (task, nowS) => {
+    if (task === null) return "–";
+    if (task.state === "running") return nowS > task.due_at_s ? "late" : `${seconds(task.due_at_s - nowS)} left`;
+    return task.state === "in_time" ? "in time" : task.state === "late" ? "late" : "not known";
+  };
   const show = (sessions) => {
     const nowS = Date.now() / 1000;
     const shown = sessions.flatMap((session) => session.conversations.map((one, at) => ({ session, one, at })));
     shown.sort((a, b) => b.one.used_at_s - a.one.used_at_s);
     reconcile(body, shown.slice(0, MAX_CONVERSATIONS), {
       key: ({ session, at }) => `${session.tenant}/${session.session_id}/${at}`,
-      create: () => tableRow([1, 2, 3, 4], 6),
+      create: () => tableRow([1, 2, 3, 4, 5], 7),
       update: (row, { session, one }) => {
         const next = one.running ? "running" : one.is_over ? "over" : one.until_s === null ? "–" : seconds(Math.max(one.until_s - nowS, 0));
         const name = session.tenant ? `${session.tenant}/${shortId(session.session_id)}` : shortId(session.session_id);
-        cells(row, [name, count(one.turns), count(one.prompt_tokens), seconds(Math.max(nowS - one.used_at_s, 0)), next, cached(one)]);
+        cells(row, [name, count(one.turns), count(one.prompt_tokens), seconds(Math.max(nowS - one.used_at_s, 0)), next, taskText(session.task, nowS), cached(one)]);
         row.cells[0].title = session.session_id;
       },
     });

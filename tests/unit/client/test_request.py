@@ -63,6 +63,7 @@ def test_every_option_reaches_its_field() -> None:
             "session_id": "mine too",
             "reuse_within_s": 0,
             "expected_output_tokens": 40,
+            "slo_task_s": 600,
             "truncate_prompt_tokens": 4,
             "logit_bias": {3: -100, 9: 0.5},
             "allowed_token_ids": [3, 9],
@@ -105,6 +106,7 @@ def test_every_option_reaches_its_field() -> None:
         session_id="mine too",
         reuse_within_s=0.0,
         expected_output_tokens=40,
+        slo_task_s=600.0,
         truncate_prompt_tokens=4,
     )
 
@@ -160,6 +162,7 @@ def test_one_stop_string_needs_no_list() -> None:
         ("hi", {"request_id": 5}, "request_id"),
         ("hi", {"session_id": 5}, "session_id"),
         ("hi", {"reuse_within_s": "5"}, "reuse_within_s"),
+        ("hi", {"slo_task_s": "5"}, "slo_task_s"),
         ("hi", {"expected_output_tokens": 0.5}, "expected_output_tokens"),
         ("hi", {"timeout_s": "1"}, "timeout_s"),
         ("hi", {"priority": 0.5}, "priority"),

@@ -310,6 +310,7 @@ def test_sessions_are_listed_in_pages() -> None:
         for name in "ab":
             body = json.dumps({"prompt": "a prompt of some blocks", "max_tokens": 2})
             headers = {"content-type": "application/json", "x-session-id": name, "x-reuse-within-s": "0"}
+            headers |= {"x-slo-task-s": "3600"} if name == "b" else {}
             connection = http.client.HTTPConnection(served.address, timeout=60)
             connection.request("POST", "/v1/completions", body, headers)
             assert connection.getresponse().status == 200
@@ -319,8 +320,11 @@ def test_sessions_are_listed_in_pages() -> None:
         [session] = page["data"]
         assert (session["object"], session["session_id"], session["is_named"]) == ("session", "b", True)
         assert session["conversations"][0]["is_over"]
+        task = session["task"]
+        assert (task["state"], task["turns"]) == ("in_time", 1)
+        assert task["due_at_s"] - task["began_at_s"] == pytest.approx(3600.0, abs=1e-3)
         rest = ask(served, "GET", f"/v1/sessions?limit=1&after={session['cursor']}").json()
-        assert [one["session_id"] for one in rest["data"]] == ["a"]
+        assert [(one["session_id"], one["task"]) for one in rest["data"]] == [("a", None)]
 
 
 @pytest.mark.parametrize(

@@ -197,13 +197,15 @@ def test_headers_become_options() -> None:
 
 
 def test_hints_come_as_headers() -> None:
-    given_headers = {"x-reuse-within-s": "0", "x-expected-output-tokens": "40"}
-    assert http_input.options(given_headers) == {"reuse_within_s": 0.0, "expected_output_tokens": 40}
+    given_headers = {"x-reuse-within-s": "0", "x-expected-output-tokens": "40", "x-slo-task-s": "600"}
+    expected = {"reuse_within_s": 0.0, "expected_output_tokens": 40, "slo_task_s": 600.0}
+    assert http_input.options(given_headers) == expected
 
 
 @pytest.mark.parametrize(
     ("header", "value"),
     [
+        *(("x-slo-task-s", value) for value in ("", "soon", "nan", "inf", "1e999")),
         ("x-reuse-within-s", "soon"),
         ("x-reuse-within-s", "nan"),
         ("x-reuse-within-s", "1" * 33),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 
 from pdserve.core.protocol import Prefill, Reserve
 from router.state import sessions as rooms
-from router.state.sessions import IDLE_S, LEAST_SEEN, Conversation, ReuseModel, Sessions
+from router.state import turns as learned
+from router.state.sessions import Conversation, Sessions
+from router.state.turns import IDLE_S, LEAST_SEEN, ReuseModel
 from tests.unit.router.given import Given
 from tests.unit.router.router_events import BLOCK, arrival
 
@@ -25,7 +28,8 @@ class World:
     """One Sessions and its clock."""
 
     def __init__(self, kv_tokens: int = PLENTY) -> None:
-        self.sessions = Sessions()
+        self.counters: Counter[str] = Counter()
+        self.sessions = Sessions(self.counters)
         self.now_s = 0.0
         self.kv_tokens = kv_tokens
 
@@ -201,7 +205,7 @@ def test_pauses_of_any_length_have_a_bin() -> None:
     model = ReuseModel()
     for pause_s in (0.0, 1e9, float("inf")) * int(LEAST_SEEN):
         model.continued(pause_s, -5)
-    assert model.within_s() == pytest.approx(rooms.SHORTEST_PAUSE_S * 2.0 ** (0.5 * (rooms.NUM_BINS - 1)))
+    assert model.within_s() == pytest.approx(learned.SHORTEST_PAUSE_S * 2.0 ** (0.5 * (learned.NUM_BINS - 1)))
     assert model.growth_tokens == 0.0
 
 
@@ -309,12 +313,14 @@ def test_every_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
                 tenant=tenant,
                 session_id=session_id,
                 reuse_within_s=rng.choice([None, None, 0.0, 20.0, 4000.0]),
+                slo_task_s=rng.choice([None, 1.0, 100.0, 86_400.0]),
             )
         )
     for one in running:
         world.end(one)
     assert 0 < len(world.sessions) <= 40
     assert len(world.sessions._tenants) <= 40 + 10
+    assert {"task_in_time", "task_late", "task_unknown"} == world.counters.keys()
 
 
 def test_what_leaves_for_lack_of_room_teaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

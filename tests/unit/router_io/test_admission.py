@@ -135,6 +135,7 @@ async def test_a_prompt_with_too_many_logprobs_is_refused(
         ({"reuse_within_s": -1.0}, "between 0 and 86400 seconds"),
         ({"reuse_within_s": 86_401.0}, "between 0 and 86400 seconds"),
         ({"reuse_within_s": float("nan")}, "between 0 and 86400 seconds"),
+        *(({"slo_task_s": one}, "between 1e-06 and 86400 seconds") for one in (0.0, -1.0, float("nan"), 1e300)),
         ({"expected_output_tokens": 0}, "at least 1"),
     ],
 )

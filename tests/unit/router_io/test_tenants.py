@@ -20,6 +20,7 @@ from pdserve.core.access.key_file import MAX_FILE_BYTES, Tenant, key_hash, make_
 from pdserve.core.errors import ConfigError, Overloaded
 from pdserve.core.results import SessionPage
 from pdserve.prefix.index import MemoryLookup
+from pdserve.telemetry.metrics import Metrics
 from pdserve.v1 import inference_pb2
 from pdserve.wire import status
 from router.recording.replay import decode_step, replay
@@ -422,6 +423,28 @@ async def test_sessions_show_which_worker_has_their_prefix(connect: Connect, dec
         return [one.worker_id for one in row.cached] == [done.timings.decode_worker]
 
     await until(is_cached)
+
+
+async def test_the_deadline_of_a_task_sets_the_targets_of_its_turns(connect: Connect, decode: Program) -> None:
+    metrics = Metrics("router")
+    front = await connect(decode, metrics=metrics, slo_ttft_s=80_000.0, slo_tpot_s=100.0)
+    ordinary = {"session_id": "other", "request_id": "ordinary"}
+    await front.client.generate("a prompt of some blocks " * 8, max_tokens=4, **ordinary)
+    said = {"session_id": "s", "request_id": "tight", "slo_task_s": 3600.0}
+    await front.client.generate("a prompt of some blocks " * 8, max_tokens=4, **said)
+    found = [await front.client.explain(name) for name in ("ordinary", "tight")]
+    assert [(one.slo_ttft_s, one.slo_tpot_s) for one in found] == [(80_000.0, 100.0), (20_000.0, 25.0)]
+    [session, other] = (await front.client.sessions()).sessions
+    assert session.task is not None
+    assert other.task is None
+    assert (session.task.state, session.task.turns, session.task.turns_left) == ("running", 1, None)
+    assert (session.task.ttft_s, session.task.tpot_s) == (20_000.0, 25.0)
+    assert session.task.due_at_s - session.task.began_at_s == pytest.approx(3600.0, abs=1e-3)
+    await front.client.generate("a prompt of some blocks " * 9, max_tokens=4, session_id="s", reuse_within_s=0)
+    task = (await front.client.sessions(limit=1)).sessions[0].task
+    assert task is not None
+    assert (task.state, task.turns) == ("in_time", 2)
+    await until(lambda: 'pdserve_tasks_total{outcome="in_time"} 1.0' in metrics.text())
 
 
 async def test_a_list_of_sessions_lets_the_router_work(

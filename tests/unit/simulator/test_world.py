@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.core.types import Path, Role
 from simulator.model import NetworkLink, WorkerFault, WorkerFaultKind, WorkerShape
-from tests.unit.simulator.small import BLOCK_BYTES, COST, LINK, MESSAGE_S, asked, cluster, run
+from tests.unit.simulator.small import BLOCK_BYTES, COST, EASY, LINK, MESSAGE_S, asked, cluster, run
 
 
 def prefill_s(tokens: int) -> float:
@@ -149,3 +149,16 @@ def test_without_prefill_workers_everything_is_local() -> None:
     _, rows = run([asked(0.1 * i, 700, 9) for i in range(20)], replace(cluster(), workers=(shape,)))
     assert {row.path for row in rows} == {Path.LOCAL}
     assert {row.outcome for row in rows} == {"served"}
+
+
+def test_the_deadline_of_a_task_sets_the_targets_of_its_turns() -> None:
+    """The second turn extends the prompt of the first, and has a fifth of the task's time left."""
+    rows = [
+        asked(0.0, 1024, 10, max_tokens=10, block_ids=(1, 2), slo_task_s=100.0),
+        asked(80.0, 1536, 10, max_tokens=10, block_ids=(1, 2, 3)),
+        asked(80.0, 1024, 10, max_tokens=10, block_ids=(7, 8)),
+    ]
+    _, found = run(rows, cluster(), block_tokens=512)
+    paces = [one.slo.ttft_s / EASY.ttft_s for one in found]
+    assert 0.25 < paces[0] < 1.0
+    assert paces[1:] == [0.25, 1.0]
