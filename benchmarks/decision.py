@@ -57,6 +57,8 @@ class Bench:
                     max_batch_tokens=8192,
                     inbox_depth=16,
                     block_bytes=2**21,
+                    endpoint=name,
+                    pulls_kv=True,
                 ),
                 self.now_s,
             )

@@ -1,4 +1,5 @@
-"""What the host tier of the KV cache costs and saves: `python -m benchmarks.tiers [--shape 125m]`.
+"""What the host tier of the KV cache costs and saves: `python -m benchmarks.tiers [--shape 125m]`. With `--pull`: what
+pulls between workers do (benchmarks/pulls.py).
 
 - Copies of blocks out of the pool and back, beside one memcpy of as many bytes; rounds alternate.
 - A decode step of the engine with one block saved and one loaded before it, beside a step alone; steps alternate.
@@ -39,6 +40,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness import spread, table
+from benchmarks.pulls import pulls
 from examples.make_random_model import SHAPES, write_model
 from pdserve import AsyncClient
 from pdserve.config import WorkerConfig
@@ -362,10 +364,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--disk", type=Path, metavar="FOLDER", help="only the disk tier, in a new folder of this one")
     parser.add_argument("--blocks", type=int, default=768, help="of a fetch from disk")
+    parser.add_argument(
+        "--pull", action="store_true", help="measure pulls between workers instead (benchmarks/pulls.py)"
+    )
+    parser.add_argument("--prompt", type=int, default=1536, help="tokens of a prompt that is pulled")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / arguments.shape
         write_model(model, arguments.shape, torch.float32, 0)
+        if arguments.pull:
+            print(table(pulls(model, arguments.prompt, arguments.rounds, Path(folder))))
+            return
         blocks = ROWS * (CONTEXT // BLOCK_SIZE + 1) + (1 if arguments.disk is None else arguments.blocks)
         engine = load_engine(
             WorkerConfig(model=str(model), worker_id="d0", block_size=BLOCK_SIZE, kv_blocks=blocks), Role.DECODE

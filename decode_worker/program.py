@@ -20,6 +20,7 @@ from kvtransfer.devices import issuer
 from kvtransfer.link.endpoint import config_of, make_receiver, make_sender
 from kvtransfer.protocol.grants import check_movable, encode_grant, fingerprint_of
 from kvtransfer.protocol.transport import Received, ReceiveOutcome, Receiver, Sender, events, total
+from kvtransfer.pulls import Peers, add_pulls, can_pull
 from kvtransfer.ranks.rank_endpoints import joined_receiver, joined_sender
 from pdserve.config import WorkerConfig
 from pdserve.core import effects as fx
@@ -100,13 +101,16 @@ class DecodeProgram(RoleProgram[DecodeStep, DecodeEffect, IncomingTransfer | Out
         add_servicers: Callable[[Any], None],
         stamps: BlockStamps | None = None,
         sender: Sender | None = None,
+        peers: Peers | None = None,
     ) -> None:
-        """Without a sender, answers leave the worker without their KV."""
+        """Without a sender, answers leave the worker without their KV. Without `peers`, it neither pulls KV from other
+        workers nor gives them its own."""
         super().__init__(context, engine, receiver, fingerprint_of(engine.spec), stamps)
         config = self.context.config
         self._receiver = receiver
         self._sender = sender
         self._add_servicers = add_servicers
+        add_pulls(self, peers, sender)
         self._num_grants = 0
         self._chunks = ChunkRule(CostModel(self.cost), most=config.max_batch_tokens)
         self._drafting = (
@@ -116,7 +120,9 @@ class DecodeProgram(RoleProgram[DecodeStep, DecodeEffect, IncomingTransfer | Out
         )
         self.scheduler = DecodeScheduler(
             kv=self.kv,
-            fetches=self.fetches_with(self._chunks.cost.prefill_s),
+            fetches=self.fetches_with(
+                lambda uncached, cached: self._chunks.cost.prefill_s(uncached, cached, config.max_batch_tokens)
+            ),
             max_batch=config.max_batch,
             chunks=self._chunks,
             inbox_depth=config.inbox_depth,
@@ -365,7 +371,8 @@ def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] 
     # from a decode worker.
     can_send = config.is_prefix_cache_on and engine.pool.is_on_host and engine.spec.tp_degree == 1
     sender = joined_sender(make_sender(endpoint), engine, endpoint) if can_send else None
-    return DecodeProgram(context, engine, joined, add_servicers, stamps, sender)
+    peers = Peers(endpoint, receiver) if can_pull(config, engine) else None
+    return DecodeProgram(context, engine, joined, add_servicers, stamps, sender, peers)
 
 
 def make_host(config: WorkerConfig, build_prefill: Build | None = None) -> WorkerHost:

@@ -281,7 +281,7 @@ class SequenceTable:
     def check(self) -> None:
         """Raises AssertionError unless the tables of attempts and blocks agree."""
         fetches = self.fetches
-        held = [*self.deferred_free.held, *(() if fetches is None else fetches.held())]
+        held = [*self.deferred_free.held, *(() if fetches is None else fetches.held()), *self.kv.lent.values()]
         self.kv.blocks.check(holders=[*(each.blocks for each in self.by_key.values()), *held])
         if fetches is not None:
             fetches.check()

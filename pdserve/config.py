@@ -229,6 +229,11 @@ class WorkerConfig(TlsSettings):
         "exact",
         choices=KV_WIRES,
     )
+    kv_pull: bool = setting(
+        "pull KV that another worker has cached where that is sooner than computing it, and give it to others; for "
+        "pools on a CPU only",
+        True,
+    )
     kv_staging_bytes: int = setting(
         "GPU memory for KV on its way over nccl, or over tcp from a GPU, beside one slot of 8 to 16 MiB for each "
         "connection",

@@ -4,13 +4,14 @@ granted blocks."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, final
+from typing import Any, Final, final
 
 from kvtransfer.attempt_sender import AttemptSender, OutgoingTransfer
 from kvtransfer.devices import issuer
-from kvtransfer.link.endpoint import config_of, make_sender
+from kvtransfer.link.endpoint import config_of, make_receiver, make_sender
 from kvtransfer.protocol.grants import check_movable, fingerprint_of
-from kvtransfer.protocol.transport import Sender, events
+from kvtransfer.protocol.transport import Sender, events, total
+from kvtransfer.pulls import Peers, add_pulls, can_pull
 from kvtransfer.ranks.rank_endpoints import joined_sender
 from pdserve.config import WorkerConfig
 from pdserve.core import effects as fx
@@ -24,6 +25,7 @@ from pdserve.core.types import Role
 from pdserve.engine.interface import Engine, RowOut
 from pdserve.engine.load_engine import load_engine
 from pdserve.v1 import worker_pb2
+from pdserve.v1.transfer_pb2_grpc import add_TransferServiceServicer_to_server
 from pdserve.worker.host import Build, WorkerHost
 from pdserve.worker.program import ProgramContext, RoleProgram
 from pdserve.worker.steps import Begun, RowFailed
@@ -39,10 +41,18 @@ class PrefillProgram(RoleProgram[PrefillStep, PrefillEffect, OutgoingTransfer]):
     scheduler: PrefillScheduler
 
     def __init__(
-        self, context: ProgramContext, engine: Engine, sender: Sender, stamps: BlockStamps | None = None
+        self,
+        context: ProgramContext,
+        engine: Engine,
+        sender: Sender,
+        stamps: BlockStamps | None = None,
+        peers: Peers | None = None,
     ) -> None:
+        """Without `peers`, it neither pulls KV from other workers nor gives them its own."""
         super().__init__(context, engine, sender, fingerprint_of(engine.spec), stamps)
         config = self.context.config
+        self._peers = peers
+        add_pulls(self, peers, sender)
         self._sender = sender
         self._moved_bytes = 0  # total at the end of the last step
         order = PromptOrder(CostModel(self.cost), most=config.max_batch_tokens)
@@ -111,10 +121,26 @@ class PrefillProgram(RoleProgram[PrefillStep, PrefillEffect, OutgoingTransfer]):
 
     def transfer_events(self) -> Mapping[str, int]:
         withheld = self.scheduler.pushing.num_withheld
-        return {**events(self._sender.stats), **issuer.events(), "layer_groups_withheld": withheld}
+        ends = [self._sender.stats] if self._peers is None else [self._sender.stats, self._peers.receiver.stats]
+        return {**events(total(ends)), **issuer.events(), "layer_groups_withheld": withheld}
 
     def kv_links(self) -> list[tuple[str, str, str]]:
         return sorted((link.worker_id, link.transport, link.reason) for link in self._sender.links)
+
+    def add_servicers(self, server: Any) -> None:
+        if self._peers is not None:
+            add_TransferServiceServicer_to_server(self._peers.receiver.servicer, server)
+
+    @property
+    def is_healthy(self) -> bool:
+        return super().is_healthy and (self._peers is None or self._peers.receiver.is_healthy)
+
+    def close_transfers(self) -> None:
+        try:
+            if self._peers is not None:
+                self._peers.receiver.close()
+        finally:
+            super().close_transfers()
 
     def check(self) -> None:
         super().check()
@@ -140,7 +166,8 @@ def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] 
     stamps = BlockStamps(engine.spec.num_blocks) if context.kept is None else context.kept.kv.blocks.stamps
     endpoint = config_of(config, engine.spec, engine.pool, context.incarnation, stamps, context.tls)
     sender = joined_sender(make_sender(endpoint, config.kv_wire), engine, endpoint)
-    program = PrefillProgram(context, engine, sender, stamps)
+    peers = Peers(endpoint, make_receiver(endpoint, config.host)) if can_pull(config, engine) else None
+    program = PrefillProgram(context, engine, sender, stamps, peers)
     if config.push == "layers" and not program.scheduler.pushing.groups:
         program.close()
         raise ConfigError("push", config.push, f"auto, end or chunk: {program.why_whole or NO_DIVISOR}")

@@ -269,8 +269,8 @@ class PrefillScheduler:
     def check(self) -> None:
         """Raises AssertionError unless the tables of attempts and blocks agree."""
         fetches = self._fetches
-        fetched = () if fetches is None else fetches.held()
-        self.blocks.check(holders=[*(prompt.blocks for prompt in self._prompts.values()), *fetched])
+        others = [*self._kv.lent.values(), *(() if fetches is None else fetches.held())]
+        self.blocks.check(holders=[*(prompt.blocks for prompt in self._prompts.values()), *others])
         if fetches is not None:
             fetches.check()
             assert {key for key in self._prompts if fetches.is_waiting(key)} <= self._waiting.keys()

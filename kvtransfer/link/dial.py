@@ -11,9 +11,9 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import grpc
 
@@ -117,16 +117,38 @@ def open_request(config: EndpointConfig, transports: Sequence[Transport]) -> tra
     )
 
 
+def ask(config: EndpointConfig, request: transfer_pb2.PullRequest, endpoint: str, timeout_s: float) -> str:
+    """Asks a worker to send blocks that it has cached. Returns why it does not; empty if it does. Blocking. Raises
+    TransferFailed if it does not answer."""
+    answer = _call(config, peers.PULL, lambda stub: stub.Pull, request, endpoint, time.monotonic() + timeout_s)
+    return str(answer.refusal)
+
+
 def _open(
     config: EndpointConfig, transports: Sequence[Transport], endpoint: str, ends_s: float
 ) -> transfer_pb2.OpenResponse:
-    introduction = peers.introduce(config.identity, peers.OPEN, endpoint)
+    request = open_request(config, transports)
+    answer: transfer_pb2.OpenResponse = _call(config, peers.OPEN, lambda stub: stub.Open, request, endpoint, ends_s)
+    if not is_compatible(FULL_VERSION, answer.version):  # an older receiver, which did not check it itself
+        raise TransferFailed(f"{endpoint}: {mismatch(FULL_VERSION, answer.version)}")
+    return answer
+
+
+def _call(
+    config: EndpointConfig,
+    method: str,
+    of: Callable[[transfer_pb2_grpc.TransferServiceStub], Any],
+    request: Any,
+    endpoint: str,
+    ends_s: float,
+) -> Any:
+    """The answer of a worker that has proven itself. Raises TransferFailed."""
+    introduction = peers.introduce(config.identity, method, endpoint)
     with peer_channel(introduction.target, config.tls) as channel:
         try:
             metadata = peers.prove_blocking(channel, introduction, max(0.1, ends_s - time.monotonic()))
-            answer: transfer_pb2.OpenResponse
-            answer, call = transfer_pb2_grpc.TransferServiceStub(channel).Open.with_call(
-                open_request(config, transports), timeout=max(0.1, ends_s - time.monotonic()), metadata=metadata
+            answer, call = of(transfer_pb2_grpc.TransferServiceStub(channel)).with_call(
+                request, timeout=max(0.1, ends_s - time.monotonic()), metadata=metadata
             )
             peers.check_answer(introduction, call.initial_metadata())
         except Unauthenticated as error:
@@ -136,8 +158,6 @@ def _open(
             if error.code() is grpc.StatusCode.UNAVAILABLE and why:
                 raise TransferFailed(f"no connection to {endpoint}: {why}") from error
             raise TransferFailed(f"{endpoint} refused: {error.code().name}: {error.details()}") from error
-    if not is_compatible(FULL_VERSION, answer.version):  # an older receiver, which did not check it itself
-        raise TransferFailed(f"{endpoint}: {mismatch(FULL_VERSION, answer.version)}")
     return answer
 
 

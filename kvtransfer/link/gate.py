@@ -10,7 +10,7 @@ import hmac
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, cast, final
 from urllib.parse import unquote
@@ -36,6 +36,7 @@ from pdserve.wire.protocol import FINGERPRINT
 TICKET_TTL_S: Final = 10.0
 MAX_TICKETS: Final = 256
 MAX_NAME_CHARS: Final = 256
+GIVES_NOTHING: Final = "this worker gives no KV to others"
 LOCAL: Final = ""  # the host of a connection that does not use the network
 CHECKSUMS: Final = {
     Checksum.XXH3_64: transfer_pb2.CHECKSUM_KIND_XXH3_64,
@@ -215,12 +216,19 @@ class TransferServicer(transfer_pb2_grpc.TransferServiceServicer):
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
+        #: Answers Pull; the second argument is the name in the caller's proof. None: this worker gives no KV.
+        self.give: Callable[[transfer_pb2.PullRequest, str], Awaitable[str]] | None = None
 
     async def Open(self, request: transfer_pb2.OpenRequest, context: Any) -> transfer_pb2.OpenResponse:
         try:
             return self._gate.open(request, proven_caller(context), host_of(context.peer()))
         except (ConfigError, Overloaded, TransferFailed, Unauthenticated) as error:
             return cast(transfer_pb2.OpenResponse, await context.abort(STATUS[type(error)], error.message))  # raises
+
+    async def Pull(self, request: transfer_pb2.PullRequest, context: Any) -> transfer_pb2.PullResponse:
+        if self.give is None:
+            return transfer_pb2.PullResponse(refusal=GIVES_NOTHING)
+        return transfer_pb2.PullResponse(refusal=await self.give(request, proven_caller(context)))
 
 
 def host_of(peer: str) -> str:

@@ -134,7 +134,9 @@ def render(explanation: Explanation) -> str:
         lines.append(f"client     to retry after {one.retry_after_s:.2f} s")
     lines += ["", *_outcome(one)]
     if one.candidates:
-        lines += ["", *table([HEAD, *map(_row, one.candidates)]), "", *NOTES]
+        lines += ["", *table([HEAD, *map(_row, one.candidates)])]
+        lines += ["", *pulls] if (pulls := _pulls(one.candidates)) else []
+        lines += ["", *NOTES]
     if any(each.cost is not None for each in one.candidates):
         lines += COST_NOTES
     return "\n".join(lines)
@@ -182,6 +184,17 @@ def _row(candidate: ExplainedCandidate) -> tuple[str, ...]:
         "-" if cost is None or preference is None else f"{preference:+.1%}",
         "-" if cost is None else f"{cost:.1%}",
     )
+
+
+def _pulls(candidates: Sequence[ExplainedCandidate]) -> list[str]:
+    """One line for each worker that could pull KV instead of computing it, with both predictions."""
+    lines = {}
+    for one in candidates:
+        if (pull := one.pull) is not None:
+            ways = f"recompute {_ms(pull.recompute_s)}, pull from {pull.source} {_ms(pull.pull_s)}"
+            chosen = "pull" if pull.is_pulled else "recompute"
+            lines[one.prefill_worker or one.decode_worker] = f"{pull.num_tokens:,} cached tokens: {ways} -> {chosen}"
+    return [f"{worker} lacks {line}" for worker, line in lines.items()]
 
 
 def _ms(seconds: float | None) -> str:

@@ -234,6 +234,17 @@ class Topology:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainedPull:
+    """Two ways to get the KV of a prompt's first tokens, with predicted seconds."""
+
+    source: str  # the worker from which it can be pulled
+    num_tokens: int  # that are pulled
+    pull_s: float  # until they have arrived
+    recompute_s: float  # of computing them instead
+    is_pulled: bool  # which of both the candidate does
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainedCandidate:
     prefill_worker: str
     decode_worker: str
@@ -246,6 +257,7 @@ class ExplainedCandidate:
     # placement, so it can be negative; policy goodput only
     cost: float | None = None
     preference: float | None = None  # that part of the cost; None if the router did not send it
+    pull: ExplainedPull | None = None  # by the worker that computes the prompt; None: no other has more of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,7 +333,8 @@ _SCALING_DECISION: Final = Codec(
     is_lenient=True,
 )
 SCALING: Final = Codec(Scaling, cluster_pb2.GetScalingResponse, nested=(_SCALING_DECISION,), is_lenient=True)
-_CANDIDATE: Final = Codec(ExplainedCandidate, cluster_pb2.Candidate, is_lenient=True)
+_PULL: Final = Codec(ExplainedPull, cluster_pb2.PullChoice, is_lenient=True)
+_CANDIDATE: Final = Codec(ExplainedCandidate, cluster_pb2.Candidate, nested=(_PULL,), is_lenient=True)
 EXPLANATION: Final = Codec(Explanation, cluster_pb2.ExplainResponse, nested=(_CANDIDATE,), is_lenient=True)
 
 

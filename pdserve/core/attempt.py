@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, cast, final
+from typing import Final, NamedTuple, cast, final
 
 from pdserve.core.kv.hashing import extend_hashes, tail_hash
 from pdserve.core.kv.stamps import content_hash64
@@ -56,6 +56,21 @@ class FailureKind(Enum):
     TRANSFER = "transfer"  # the granted blocks were freed; a new grant may work
 
 
+PULLS_TAKEN: Final = 4  # pulls at once by one worker
+PULLS_GIVEN: Final = 2  # pulls at once from one worker, whose engine shares cores and memory with them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixSource:
+    """A worker that has the KV of a text's first tokens, as a router believes. Another worker may pull it."""
+
+    worker_id: str
+    incarnation: str
+    endpoint: str  # HOST:PORT of its gRPC server
+    num_tokens: int
+    predicted_s: float  # until the KV has arrived
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt(RequestAttributes):
     """Everything that a worker needs to compute the request's tokens."""
@@ -73,6 +88,7 @@ class Attempt(RequestAttributes):
     tpot_s: float | None = None  # TPOT target
     itl_s: float | None = None  # as in Slo
     adapter: str = ""  # fingerprint of its LoRA adapter, which `chain_key` also depends on; empty: the model alone
+    source: PrefixSource | None = None  # from which the worker that computes the text may pull KV
 
     @property
     def token_ids(self) -> tuple[int, ...]:

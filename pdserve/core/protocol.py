@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from pdserve.core.attempt import AttemptKey, FailureKind, RefusalReason
+from pdserve.core.attempt import AttemptKey, FailureKind, PrefixSource, RefusalReason
 from pdserve.core.types import FinishReason, TokenOut
 
 RETRY_AFTER_S: Final = 0.05  # retry time after a worker declined: about the time until a batch ends
@@ -56,6 +56,7 @@ class Reserve(_AboutAttempt):
     deadline_s: float | None = None  # remaining time
     waited_s: float = 0.0  # time since the request arrived at the router, or since its first token if there is one
     reuse_within_s: float | None = None  # as in RequestAttributes, as far as the router believes it
+    source: PrefixSource | None = None  # with `is_local`: another worker with more of its KV
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,7 @@ class Prefill(_AboutAttempt):
     deadline_s: float | None = None
     waited_s: float = 0.0
     reuse_within_s: float | None = None
+    source: PrefixSource | None = None  # another worker with more of its KV
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,6 +242,19 @@ class TransferEnded(_AboutAttempt):
     error: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullEnded(_AboutAttempt):
+    """The worker has pulled KV from the attempt's PrefixSource, or has given it up and computes it instead."""
+
+    key: AttemptKey
+    source: str  # id of the worker from which it was pulled
+    num_tokens: int  # whose KV was verified; 0: none
+    num_bytes: int = 0
+    busy_s: float = 0.0  # the part of pull_s with chunks under way
+    pull_s: float = 0.0  # from the request to the source until the end
+    error: str = ""
+
+
 # Not frozen, because that would double the time of creation.
 @dataclass(slots=True, kw_only=True)
 class TokenRow(_AboutAttempt):
@@ -285,5 +300,5 @@ class Released(_AboutAttempt):
 
 
 WorkerCommand = Reserve | Prefill | Admit | Cancel | DrainWorker | UndrainWorker
-AttemptMessage = Granted | Refused | FirstToken | TransferEnded | AttemptFailed | Released
+AttemptMessage = Granted | Refused | FirstToken | TransferEnded | PullEnded | AttemptFailed | Released
 WorkerMessage = Load | BatchTimed | TokensArrived | AttemptMessage

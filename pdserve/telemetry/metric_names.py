@@ -353,6 +353,13 @@ KV_FETCH_PREDICTED: Final = _metric(
     "predicted time of the fetches that have ended, to compare with the sum of pdserve_kv_fetch_seconds",
     {"tier": SLOW_TIERS},
 )
+KV_PULL_REQUESTS: Final = _metric(
+    "pdserve_kv_pull_requests_total",
+    "counter",
+    "worker",
+    "requests of other workers for cached KV, by what this worker answered",
+    {"answer": ("sent", "draining", "busy", "missing", "foreign", "invalid")},
+)
 PREFILLED_TOKENS: Final = _metric("pdserve_prefilled_tokens_total", "counter", "worker", "prompt tokens computed")
 REUSED_TOKENS: Final = _metric(
     "pdserve_reused_tokens_total", "counter", "worker", "prompt tokens found in the prefix cache"

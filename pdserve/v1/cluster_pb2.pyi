@@ -114,7 +114,7 @@ class ExplainResponse(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., decision: _Optional[str] = ..., reason: _Optional[str] = ..., actual_ttft_s: _Optional[float] = ..., actual_tpot_s: _Optional[float] = ..., waited_s: _Optional[float] = ..., slo_ttft_s: _Optional[float] = ..., slo_tpot_s: _Optional[float] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., attempt: _Optional[int] = ..., is_resumed: _Optional[bool] = ..., stage: _Optional[str] = ..., outcome: _Optional[str] = ..., ended_because: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., router_id: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class Candidate(_message.Message):
-    __slots__ = ("prefill_worker", "decode_worker", "predicted_ttft_s", "predicted_tpot_s", "slack", "is_feasible", "is_chosen", "cost", "preference")
+    __slots__ = ("prefill_worker", "decode_worker", "predicted_ttft_s", "predicted_tpot_s", "slack", "is_feasible", "is_chosen", "cost", "preference", "pull")
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_TTFT_S_FIELD_NUMBER: _ClassVar[int]
@@ -124,6 +124,7 @@ class Candidate(_message.Message):
     IS_CHOSEN_FIELD_NUMBER: _ClassVar[int]
     COST_FIELD_NUMBER: _ClassVar[int]
     PREFERENCE_FIELD_NUMBER: _ClassVar[int]
+    PULL_FIELD_NUMBER: _ClassVar[int]
     prefill_worker: str
     decode_worker: str
     predicted_ttft_s: float
@@ -133,7 +134,22 @@ class Candidate(_message.Message):
     is_chosen: bool
     cost: float
     preference: float
-    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., predicted_ttft_s: _Optional[float] = ..., predicted_tpot_s: _Optional[float] = ..., slack: _Optional[float] = ..., is_feasible: _Optional[bool] = ..., is_chosen: _Optional[bool] = ..., cost: _Optional[float] = ..., preference: _Optional[float] = ...) -> None: ...
+    pull: PullChoice
+    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., predicted_ttft_s: _Optional[float] = ..., predicted_tpot_s: _Optional[float] = ..., slack: _Optional[float] = ..., is_feasible: _Optional[bool] = ..., is_chosen: _Optional[bool] = ..., cost: _Optional[float] = ..., preference: _Optional[float] = ..., pull: _Optional[_Union[PullChoice, _Mapping]] = ...) -> None: ...
+
+class PullChoice(_message.Message):
+    __slots__ = ("source", "num_tokens", "pull_s", "recompute_s", "is_pulled")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PULL_S_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    IS_PULLED_FIELD_NUMBER: _ClassVar[int]
+    source: str
+    num_tokens: int
+    pull_s: float
+    recompute_s: float
+    is_pulled: bool
+    def __init__(self, source: _Optional[str] = ..., num_tokens: _Optional[int] = ..., pull_s: _Optional[float] = ..., recompute_s: _Optional[float] = ..., is_pulled: _Optional[bool] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("worker_id",)

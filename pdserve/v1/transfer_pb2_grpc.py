@@ -39,6 +39,11 @@ class TransferServiceStub:
                 request_serializer=pdserve_dot_v1_dot_transfer__pb2.OpenRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_transfer__pb2.OpenResponse.FromString,
                 _registered_method=True)
+        self.Pull = channel.unary_unary(
+                '/pdserve.v1.TransferService/Pull',
+                request_serializer=pdserve_dot_v1_dot_transfer__pb2.PullRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_transfer__pb2.PullResponse.FromString,
+                _registered_method=True)
 
 
 class TransferServiceServicer:
@@ -52,6 +57,13 @@ class TransferServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pull(self, request, context):
+        """Asks a worker to send blocks that it has cached. It answers at once, and then sends all of them or none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TransferServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -59,6 +71,11 @@ def add_TransferServiceServicer_to_server(servicer, server):
                     servicer.Open,
                     request_deserializer=pdserve_dot_v1_dot_transfer__pb2.OpenRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_transfer__pb2.OpenResponse.SerializeToString,
+            ),
+            'Pull': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pull,
+                    request_deserializer=pdserve_dot_v1_dot_transfer__pb2.PullRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_transfer__pb2.PullResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -88,6 +105,33 @@ class TransferService:
             '/pdserve.v1.TransferService/Open',
             pdserve_dot_v1_dot_transfer__pb2.OpenRequest.SerializeToString,
             pdserve_dot_v1_dot_transfer__pb2.OpenResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pull(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.TransferService/Pull',
+            pdserve_dot_v1_dot_transfer__pb2.PullRequest.SerializeToString,
+            pdserve_dot_v1_dot_transfer__pb2.PullResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -124,7 +124,7 @@ class RouterHello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., router_incarnation: _Optional[str] = ..., wants_kv_events: _Optional[bool] = ..., reads_batches: _Optional[bool] = ..., version: _Optional[str] = ...) -> None: ...
 
 class Sequence(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "deadline_s", "traceparent", "cache_salt", "tpot_s", "priority", "session_id", "itl_s", "ttft_s", "waited_s", "adapter", "reuse_within_s")
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "deadline_s", "traceparent", "cache_salt", "tpot_s", "priority", "session_id", "itl_s", "ttft_s", "waited_s", "adapter", "reuse_within_s", "source")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -141,6 +141,7 @@ class Sequence(_message.Message):
     WAITED_S_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     REUSE_WITHIN_S_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -157,7 +158,22 @@ class Sequence(_message.Message):
     waited_s: float
     adapter: str
     reuse_within_s: float
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., cache_salt: _Optional[bytes] = ..., tpot_s: _Optional[float] = ..., priority: _Optional[int] = ..., session_id: _Optional[str] = ..., itl_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., waited_s: _Optional[float] = ..., adapter: _Optional[str] = ..., reuse_within_s: _Optional[float] = ...) -> None: ...
+    source: PrefixSource
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., cache_salt: _Optional[bytes] = ..., tpot_s: _Optional[float] = ..., priority: _Optional[int] = ..., session_id: _Optional[str] = ..., itl_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., waited_s: _Optional[float] = ..., adapter: _Optional[str] = ..., reuse_within_s: _Optional[float] = ..., source: _Optional[_Union[PrefixSource, _Mapping]] = ...) -> None: ...
+
+class PrefixSource(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "endpoint", "num_tokens", "predicted_s")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_S_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: str
+    endpoint: str
+    num_tokens: int
+    predicted_s: float
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., endpoint: _Optional[str] = ..., num_tokens: _Optional[int] = ..., predicted_s: _Optional[float] = ...) -> None: ...
 
 class Reserve(_message.Message):
     __slots__ = ("sequence", "is_local")
@@ -280,7 +296,7 @@ class LogLine(_message.Message):
     def __init__(self, at_unix_s: _Optional[float] = ..., level: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("hello", "load", "granted", "refused", "first_token", "transfer_ended", "tokens", "failed", "released", "kv_events", "batch_timed", "prompt_scored", "batch", "kv_links", "log", "adapters", "adapter_loaded")
+    __slots__ = ("hello", "load", "granted", "refused", "first_token", "transfer_ended", "tokens", "failed", "released", "kv_events", "batch_timed", "prompt_scored", "batch", "kv_links", "log", "adapters", "adapter_loaded", "pull_ended")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     GRANTED_FIELD_NUMBER: _ClassVar[int]
@@ -298,6 +314,7 @@ class AttachResponse(_message.Message):
     LOG_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_LOADED_FIELD_NUMBER: _ClassVar[int]
+    PULL_ENDED_FIELD_NUMBER: _ClassVar[int]
     hello: WorkerHello
     load: Load
     granted: Granted
@@ -315,7 +332,8 @@ class AttachResponse(_message.Message):
     log: RecentLog
     adapters: Adapters
     adapter_loaded: AdapterLoaded
-    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., transfer_ended: _Optional[_Union[TransferEnded, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., batch_timed: _Optional[_Union[BatchTimed, _Mapping]] = ..., prompt_scored: _Optional[_Union[PromptScored, _Mapping]] = ..., batch: _Optional[_Union[AttachResponses, _Mapping]] = ..., kv_links: _Optional[_Union[KvLinks, _Mapping]] = ..., log: _Optional[_Union[RecentLog, _Mapping]] = ..., adapters: _Optional[_Union[Adapters, _Mapping]] = ..., adapter_loaded: _Optional[_Union[AdapterLoaded, _Mapping]] = ...) -> None: ...
+    pull_ended: PullEnded
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., transfer_ended: _Optional[_Union[TransferEnded, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., batch_timed: _Optional[_Union[BatchTimed, _Mapping]] = ..., prompt_scored: _Optional[_Union[PromptScored, _Mapping]] = ..., batch: _Optional[_Union[AttachResponses, _Mapping]] = ..., kv_links: _Optional[_Union[KvLinks, _Mapping]] = ..., log: _Optional[_Union[RecentLog, _Mapping]] = ..., adapters: _Optional[_Union[Adapters, _Mapping]] = ..., adapter_loaded: _Optional[_Union[AdapterLoaded, _Mapping]] = ..., pull_ended: _Optional[_Union[PullEnded, _Mapping]] = ...) -> None: ...
 
 class AttachResponses(_message.Message):
     __slots__ = ("messages",)
@@ -324,7 +342,7 @@ class AttachResponses(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[AttachResponse, _Mapping]]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "model", "fingerprint", "block_size", "num_blocks", "max_context_tokens", "vocab_size", "eos_token_ids", "max_batch", "max_batch_tokens", "inbox_depth", "cost", "hash_seed", "reads_batches", "version", "adapters", "grammar_library", "sends_kv", "revision")
+    __slots__ = ("worker_id", "incarnation", "role", "model", "fingerprint", "block_size", "num_blocks", "max_context_tokens", "vocab_size", "eos_token_ids", "max_batch", "max_batch_tokens", "inbox_depth", "cost", "hash_seed", "reads_batches", "version", "adapters", "grammar_library", "sends_kv", "revision", "pulls_kv")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -346,6 +364,7 @@ class WorkerHello(_message.Message):
     GRAMMAR_LIBRARY_FIELD_NUMBER: _ClassVar[int]
     SENDS_KV_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
+    PULLS_KV_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: Role
@@ -367,7 +386,8 @@ class WorkerHello(_message.Message):
     grammar_library: str
     sends_kv: bool
     revision: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., model: _Optional[str] = ..., fingerprint: _Optional[_Union[_transfer_pb2.Fingerprint, _Mapping]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_batch: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., inbox_depth: _Optional[int] = ..., cost: _Optional[_Union[CostPrior, _Mapping]] = ..., hash_seed: _Optional[bytes] = ..., reads_batches: _Optional[bool] = ..., version: _Optional[str] = ..., adapters: _Optional[_Union[Adapters, _Mapping]] = ..., grammar_library: _Optional[str] = ..., sends_kv: _Optional[bool] = ..., revision: _Optional[str] = ...) -> None: ...
+    pulls_kv: bool
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., model: _Optional[str] = ..., fingerprint: _Optional[_Union[_transfer_pb2.Fingerprint, _Mapping]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_batch: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., inbox_depth: _Optional[int] = ..., cost: _Optional[_Union[CostPrior, _Mapping]] = ..., hash_seed: _Optional[bytes] = ..., reads_batches: _Optional[bool] = ..., version: _Optional[str] = ..., adapters: _Optional[_Union[Adapters, _Mapping]] = ..., grammar_library: _Optional[str] = ..., sends_kv: _Optional[bool] = ..., revision: _Optional[str] = ..., pulls_kv: _Optional[bool] = ...) -> None: ...
 
 class CostPrior(_message.Message):
     __slots__ = ("prefill_base_s", "prefill_per_token_s", "prefill_per_token_context_s", "decode_base_s", "decode_per_row_s", "decode_per_context_token_s")
@@ -508,6 +528,26 @@ class TransferEnded(_message.Message):
     exposed_s: float
     saved_bytes: int
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., is_committed: _Optional[bool] = ..., transfer_s: _Optional[float] = ..., num_bytes: _Optional[int] = ..., error: _Optional[str] = ..., busy_s: _Optional[float] = ..., exposed_s: _Optional[float] = ..., saved_bytes: _Optional[int] = ...) -> None: ...
+
+class PullEnded(_message.Message):
+    __slots__ = ("request_id", "attempt", "source", "num_tokens", "num_bytes", "busy_s", "pull_s", "error")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    PULL_S_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    source: str
+    num_tokens: int
+    num_bytes: int
+    busy_s: float
+    pull_s: float
+    error: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., source: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ..., busy_s: _Optional[float] = ..., pull_s: _Optional[float] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Tokens(_message.Message):
     __slots__ = ("rows", "plain")

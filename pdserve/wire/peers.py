@@ -37,6 +37,7 @@ STATUS_S: Final = 1.0  # time in which a rejected call can report the reason
 ATTACH: Final = "/pdserve.v1.WorkerService/Attach"
 CHANGE_ROLE: Final = "/pdserve.v1.WorkerService/ChangeRole"
 OPEN: Final = "/pdserve.v1.TransferService/Open"
+PULL: Final = "/pdserve.v1.TransferService/Pull"
 FOLLOW: Final = "/pdserve.v1.RankService/Follow"
 JOIN: Final = "/pdserve.v1.RendezvousService/Join"
 REACH_STORE: Final = "/pdserve.v1.RendezvousService/ReachStore"
@@ -49,6 +50,7 @@ POLICY: Final[Mapping[str, Role | Literal["anyone"]]] = {
     ATTACH: "router",
     CHANGE_ROLE: "launcher",
     OPEN: "worker",
+    PULL: "worker",
     FOLLOW: "leader",
     JOIN: "rank",
     REACH_STORE: "rank",

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from pdserve.core import live
 from pdserve.core import protocol as pr
-from pdserve.core.attempt import Attempt, AttemptKey, FailureKind, RefusalReason
+from pdserve.core.attempt import Attempt, AttemptKey, FailureKind, PrefixSource, RefusalReason
 from pdserve.core.cost.latency import CostPrior
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.kv.kv_shape import Fingerprint, KvShape
@@ -39,6 +39,7 @@ TOKEN: Final = Codec(TokenOut, worker_pb2.Token, special={"top": TOPS}, given=("
 TOKEN_ROW: Final = Codec(pr.TokenRow, worker_pb2.TokenRow, nested=(TOKEN,))
 FINGERPRINT: Final = Codec(Fingerprint, transfer_pb2.Fingerprint, nested=(Codec(KvShape, transfer_pb2.KvShape),))
 COST: Final = Codec(CostPrior, worker_pb2.CostPrior)
+_SOURCE: Final = Codec(PrefixSource, worker_pb2.PrefixSource)
 NAMED_ADAPTER: Final = Codec(pr.NamedAdapter, worker_pb2.Adapter)
 ADAPTERS: Final = Codec(pr.Adapters, worker_pb2.Adapters, nested=(NAMED_ADAPTER,))
 ADAPTER_LOADED: Final = Codec(pr.AdapterLoaded, worker_pb2.AdapterLoaded)
@@ -50,6 +51,7 @@ _CODECS: Final = (
     Codec(pr.Refused, worker_pb2.Refused, unknown={"reason": RefusalReason.INBOX_FULL}),
     Codec(pr.FirstToken, worker_pb2.FirstToken, nested=(TOKEN,)),
     Codec(pr.TransferEnded, worker_pb2.TransferEnded),
+    Codec(pr.PullEnded, worker_pb2.PullEnded),
     Codec(pr.AttemptFailed, worker_pb2.Failed, unknown={"kind": FailureKind.INTERNAL}),
     Codec(pr.Released, worker_pb2.Released),
 )
@@ -143,6 +145,8 @@ def _write_at(now: worker_pb2.Sequence, sequence: worker_pb2.Sequence | None, co
     now.ClearField("reuse_within_s")  # the client's, which the router may not believe
     if command.reuse_within_s is not None:
         now.reuse_within_s = command.reuse_within_s
+    if command.source is not None:
+        now.source.CopyFrom(_SOURCE.encode(command.source))
 
 
 def _tokens(worker_id: str, message: worker_pb2.Tokens) -> pr.TokensArrived:
@@ -173,6 +177,7 @@ def _plain_rows(worker_id: str, message: worker_pb2.PlainTokens) -> list[pr.Toke
 SEQUENCE: Final = Codec(
     Attempt,
     worker_pb2.Sequence,
+    nested=(_SOURCE,),
     special={"sampling": Special(sampling_to_proto, sampling_from_proto)},
     renamed={"prompt_ids": "prompt_token_ids", "output_ids": "output_token_ids"},
     given=("chain_key", "arrived_s", "deadline_at_s", "begun_at_s"),

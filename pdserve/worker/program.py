@@ -76,6 +76,14 @@ class FetchSource(BlockSource, Protocol):
         ...
 
 
+class Giver(Protocol):
+    """Sends cached KV to other workers that ask for it. Called on the engine thread."""
+
+    def end_given(self) -> None:
+        """Stops what is being sent."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
     """What stays if a worker changes its role. No request uses any of it."""
@@ -186,6 +194,7 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
             )
         self.is_drained = False  # by an operator, who may undo it
         self.fetches: Fetches | None = None
+        self.giver: Giver | None = None
         self._is_leaving = False  # drained by its own process, which then ends
         self.is_between_steps = False  # a step follows the last one at once
         self._step_ended_s = 0.0
@@ -257,6 +266,7 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
             grammar_library=_grammar_library(),
             adapters=None if self.adapters.report is None else ADAPTERS.encode(self.adapters.report),
             sends_kv=self.sends_kv,
+            pulls_kv=self.giver is not None,
             revision=config.revision,
         )
 
@@ -319,22 +329,29 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is held for any request, and no fetch of an earlier one runs."""
-        return not self.scheduler.live() and not self.fetches
+        """Whether nothing is held for any request or other worker, and no fetch of an earlier one runs."""
+        return not self.scheduler.live() and not self.fetches and not self.kv.lent
 
     def drain(self) -> None:
         """Rejects new work for good. Running attempts continue until routers move them. Idempotent."""
         self._is_leaving = True
         self.scheduler.is_draining = True
+        self._end_given()
 
     def _set_drained(self, is_drained: bool) -> None:
         """An operator's command through any router. Running attempts continue until routers move them."""
         if is_drained is not self.is_drained:
             self.is_drained = is_drained
             self.scheduler.is_draining = is_drained or self._is_leaving
+            self._end_given()
             self.reports.changed()
             message = "an operator has drained the worker" if is_drained else "an operator has undone the drain"
             log.info(message, extra={"worker_id": self.context.config.worker_id})
+
+    def _end_given(self) -> None:
+        """A worker that drains gives no KV to others. They compute what they lack."""
+        if self.giver is not None and self.scheduler.is_draining:
+            self.giver.end_given()
 
     def step(self) -> bool:
         """Plans and computes one step. False: there was nothing to compute."""

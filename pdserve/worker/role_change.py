@@ -36,6 +36,7 @@ OF_PROGRAM: Final = frozenset(
         "drain_s",
         "inbox_depth",
         "kv_check",
+        "kv_pull",
         "kv_wire",
         "max_batch",
         "max_batch_tokens",

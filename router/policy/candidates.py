@@ -18,16 +18,13 @@ from pdserve.core.cost.latency import WIDEST_BAND, LinkModel
 from pdserve.core.cost.overlap import chunked_exposed_s
 from pdserve.core.cost.step_rule import TARGET_SHARE
 from router.policy.availability import can_start, opens_in_s
-from router.policy.interface import Links, PolicyInput
+from router.policy.interface import Links, PolicyInput, PullChoice
+from router.policy.pulls import PULL_SHARE, WORK_WEIGHT, least_rest_s, pull_of
 from router.state.load import DecodeLoad
 from router.state.view import WorkerView, as_views
 
 # --- constants of the goodput policy --------------------------------------------------------------------------
 # They are the same for all traffic, models and machines.
-
-# The cost of a second of a worker's time, in seconds of delay for this request: on average one later request is
-# delayed.
-WORK_WEIGHT: Final = 1.0
 
 # Share of a target that must be saved by waiting for a busy worker instead of starting elsewhere now, and by a local
 # placement instead of a remote one. Predictions are not more accurate than that.
@@ -91,9 +88,11 @@ class _Start:
     worker_id: str
     delay_s: float  # until the prompt is computed
     work_s: float  # of compute
+    charged_s: float  # time that it costs later requests
     view: WorkerView
     read: float  # tokens to compute
     opens_s: float  # until it can start
+    pull: PullChoice | None
 
 
 @final
@@ -135,6 +134,7 @@ class PlacementOption:
     opens_in_s: float  # 0: the request can start now
     slack: float  # the smaller one of TTFT and TPOT slack
     preference: float  # the part of `cost` that is no time
+    pull: PullChoice | None = None  # by the worker that computes the prompt
 
 
 def tandem_step_s(view: WorkerView, load: DecodeLoad, tokens: float, growth: float) -> float:
@@ -221,7 +221,7 @@ def remote_options(
 ) -> list[PlacementOption]:
     """Pairs of one of the cheapest prefill workers, available or not, and one of `receivers`; the best pair first."""
     tokens = float(request.num_tokens)
-    starts = _earliest(request, tokens, cached, prefills, now_s)
+    starts = _earliest(request, tokens, cached, prefills, now_s, links)
     landings = [_landing(tokens, cached, one, now_s) for one in receivers]
     pairs = []
     avoid_pairs = request.avoid_pairs
@@ -255,24 +255,44 @@ def remote_options(
 
 
 def _earliest(
-    request: PolicyInput, tokens: float, cached: Mapping[str, int], prefills: Sequence[WorkerView], now_s: float
+    request: PolicyInput,
+    tokens: float,
+    cached: Mapping[str, int],
+    prefills: Sequence[WorkerView],
+    now_s: float,
+    links: Links,
 ) -> list[_Start]:
     """The prefill workers with the least cost of delay."""
     starts: list[tuple[float, str, float, float, WorkerView]] = []  # plain tuples are quicker to make
     last_s = math.inf  # workers with a higher cost are not among the best
+    most_s = math.inf
+    if request.source is not None and len(prefills) > PREFILLS_PAIRED:  # any worker may pull what the source has
+        most_s = least_rest_s(request, prefills[0])
     for view, work_s in zip(prefills, as_views(prefills).prefill_s(tokens, cached), strict=True):
-        delay_s = work_s + (view.free_at_s - now_s) if view.free_at_s > now_s else work_s
-        cost_s = delay_s + WORK_WEIGHT * work_s
+        ranked_s = work_s if work_s < most_s else most_s
+        delay_s = ranked_s + (view.free_at_s - now_s) if view.free_at_s > now_s else ranked_s
+        cost_s = delay_s + WORK_WEIGHT * ranked_s
         if cost_s <= last_s:
             insort(starts, (cost_s, view.worker_id, delay_s, work_s, view))
             if len(starts) > PREFILLS_PAIRED:
                 starts.pop()
                 last_s = starts[-1][0]
     found = []
-    for cost_s, worker_id, delay_s, work_s, view in starts:
+    for _, worker_id, _, work_s, view in starts:
         held = min(float(cached[worker_id]), tokens - 1.0) if worker_id in cached else 0.0
         opens_s = 0.0 if can_start(view, request.num_tokens, now_s) else opens_in_s(view, now_s)
-        found.append(_Start(cost_s, worker_id, delay_s, work_s, view, tokens - held, opens_s))
+        queue_s = view.free_at_s - now_s if view.free_at_s > now_s else 0.0
+        delay_s, charged_s, choice = queue_s + work_s, work_s, None
+        cost_s = delay_s + WORK_WEIGHT * work_s
+        source = request.source
+        if source is not None and (pull := pull_of(request, source, cached, view, work_s, queue_s, links)) is not None:
+            choice = pull.choice
+            if choice.is_pulled:
+                held, work_s = float(choice.prefix_tokens), pull.rest_s
+                charged_s = work_s + PULL_SHARE * choice.pull_s
+                delay_s = work_s + (choice.pull_s if choice.pull_s > queue_s else queue_s)
+                cost_s = delay_s + WORK_WEIGHT * charged_s
+        found.append(_Start(cost_s, worker_id, delay_s, work_s, charged_s, view, tokens - held, opens_s, choice))
     return found
 
 
@@ -299,6 +319,7 @@ def local_options(
     local_workers: Sequence[LocalWorker],
     now_s: float,
     short: float,
+    links: Links,
     *,
     is_only: bool,
 ) -> list[PlacementOption]:
@@ -310,7 +331,7 @@ def local_options(
     if its steps leave time to prefill after all requests placed there have arrived.
     """
     steps = _steps(request)
-    return [_local(request, steps, cached, now_s, one, short, is_only) for one in local_workers]
+    return [_cheaper_local(request, steps, cached, now_s, one, short, is_only, links) for one in local_workers]
 
 
 def _parts_late_s(link: LinkModel, start: _Start, landing: _Landing, tokens: float) -> float:
@@ -345,16 +366,44 @@ def _remote(
     start: _Start,
     landing: _Landing,
 ) -> PlacementOption:
-    prefill, delay_s, work_s, rest_s = start.view, start.delay_s, start.work_s, landing.rest_s
+    prefill, delay_s, rest_s = start.view, start.delay_s, landing.rest_s
     decode, load, step_s = landing.receiver.view, landing.receiver.load, landing.receiver.step_s
     ttft_s = delay_s + (rest_s + decode.grants.typical_s) + prefill.replies.typical_s
     # The KV arrives in the middle of a step, and the request joins the next one: half a step later on average.
     tpot_s = step_s + (late_s + 0.5 * step_s) / steps
     # The rest of a step is longer on fuller workers. It is not part of the cost, which should not prefer empty workers.
-    cost = (ttft_s - rest_s + WORK_WEIGHT * work_s) / request.slo.ttft_s + late_s / (steps * request.slo.tpot_s)
-    return _option(
+    cost = (ttft_s - rest_s + WORK_WEIGHT * start.charged_s) / request.slo.ttft_s + late_s / (
+        steps * request.slo.tpot_s
+    )
+    option = _option(
         request, steps, prefill, decode, load, ttft_s, tpot_s, step_s, cost, start.opens_s, prefill.cost.prefill_error
     )
+    option.pull = start.pull
+    return option
+
+
+def _cheaper_local(
+    request: PolicyInput,
+    steps: float,
+    cached: Mapping[str, int],
+    now_s: float,
+    worker: LocalWorker,
+    short: float,
+    is_only: bool,
+    links: Links,
+) -> PlacementOption:
+    """With a pull, if that costs less."""
+    source, view, tokens = request.source, worker.view, request.num_tokens
+    if source is None:
+        return _local(request, steps, cached, now_s, worker, short, is_only)
+    held, slowdown = min(cached.get(view.worker_id, 0), tokens - 1), worker.load.prefill_slowdown
+    work_s = slowdown * view.prefill_s(tokens - held, held)
+    pull = pull_of(request, source, cached, view, work_s, view.queue_s(now_s), links, slowdown)
+    choice = None if pull is None else pull.choice
+    is_pulled = choice is not None and choice.is_pulled
+    option = _local(request, steps, cached, now_s, worker, short, is_only, choice if is_pulled else None)
+    option.pull = choice
+    return option
 
 
 def _local(
@@ -365,15 +414,19 @@ def _local(
     worker: LocalWorker,
     short: float,
     is_only: bool,
+    pull: PullChoice | None = None,
 ) -> PlacementOption:
     step_s, decode, load = worker.step_s, worker.view, worker.load
     slo, held = request.slo, min(cached.get(decode.worker_id, 0), request.num_tokens - 1)
+    pull_s = 0.0
+    if pull is not None:
+        held, pull_s = pull.prefix_tokens, pull.pull_s
     uncached = request.num_tokens - held
     slack, stall_share = decode.slack(now_s), load.decode_stall_share
     is_late = request.waited_s >= slo.ttft_s
     queue_s = decode.queue_s(now_s) if is_late else decode.timely_queue_s(now_s)
     read_s = decode.prefill_time_s(uncached, held, slack)
-    ttft_s = max(queue_s, decode.rest_of_step_s(now_s)) + read_s + decode.first_tokens.typical_s
+    ttft_s = max(queue_s, pull_s, decode.rest_of_step_s(now_s)) + read_s + decode.first_tokens.typical_s
     # Running requests wait while this prompt and those before it are prefilled, as far as that exceeds their slack.
     late_s = queue_s + read_s - slack.total_s
     waits_s = load.step_s + late_s * stall_share / steps if late_s > 0.0 else load.step_s
@@ -390,7 +443,9 @@ def _local(
     early_s = min(load.batch_s, EARLY_SHARE * slo.ttft_s)
     goes_first = decode.totals.prefills <= 1 and queue_s > max(slo.ttft_s, read_s)
     opens_s = 0.0 if queue_s <= early_s or goes_first else queue_s - early_s
-    cost = (ttft_s + WORK_WEIGHT * read_s) / slo.ttft_s + read_s * stall_share / (steps * slo.tpot_s)
+    cost = (ttft_s + WORK_WEIGHT * (read_s + PULL_SHARE * pull_s)) / slo.ttft_s + read_s * stall_share / (
+        steps * slo.tpot_s
+    )
     preference = 0.0 if short == math.inf else WORTH_WAITING if uncached > short else -WORTH_WAITING
     error = decode.cost.step_error
     return _option(

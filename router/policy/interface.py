@@ -18,7 +18,7 @@ from pdserve.core.types import Slo
 from router.state.interface import RouterSettings
 from router.state.view import WorkerView
 
-Links = Callable[[str, str], LinkModel]  # (prefill worker, decode worker) -> cost model of the link between them
+Links = Callable[[str, str], LinkModel]  # (sending worker, receiving worker) -> cost model of the link between them
 
 
 class Choice(Enum):
@@ -59,6 +59,8 @@ class PolicyInput:
     # The request failed there before, so these are avoided while there are others.
     avoid_workers: frozenset[str] = frozenset()
     avoid_pairs: frozenset[tuple[str, str]] = frozenset()
+    source: WorkerView | None = None  # the worker with the most of its KV, from which others may pull it
+    source_tokens: int = 0  # leading tokens whose KV it has, without the one that must be computed
 
     def cached_on(self, view: WorkerView) -> int:
         """Cached tokens on a worker, less one if that is the whole prompt, because logits are needed."""
@@ -76,6 +78,17 @@ class UnloadedEstimate:
     work_s: float  # GPU-seconds that the request uses: its prefill, and its share of the decode steps
 
 
+class PullChoice(NamedTuple):
+    """Two ways to get the KV of a prompt's first tokens, with predicted seconds."""
+
+    source: str  # the worker from which it can be pulled
+    num_tokens: int  # that are pulled
+    prefix_tokens: int  # leading tokens that the pulling worker has afterwards
+    pull_s: float  # until they have arrived
+    recompute_s: float  # of computing them instead
+    is_pulled: bool  # which of both was chosen
+
+
 class Candidate(NamedTuple):
     """One predicted placement of the request; prefill_worker is empty on the local path."""
 
@@ -87,6 +100,7 @@ class Candidate(NamedTuple):
     is_feasible: bool  # every TPOT target on the decode worker is met
     cost: float | None = None  # PlacementOption.cost; None for policies that compare nothing of that kind
     preference: float | None = None  # the part of the cost that is no time
+    pull: PullChoice | None = None  # by the worker that computes the prompt; None: no other has more of it
 
 
 @dataclass(slots=True, kw_only=True)
@@ -101,6 +115,7 @@ class Decision:
     obstacle: Obstacle = Obstacle.NONE
     bound_to: str = ""  # WAIT for PREFILL: the request waits in this prefill worker's queue
     retry_in_s: float | None = None  # WAIT: when to decide again; REJECT: the retry time for the client
+    pull: PullChoice | None = None  # what the worker that computes the prompt pulls before
 
 
 class Policy(Protocol):

@@ -486,6 +486,7 @@ def _worker(facts: WorkerFacts, links: Sequence[worker_pb2.KvLink]) -> cluster_p
 
 
 def _candidate(candidate: Candidate, decision: Decision) -> cluster_pb2.Candidate:
+    pull = candidate.pull
     return cluster_pb2.Candidate(
         prefill_worker=candidate.prefill_worker,
         decode_worker=candidate.decode_worker,
@@ -496,4 +497,12 @@ def _candidate(candidate: Candidate, decision: Decision) -> cluster_pb2.Candidat
         is_chosen=is_chosen(candidate, decision),
         cost=candidate.cost if candidate.cost is not None and math.isfinite(candidate.cost) else None,
         preference=candidate.preference,
+        pull=pull
+        and cluster_pb2.PullChoice(
+            source=pull.source,
+            num_tokens=pull.num_tokens,
+            pull_s=pull.pull_s,
+            recompute_s=pull.recompute_s,
+            is_pulled=pull.is_pulled,
+        ),
     )

@@ -20,6 +20,7 @@ from pdserve.core.protocol import (
     FirstToken,
     Granted,
     Prefill,
+    PullEnded,
     Refused,
     Released,
     TokenRow,
@@ -46,6 +47,7 @@ FIRST_REFUSAL_S: Final = 0.01  # backoff before a declined request is placed aga
 LONGEST_REFUSAL_S: Final = 0.5
 GRAMMAR_FIELDS: Final = frozenset(kind.value for kind in GrammarKind)
 LONGEST_CLOSED_S: Final = 5.0  # a worker that declined gets no requests for at most this time
+FAILED_PULL_S: Final = 2.0  # nothing is pulled from a worker for this time after a pull from it has failed
 #: Reasons that concern one request alone.
 NOT_BUSY: Final = (RefusalReason.TOO_LARGE, RefusalReason.NO_ADAPTER, RefusalReason.NO_KV)
 
@@ -81,6 +83,7 @@ def on_granted(cluster: ClusterState, event: Granted) -> Sequence[Command]:
         deadline_s=request.deadline_left_s(cluster.now_s),
         waited_s=request.waited_s(cluster.now_s),
         reuse_within_s=request.reuse_within_s,
+        source=placement.source,
     )
     return (prefill,)
 
@@ -169,6 +172,27 @@ def on_transfer_ended(cluster: ClusterState, event: TransferEnded) -> Sequence[C
         cluster.counters["migrated_with_kv"] += 1
     if request.stage in IN_BATCH:
         _joined(cluster, request, placement)
+    return ()
+
+
+def on_pull_ended(cluster: ClusterState, event: PullEnded) -> Sequence[Command]:
+    found = _present(cluster, event.worker_id, event.request_id, event.attempt)
+    if found is None:
+        return ()
+    request, placement = found
+    view = cluster.fleet.workers[event.worker_id]
+    view.pulled(view.reservations[request.request_id, request.attempt])
+    expected = placement.source
+    source = cluster.fleet.connected(event.source)
+    if source is None or expected is None or expected.worker_id != event.source:
+        return ()
+    if not event.num_tokens:
+        cluster.counters["failed_pulls"] += 1
+        source.pulls_closed_until_s = cluster.now_s + FAILED_PULL_S
+        return ()
+    cluster.counters["pulls"] += 1
+    cluster.fleet.measured(event.source, event.worker_id, event.num_bytes, event.busy_s)
+    source.pulls.observe(event.pull_s - event.busy_s)
     return ()
 
 

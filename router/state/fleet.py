@@ -12,6 +12,7 @@ from pdserve.core.errors import NONE_YET, NoWorkers
 from pdserve.core.types import Role
 from router.policy.availability import unloaded_estimate
 from router.policy.interface import PolicyInput
+from router.policy.pulls import pullable_tokens, source_of
 from router.state.interface import RequestArrived, WorkerConnected
 from router.state.queue import Entry
 from router.state.request import Request
@@ -30,6 +31,7 @@ class Fleet:
         # As of the last call of `usable`:
         self.fits_all = 0  # tokens of one sequence that every usable worker holds
         self.is_mixed = False  # whether usable workers have different weights
+        self.can_pull = False  # whether a usable worker may pull KV from others
         self.shares: dict[str, float] = {}  # of new requests, by weights
         self.assigned: Counter[str] = Counter()  # new requests by weights, since the shares are as they are
         self._usable_until_s = 0.0  # when the first of them would exceed the silence limit
@@ -97,6 +99,7 @@ class Fleet:
             kept = self._usable = WorkerViews(prefills), WorkerViews(decodes)
             self.fits_all = min([view.max_tokens for view in able], default=0)
             self.is_mixed = len({view.hello.weights for view in able}) > 1
+            self.can_pull = any(view.hello.pulls_kv for view in able)
             if (shares := shares_of(prefills, decodes)) != self.shares:
                 self.shares = shares
                 self.assigned.clear()
@@ -142,13 +145,13 @@ class Fleet:
         view = self.workers.get(worker_id)
         return (worker_id, view.incarnation if view is not None else "")
 
-    def link(self, prefill_worker: str, decode_worker: str) -> LinkModel:
-        return self._links.get((prefill_worker, decode_worker), self._any_link)
+    def link(self, sender: str, receiver: str) -> LinkModel:
+        return self._links.get((sender, receiver), self._any_link)
 
-    def measured(self, prefill_worker: str, decode_worker: str, num_bytes: int, busy_s: float) -> None:
+    def measured(self, sender: str, receiver: str, num_bytes: int, busy_s: float) -> None:
         """Learns from a transfer of `num_bytes`. `busy_s` excludes the time in which the transfer waited for the
         prefill."""
-        pair = (prefill_worker, decode_worker)
+        pair = (sender, receiver)
         link = self._links.get(pair)
         if link is None:
             link = self._links[pair] = LinkModel(self._any_link.latency_s, self._any_link.bandwidth_bytes_s)
@@ -256,6 +259,10 @@ def policy_input_of(
     """`expected_tokens`: what remains of the answer; None: by `lengths`."""
     facts = request.facts
     num_answered = len(request.output)
+    cached_tokens = _cached_tokens(request, fleet)
+    source = None
+    if fleet.can_pull and cached_tokens:
+        source = source_of(cached_tokens, fleet.workers, lambda view: fleet.is_usable(view, now_s), now_s)
     if expected_tokens is None:
         expected_tokens = lengths.remaining(facts, num_answered)
     return PolicyInput(
@@ -271,7 +278,9 @@ def policy_input_of(
         priority=facts.priority,
         tenant=facts.tenant,
         bound_to=request.bound_to,
-        cached_tokens=_cached_tokens(request, fleet),
+        cached_tokens=cached_tokens,
+        source=source,
+        source_tokens=0 if source is None else pullable_tokens(cached_tokens, source, request.num_tokens),
         avoid_workers=_avoid_workers(request, fleet) if request.avoid_workers else NOTHING,
         avoid_pairs=_avoid_pairs(request, fleet) if request.avoid_pairs else NOTHING,
     )

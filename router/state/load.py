@@ -48,6 +48,8 @@ class Reservation:
     is_arriving: bool = True  # the worker has not begun to compute the request (decode: it is not in the batch yet)
     is_landing: bool = False  # the KV comes from a prefill worker and has not arrived yet
     is_cancelled: bool = False
+    pull_tokens: int = 0  # whose KV is on its way from another worker, whose totals are `pull_source`
+    pull_source: Totals | None = None
 
 
 @dataclass(slots=True)
@@ -62,9 +64,14 @@ class Totals:
     prefills: int = 0
     arriving: int = 0
     landing_tokens: int = 0  # tokens of the reservations with `is_landing`
+    pulls: int = 0  # by this worker
+    pulling_tokens: int = 0
+    gives: int = 0  # pulls from this worker by others
+    giving_tokens: int = 0
 
     def copy(self) -> Totals:
-        """Like copy.copy, which takes ten times as long. Every report of a worker needs a copy."""
+        """Like copy.copy, which takes ten times as long. Every report of a worker needs a copy. Pulls are left out,
+        because no report counts them."""
         return Totals(
             self.blocks,
             self.tokens,
@@ -86,6 +93,9 @@ class Totals:
         assert abs(self.prefill_s - sum(one.prefill_s for one in reservations)) < 1e-6, "prefill seconds"
         assert self.arriving == sum(one.is_arriving for one in reservations), "arriving"
         assert self.landing_tokens == sum(one.tokens for one in reservations if one.is_landing), "landing tokens"
+        assert self.pulling_tokens == sum(one.pull_tokens for one in reservations), "pulling tokens"
+        assert self.pulls == sum(one.pull_source is not None for one in reservations), "pulls"
+        assert (self.giving_tokens > 0) == (self.gives > 0), "giving tokens"
 
 
 # --- queue of one prefill worker ------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import Final, final
 
-from pdserve.core.attempt import AttemptKey
+from pdserve.core.attempt import AttemptKey, PrefixSource
 from pdserve.core.protocol import Reserve
 from pdserve.core.types import FinishReason, Path, Role
 from router.policy.availability import can_start, opens_in_s
@@ -375,19 +375,28 @@ def start(cluster: ClusterState, request: Request, decision: Decision) -> list[C
     request.num_tried += 1
     request.attempt_output = len(request.output)
     request.placed_s = now_s
+    computing = cluster.fleet.workers[decision.decode_worker if is_local else decision.prefill_worker]
     request.placement = request.last_path = Placement(
         path=Path.LOCAL if is_local else Path.REMOTE,
         decode_worker=decision.decode_worker,
         prefill_worker=decision.prefill_worker,
+        source=_source(cluster, decision),
     )
     cluster.explain(request.request_id, decision)
     decode = cluster.fleet.workers[decision.decode_worker]
     request.weights = decode.hello.weights
     request.awaits_s, request.half_step_s = decode.rest_of_step_s(now_s), decode.half_step_s
-    reservation = _reserve(cluster, request, decode, has_row=True, computes=is_local)
+    pulled = 0 if decision.pull is None else decision.pull.prefix_tokens
+    reservation = _reserve(cluster, request, decode, has_row=True, computes=is_local, pulled=pulled)
     reservation.is_sent = True
     if not is_local:
-        _reserve(cluster, request, cluster.fleet.workers[decision.prefill_worker], has_row=False, computes=True)
+        _reserve(cluster, request, computing, has_row=False, computes=True, pulled=pulled)
+    if decision.pull is not None:
+        computing.pulls_from(
+            cluster.fleet.workers[decision.pull.source],
+            computing.reservations[request.request_id, request.attempt],
+            decision.pull.num_tokens,
+        )
     reserve = Reserve(
         key=AttemptKey(decision.decode_worker, request.request_id, request.attempt),
         is_local=is_local,
@@ -395,17 +404,32 @@ def start(cluster: ClusterState, request: Request, decision: Decision) -> list[C
         deadline_s=request.deadline_left_s(now_s),
         waited_s=request.waited_s(now_s),
         reuse_within_s=request.reuse_within_s,
+        source=request.placement.source if is_local else None,
     )
     return [reserve]
 
 
+def _source(cluster: ClusterState, decision: Decision) -> PrefixSource | None:
+    if decision.pull is None:
+        return None
+    hello = cluster.fleet.workers[decision.pull.source].hello
+    return PrefixSource(
+        worker_id=hello.worker_id,
+        incarnation=hello.incarnation,
+        endpoint=hello.endpoint,
+        num_tokens=decision.pull.prefix_tokens,
+        predicted_s=decision.pull.pull_s,
+    )
+
+
 def _reserve(
-    cluster: ClusterState, request: Request, view: WorkerView, *, has_row: bool, computes: bool
+    cluster: ClusterState, request: Request, view: WorkerView, *, has_row: bool, computes: bool, pulled: int
 ) -> Reservation:
+    """`pulled`: leading tokens whose KV the worker has after its pull."""
     tokens = request.num_tokens
     uncached = 0
     if computes:
-        uncached = request.uncached_on(view)
+        uncached = min(request.uncached_on(view), max(tokens - pulled, 1))
     reservation = Reservation(
         request_id=request.request_id,
         attempt=request.attempt,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, final
 
+from pdserve.core.attempt import PrefixSource
 from pdserve.core.durations import clamped_s
 from pdserve.core.protocol import Granted, TransferEnded
 from pdserve.core.results import Phase, Phases, Slice, Timings, Usage
@@ -181,6 +182,7 @@ class Placement:
     path: Path
     decode_worker: str
     prefill_worker: str = ""  # empty on the local path
+    source: PrefixSource | None = None  # from which the worker that computes the prompt pulls KV
 
     @property
     def workers(self) -> tuple[str, ...]:

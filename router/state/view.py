@@ -51,6 +51,7 @@ class StepClock:
 # Predictions are made for single requests, and most requests are not outliers, so the median is used.
 
 REMEMBERED: Final = 31
+FIRST_PULL_S: Final = 0.02  # what a pull takes besides its bytes, before one was measured
 
 
 @final
@@ -59,9 +60,10 @@ class MessageLatency:
 
     __slots__ = ("_seen", "typical_s")
 
-    def __init__(self) -> None:
+    def __init__(self, first_s: float = 0.0) -> None:
+        """`first_s` is assumed before the first message."""
         self._seen: deque[float] = deque(maxlen=REMEMBERED)
-        self.typical_s = 0.0
+        self.typical_s = first_s
 
     def observe(self, seconds: float) -> None:
         """Adds a latency. It is negative if the worker's preceding work was predicted too long."""
@@ -98,6 +100,8 @@ class WorkerView:
         "last_step_s",
         "max_tokens",
         "prefilling",
+        "pulls",
+        "pulls_closed_until_s",
         "queue",
         "replies",
         "report",
@@ -120,6 +124,7 @@ class WorkerView:
         self.grants = MessageLatency()  # Reserve -> Granted
         self.replies = MessageLatency()  # Prefill -> FirstToken
         self.first_tokens = MessageLatency()  # Reserve -> first token, for prompts that a decode worker prefills itself
+        self.pulls = MessageLatency(FIRST_PULL_S)  # of pulls from it, without the time of their bytes
         self._start(now_s)
 
     def _start(self, now_s: float) -> None:
@@ -137,6 +142,7 @@ class WorkerView:
         self.cached_load: DecodeLoad | None = None  # cached `load`
         self.free_at_s = now_s  # when its current prefills should be done
         self.closed_until_s = now_s  # gets no requests before this time, because it declined one
+        self.pulls_closed_until_s = now_s  # nothing is pulled from it before this time, because a pull failed
         self.freed_s = now_s  # when an event may last have made room here
         self.computed_s = now_s  # when a prompt was last finished or abandoned here
         self.step_clock = StepClock()
@@ -318,6 +324,24 @@ class WorkerView:
             self.prefilling[key] = reservation
             self.free_at_s = max(self.free_at_s, now_s) + reservation.prefill_s
 
+    def pulls_from(self, source: WorkerView, reservation: Reservation, tokens: int) -> None:
+        """The attempt begins to pull KV of `tokens` tokens."""
+        reservation.pull_tokens, reservation.pull_source = tokens, source.totals
+        self.totals.pulls += 1
+        self.totals.pulling_tokens += tokens
+        source.totals.gives += 1
+        source.totals.giving_tokens += tokens
+
+    def pulled(self, reservation: Reservation) -> None:
+        """The attempt pulls nothing any more."""
+        source = reservation.pull_source
+        if source is not None:
+            self.totals.pulls -= 1
+            self.totals.pulling_tokens -= reservation.pull_tokens
+            source.gives -= 1
+            source.giving_tokens -= reservation.pull_tokens
+            reservation.pull_tokens, reservation.pull_source = 0, None
+
     def joined(self, reservation: Reservation, first_token_s: float) -> None:
         """The request decodes. Its client got the first token at `first_token_s`."""
         reservation.first_token_s = first_token_s
@@ -351,6 +375,7 @@ class WorkerView:
 
     def computed(self, reservation: Reservation, now_s: float) -> None:
         """The prefill was finished or abandoned."""
+        self.pulled(reservation)
         if reservation.prefill_tokens:
             totals = self.totals
             totals.prefill_tokens -= reservation.prefill_tokens
@@ -421,6 +446,8 @@ class WorkerView:
     def lost(self) -> list[Reservation]:
         """The stream has ended, so the worker has no requests any more. Returns the lost reservations."""
         held = list(self.reservations.values())
+        for reservation in held:
+            self.pulled(reservation)
         self.is_connected = False
         self.reservations, self.totals, self._at_report = {}, Totals(), Totals()
         self.tpot_targets_s = Counter()

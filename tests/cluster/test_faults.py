@@ -1,15 +1,20 @@
 """SIGKILL of workers and of Redis while requests run, against plain processes."""
 
 import asyncio
+import contextlib
 import os
+import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from redis import Redis
 
 from pdserve import AsyncClient, Retries
+from pdserve.client.results import ExplainedCandidate
+from pdserve.core.errors import NotFound
 from pdserve.engine.toy import answer
 from pdserve.prefix.embedded import EmbeddedRedis
 from tests.cluster.cluster import Cluster
@@ -106,3 +111,47 @@ def test_no_fault_of_redis_fails_a_request(fault: str) -> None:
     result = run_redis_fault(fault, 20.0)
     assert result.requests > 0
     assert (result.errors, result.wrong) == ({}, 0)
+
+
+@pytest.mark.parametrize("is_killed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_prefix_is_pulled_from_a_full_worker(is_killed: bool) -> None:
+    """Each worker decodes one answer at a time, so that a second request with the same prefix goes to the other one.
+    The source may die while it is asked."""
+    flags = ("--model", "toy", "--prefill", "0", "--decode", "2")
+    settings = ("worker.toy_step_s=0.02", "worker.max_batch=1", "worker.max_batch_tokens=64")
+    sets = (flag for one in settings for flag in ("--set", one))
+    with Cluster(*flags, *sets) as cluster, ThreadPoolExecutor(1) as pool:
+        prefix = toy_prompt(1_008)
+        first = cluster.client.stream(prefix, max_tokens=100, temperature=0)
+        tokens = [*next(first).token_ids]
+        source = cluster.decode_worker_of(first.request_id)
+        pid = cluster.pid_of(source)
+        if is_killed:
+            os.kill(pid, signal.SIGSTOP)  # it neither answers nor refuses
+        prompt = [*prefix, 65]
+        second = pool.submit(cluster.client.generate, prompt, request_id="second", max_tokens=4, temperature=0)
+        chosen = placed(cluster, "second")
+        assert chosen.decode_worker != source
+        assert chosen.pull is not None
+        assert (chosen.pull.source, chosen.pull.num_tokens, chosen.pull.is_pulled) == (source, 1_008, True)
+        if is_killed:
+            os.kill(pid, signal.SIGKILL)
+        done = second.result(60.0)
+        assert list(done.token_ids) == answer(prompt, 4)
+        assert done.usage.cached_prompt_tokens == (0 if is_killed else 1_008)
+        for piece in first:
+            tokens += piece.token_ids
+        assert tokens == answer(prefix, 100)
+        cluster.wait_until_idle()
+
+
+def placed(cluster: Cluster, request_id: str) -> ExplainedCandidate:
+    """The placement of a request that was just sent."""
+    until_s = time.monotonic() + 60.0
+    while time.monotonic() < until_s:
+        with contextlib.suppress(NotFound):
+            chosen = cluster.client.explain(request_id).chosen
+            if chosen is not None:
+                return chosen
+        time.sleep(0.005)
+    raise AssertionError(f"{request_id} was not placed")

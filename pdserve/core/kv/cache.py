@@ -12,6 +12,7 @@ from typing import final
 
 from pdserve.core.attempt import blocks_for, shareable_blocks
 from pdserve.core.kv.blocks import BlockAllocator, CacheChange
+from pdserve.core.kv.kv_shape import TransferKey
 from pdserve.core.kv.stamps import content_hash64
 
 
@@ -30,6 +31,7 @@ class KvCache:
     def __init__(self, blocks: BlockAllocator, block_size: int) -> None:
         self.blocks = blocks
         self.block_size = block_size
+        self.lent: dict[TransferKey, list[int]] = {}  # to other workers
 
     def allocate(self, num_tokens: int, hashes: Sequence[bytes] = (), *, spare: int = 0) -> Allocation | None:
         """Blocks for a text of `num_tokens` tokens: those of its longest cached prefix, then new ones.
@@ -76,6 +78,26 @@ class KvCache:
         tier = self.blocks.tier
         if tier is not None:
             tier.touch(hashes[: tier.num_found(hashes)])
+
+    def lend(self, key: TransferKey, hashes: Sequence[bytes]) -> list[int] | None:
+        """References to exactly these blocks, which `take_back` ends; those that the pool lacks are loaded from the
+        host tier. Returns None, and holds nothing, if one is missing, or if that is more than one allocation saves."""
+        cached = self.blocks.match(hashes)
+        rest, tier = hashes[len(cached) :], self.blocks.tier
+        if rest:
+            may_load = tier is not None and len(rest) <= min(tier.num_found(rest), tier.most_saved)
+            new = self.blocks.allocate(len(rest)) if may_load else None
+            if tier is None or new is None or tier.num_found(rest) < len(rest):  # an eviction may have moved a copy out
+                self.blocks.release([*cached, *(new or ())])
+                return None
+            self.blocks.load(rest, new)
+            cached += new
+        self.lent[key] = cached
+        return cached
+
+    def take_back(self, key: TransferKey) -> None:
+        """Nobody reads the lent blocks any more."""
+        self.blocks.release(self.lent.pop(key))
 
     def _num_loadable(self, hashes: Sequence[bytes], cached_tokens: int) -> int:
         tier = self.blocks.tier

@@ -69,7 +69,7 @@ class Goodput:
         if self._has_choice or not options:
             is_prefill_open = any(option.opens_in_s == 0.0 for option in options)
             short = self._short if is_prefill_open else math.inf
-            options += local_options(request, cached, local_workers, now_s, short, is_only=not prefills)
+            options += local_options(request, cached, local_workers, now_s, short, self._links, is_only=not prefills)
         return _choose(request, options)
 
 
@@ -113,6 +113,7 @@ def _go(options: list[PlacementOption], chosen: PlacementOption, reason: str) ->
         decode_worker=chosen.decode.worker_id,
         reason=reason,
         candidates=shown,
+        pull=chosen.pull if chosen.pull is not None and chosen.pull.is_pulled else None,
     )
 
 
@@ -149,6 +150,7 @@ def _candidate(option: PlacementOption) -> Candidate:
         option.tpot_slack >= 0.0,
         option.cost,
         option.preference,
+        option.pull,
     )
 
 

@@ -7,7 +7,7 @@
 Deviations:
 
 - Mooncake may copy the best prefix from another worker (T_transfer), if best / local prefix is above a manual
-  threshold. Workers here do not copy prefixes from each other, so a prefix counts only on the worker that has it.
+  threshold. Here only the policy goodput lets workers pull prefixes, so a prefix counts only on the worker that has it.
 - The paper checks TBT at arrival. Here the decode worker is chosen when the prefill can start, so TBT is checked
   then as well, still before any computation.
 - The TTFT that is compared with the target includes the mean wait for a decode worker's grant, and the time that

@@ -10,7 +10,7 @@ import pytest
 from pdserve import Client
 from pdserve.cli.explain import render
 from pdserve.cli.main import main
-from pdserve.client.results import ExplainedCandidate, Explanation
+from pdserve.client.results import ExplainedCandidate, ExplainedPull, Explanation
 from router.policy.candidates import WORTH_WAITING
 from router.state.interface import RouterSettings
 
@@ -189,3 +189,13 @@ def test_a_rejection_shows_reason_and_retry_time() -> None:
     text = render(rejected)
     assert text.startswith("r1: reject, rejected (full)")
     assert "retry after 1.50 s" in text
+
+
+def test_pulling_and_computing_are_compared() -> None:
+    pull = ExplainedPull(source="d0", num_tokens=4096, pull_s=0.24, recompute_s=1.9, is_pulled=True)
+    remote, local = EXPLANATION.candidates
+    slow = dataclasses.replace(pull, source="p0", pull_s=2.5, is_pulled=False)
+    candidates = (dataclasses.replace(remote, pull=pull), dataclasses.replace(local, pull=slow))
+    lines = render(dataclasses.replace(EXPLANATION, candidates=candidates)).splitlines()
+    assert "p0 lacks 4,096 cached tokens: recompute 1,900.0 ms, pull from d0 240.0 ms -> pull" in lines
+    assert "d0 lacks 4,096 cached tokens: recompute 1,900.0 ms, pull from p0 2,500.0 ms -> recompute" in lines

@@ -9,6 +9,7 @@ import pytest
 from pdserve.core.kv.blocks import BlockAllocator
 from pdserve.core.kv.cache import Allocation, KvCache
 from pdserve.core.kv.host_tier import HostTier, LoadRule
+from pdserve.core.kv.kv_shape import TransferKey
 from pdserve.core.kv.stamps import UNMARKED, content_hash64
 
 SIZE = 4
@@ -217,3 +218,41 @@ def test_wrong_contents_leave_the_tier_too() -> None:
     evict_all(kv)
     assert kv.snapshot().stored == (HASHES[1],)
     kv.blocks.check()
+
+
+# --- blocks for other workers -------------------------------------------------------------------------------------
+
+PULL = TransferKey(transfer_id="pull", attempt=1, generation=1)
+
+
+def test_lent_blocks_stay_until_they_are_taken_back(kv: KvCache) -> None:
+    held = computed(kv, 3 * SIZE, HASHES)
+    kv.release(held)
+    assert kv.lend(PULL, HASHES[1:]) == held[1:]
+    assert kv.allocate(7 * SIZE) is None, "only the first one can be evicted"
+    kv.blocks.check(holders=kv.lent.values())
+    kv.take_back(PULL)
+    assert not kv.lent
+    assert kv.blocks.num_referenced == 0
+
+
+def test_all_blocks_are_lent_or_none(kv: KvCache) -> None:
+    kv.release(computed(kv, 2 * SIZE, HASHES[:2]))
+    assert kv.lend(PULL, HASHES) is None
+    assert not kv.lent
+    kv.blocks.check(holders=[])
+
+
+@pytest.mark.parametrize("most_saved", [3, 2])
+def test_blocks_are_lent_from_the_tier(most_saved: int) -> None:
+    kv, _ = tiered(8, most_saved=most_saved)
+    kv.release(computed(kv, 3 * SIZE, HASHES))
+    while kv.blocks.num_matched(HASHES):
+        evict_all(kv)
+    if most_saved < 3:  # more than one allocation may load
+        assert kv.lend(PULL, HASHES) is None
+    else:
+        lent = kv.lend(PULL, HASHES)
+        assert lent is not None
+        assert kv.blocks.stamps.content_hashes(lent) == tuple(map(content_hash64, HASHES))
+    kv.blocks.check(holders=kv.lent.values())

@@ -168,7 +168,7 @@ def test_local_costs_match_the_documented_formula(seed: int, is_only: bool, shor
     request, _, decodes = scene(random.Random(seed), num_decodes=3)
     cached, slo = request.cached_tokens, request.slo
     _, readers = rank_decodes(request, cached, decodes, NOW_S, tandem_step_s)
-    for option in local_options(request, cached, readers, NOW_S, short, is_only=is_only):
+    for option in local_options(request, cached, readers, NOW_S, short, lambda p, d: LinkModel(), is_only=is_only):
         decode, load = option.decode, option.decode.load
         held = min(cached.get(decode.worker_id, 0), request.num_tokens - 1)
         uncached = request.num_tokens - held

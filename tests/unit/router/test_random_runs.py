@@ -45,10 +45,11 @@ def run(seed: int, faults: float, policy: str, requests: int = 25, stirs: int = 
     settings = RouterSettings(policy=policy, is_strict=True, max_queue=20, max_attempts=5, worker_silence_s=1.0)
     world = World(seed, settings, faults)
     rng = world.rng
+    pulls_kv = seed % 2 == 0
     for index in range(rng.randint(1, 3)):
-        world.start(f"p{index}", Role.PREFILL)
+        world.start(f"p{index}", Role.PREFILL, pulls_kv=pulls_kv)
     for index in range(rng.randint(1, 3)):
-        world.start(f"d{index}", Role.DECODE)
+        world.start(f"d{index}", Role.DECODE, pulls_kv=pulls_kv)
     arrivals = sorted(rng.randrange(stirs * 3 // 4) for _ in range(requests))
     for turn in range(stirs):
         while arrivals and arrivals[0] <= turn:
@@ -79,7 +80,14 @@ def test_clients_get_exact_tokens_and_one_end_under_faults(policy: str, seed: in
     _check_ends(world)
     topology = world.state.snapshot()
     assert (topology.queued, topology.running, topology.releasing) == (0, 0, 0)
+    for view in world.state._cluster.fleet.workers.values():
+        assert (view.totals.pulls, view.totals.gives) == (0, 0), "a pull has no end"
     assert all(worker.booked_blocks == 0 for worker in topology.workers)
+
+
+def test_random_runs_pull() -> None:
+    """Otherwise they would check nothing about pulls."""
+    assert sum(run(seed, faults=0.02, policy="goodput").num_pulls for seed in (0, 2)) > 0
 
 
 @pytest.mark.parametrize(("policy", "seed"), runs(10, 2))

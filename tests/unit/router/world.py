@@ -12,6 +12,7 @@ from collections import deque
 from typing import Final
 
 from pdserve.core.attempt import AttemptKey, FailureKind, RefusalReason
+from pdserve.core.cost.latency import CostPrior
 from pdserve.core.protocol import (
     Admit,
     AttemptFailed,
@@ -21,6 +22,7 @@ from pdserve.core.protocol import (
     FirstToken,
     Granted,
     Prefill,
+    PullEnded,
     Refused,
     Released,
     Reserve,
@@ -62,6 +64,7 @@ class World:
         self.wake_at_s: float | None = None
         self.log: list[tuple[float, Event, tuple[Command, ...]]] = []
         self.own_events: deque[Event] = deque()
+        self.num_pulls = 0
 
     # -- the router's side ---------------------------------------------------------------------------------------
 
@@ -120,16 +123,20 @@ class World:
 
     # -- workers -------------------------------------------------------------------------------------------------
 
-    def start(self, worker_id: str, role: Role, *, sends_kv: bool = False, weights: str = "") -> Worker:
+    def start(
+        self, worker_id: str, role: Role, *, sends_kv: bool = False, pulls_kv: bool = False, weights: str = ""
+    ) -> Worker:
         """With `weights`, one of WEIGHTS, the worker has a random one of these after each crash."""
-        worker = self.workers[worker_id] = Worker(worker_id, role, sends_kv=sends_kv, weights=weights)
+        worker = Worker(worker_id, role, sends_kv=sends_kv, pulls_kv=pulls_kv, weights=weights)
+        self.workers[worker_id] = worker
         self.connect(worker)
         return worker
 
     def connect(self, worker: Worker) -> None:
         worker.is_connected = True
-        facts = {"sends_kv": worker.sends_kv, "weights": worker.weights}
-        self.submit(hello(worker.worker_id, worker.role, worker.generation, **facts))
+        facts = {"sends_kv": worker.sends_kv, "pulls_kv": worker.pulls_kv, "weights": worker.weights}
+        cost = CostPrior(prefill_per_token_s=0.01) if worker.pulls_kv else CostPrior()  # so that pulls pay
+        self.submit(hello(worker.worker_id, worker.role, worker.generation, cost=cost, **facts))
 
     def disconnect(self, worker: Worker, is_dead: bool) -> None:
         """Loses messages in both directions that were on their way."""
@@ -178,6 +185,7 @@ class World:
         held = Held(len(command.output_token_ids), tokens, command.is_local)
         held.stage = "running" if command.is_local else "landing"
         worker.held[key] = held
+        self._pull(worker, command)
         grant = None if command.is_local else grant_of(worker, command.attempt)
         self.say(worker, Granted(key=AttemptKey(worker.worker_id, key[0], key[1]), grant=grant))
 
@@ -194,6 +202,33 @@ class World:
         if self.workers[granter].generation == int(generation):
             assert self.workers[granter].weights == worker.weights, "a pair has different weights"
         worker.held[key] = Held(len(command.output_token_ids), tokens, granted_by=(granter, int(generation)))
+        self._pull(worker, command)
+
+    def _pull(self, worker: Worker, command: Reserve | Prefill) -> None:
+        """The worker pulls what it is told to, or fails, or computes its tokens before it has reported either."""
+        source = command.source
+        if source is None:
+            return
+        assert worker.pulls_kv
+        assert isinstance(command, Prefill) or command.is_local
+        assert source.worker_id != worker.worker_id
+        assert source.endpoint == f"{source.worker_id}:1"
+        self.num_pulls += 1
+        if self.rng.random() < 0.2:
+            return
+        is_whole = self.rng.random() < 0.8
+        self.say(
+            worker,
+            PullEnded(
+                key=AttemptKey(worker.worker_id, command.request_id, command.attempt),
+                source=source.worker_id,
+                num_tokens=source.num_tokens if is_whole else 0,
+                num_bytes=1024,
+                busy_s=0.001,
+                pull_s=0.002,
+                error="" if is_whole else "by chance",
+            ),
+        )
 
     def _refuses(self, worker: Worker, key: Key, *, may_drain: bool = False) -> bool:
         reason: RefusalReason | None = None

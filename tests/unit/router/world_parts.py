@@ -41,6 +41,7 @@ class Worker:
     is_frozen: bool = False
     is_draining: bool = False
     sends_kv: bool = False
+    pulls_kv: bool = False
     weights: str = ""
     held: dict[Key, Held] = field(default_factory=dict)
     inbox: deque[Command] = field(default_factory=deque)

@@ -1,0 +1,282 @@
+"""A worker pulls a prefix from another one where that costs less than to compute it, and the router learns how long
+pulls take."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+
+from pdserve.core.attempt import PULLS_GIVEN, PULLS_TAKEN, AttemptKey, PrefixSource
+from pdserve.core.cost.latency import CostPrior, LinkModel
+from pdserve.core.protocol import Prefill, PullEnded, Reserve
+from pdserve.core.types import Role, Slo
+from router.policy.candidates import LOCALS_PRICED, local_options, rank_decodes, remote_options
+from router.policy.candidates import tandem_step_s as step_of
+from router.policy.interface import Choice, PolicyInput, PullChoice
+from router.policy.policies.goodput import Goodput
+from router.policy.pulls import PULL_SHARE, WORK_WEIGHT, pull_of
+from router.state.attempts import FAILED_PULL_S
+from router.state.interface import RouterSettings
+from router.state.view import FIRST_PULL_S, WorkerView
+from tests.unit.router.given import Given
+from tests.unit.router.test_goodput import ask, view, with_queue
+
+TOKENS = 8_000
+LINK = LinkModel(0.002, 1e10)
+
+
+def links(sender: str, receiver: str) -> LinkModel:
+    return LINK
+
+
+def pulling(worker_id: str, **facts: Any) -> WorkerView:
+    return view(worker_id, pulls_kv=True, **facts)
+
+
+def asked(source: WorkerView, held: int, **facts: Any) -> PolicyInput:
+    return ask(TOKENS, source=source, source_tokens=held, cached_tokens={source.worker_id: held}, **facts)
+
+
+def pull_by(worker: WorkerView, source: WorkerView, held: int, own: int = 0, work_s: float = 1.0) -> PullChoice | None:
+    """Of a prompt of which they have so many tokens."""
+    cached = {source.worker_id: held, worker.worker_id: own} if own else {source.worker_id: held}
+    request = ask(TOKENS, source=source, source_tokens=held, cached_tokens=cached)
+    found = pull_of(request, source, cached, worker, work_s, 0.0, links)
+    return None if found is None else found.choice
+
+
+def test_seconds_of_a_pull() -> None:
+    worker = pulling("p1")
+    work_s, rest_s = worker.prefill_s(TOKENS, 0), worker.prefill_s(4_000, 4_000)
+    pull = pull_by(worker, pulling("p0"), 4_000, work_s=work_s)
+    assert pull is not None
+    assert (pull.source, pull.num_tokens, pull.prefix_tokens) == ("p0", 4_000, 4_000)
+    assert pull.pull_s == pytest.approx(FIRST_PULL_S + LINK.transfer_s(4_000 // 16 * worker.hello.block_bytes))
+    assert pull.recompute_s == pytest.approx(work_s - rest_s)
+
+
+def test_only_what_is_lacking_is_pulled() -> None:
+    pull = pull_by(pulling("p1"), pulling("p0"), 4_000, own=1_600)
+    assert pull is not None
+    assert (pull.prefix_tokens, pull.num_tokens) == (4_000, 2_400)
+
+
+@pytest.mark.parametrize(
+    ("source", "worker"),
+    [
+        (pulling("p0"), view("p1")),
+        (pulling("p0", weights="old"), pulling("p1", weights="new")),
+        (pulling("p0", block_size=32), pulling("p1")),
+        (pulling("p0", block_bytes=2**20), pulling("p1")),
+    ],
+)
+def test_workers_that_cannot_exchange_kv(source: WorkerView, worker: WorkerView) -> None:
+    assert pull_by(worker, source, 4_000) is None
+
+
+def test_a_worker_does_not_pull_from_itself_or_what_it_has() -> None:
+    source = pulling("p0")
+    assert pull_by(source, source, 4_000) is None
+    assert pull_by(pulling("p1"), source, 4_000, own=4_000) is None
+
+
+def test_pulls_of_others_come_first() -> None:
+    source, worker = pulling("p0"), pulling("p1")
+    before = pull_by(worker, source, 4_000)
+    other = with_queue(pulling("p2"), 1.0)
+    [reservation] = other.reservations.values()
+    other.pulls_from(source, reservation, 1_600)
+    after = pull_by(worker, source, 4_000)
+    assert before is not None
+    assert after is not None
+    per_byte_s = LINK.coefficients[1]
+    assert after.pull_s - before.pull_s == pytest.approx(per_byte_s * 100 * worker.hello.block_bytes)
+    other.pulled(reservation)
+    other.pulled(reservation)
+    assert pull_by(worker, source, 4_000) == before
+
+
+def test_a_worker_pulls_few_at_a_time() -> None:
+    worker = pulling("p1")
+    worker.totals.pulls = PULLS_TAKEN
+    assert pull_by(worker, pulling("p0"), 4_000) is None
+
+
+def test_an_idle_worker_pulls_from_a_busy_one() -> None:
+    source, worker = with_queue(pulling("p0"), 5.0), pulling("p1")
+    request = asked(source, 7_200, slo=Slo(ttft_s=2.0, tpot_s=0.05))
+    decision = Goodput(links)(request, [source, worker], [view("d0")], 0.0)
+    assert (decision.choice, decision.prefill_worker) == (Choice.REMOTE, "p1")
+    assert decision.pull is not None
+    assert decision.pull.source == "p0"
+    shown = next(one for one in decision.candidates if one.prefill_worker == "p1")
+    assert shown.pull == decision.pull
+    assert shown.pull.pull_s < shown.pull.recompute_s
+
+
+def test_a_slow_link_is_explained_and_not_used() -> None:
+    source, worker = with_queue(pulling("p0"), 5.0), pulling("p1")
+    request = asked(source, 7_200, slo=Slo(ttft_s=2.0, tpot_s=0.05))
+    decision = Goodput(lambda a, b: LinkModel(0.002, 1e8))(request, [source, worker], [view("d0")], 0.0)
+    assert decision.pull is None
+    shown = next(one for one in decision.candidates if one.prefill_worker == "p1")
+    assert shown.pull is not None
+    assert not shown.pull.is_pulled
+    assert shown.pull.pull_s > shown.pull.recompute_s
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_cheaper_way_is_taken(seed: int) -> None:
+    rng = random.Random(seed)
+    link = LinkModel(rng.choice([0.001, 0.1]), rng.choice([1e9, 1e10, 1e11]))
+    prefills = [with_queue(pulling(f"p{i}"), rng.uniform(0.01, 0.5)) for i in range(3)]
+    decodes = [pulling(f"d{i}") for i in range(LOCALS_PRICED)]
+    held = 16 * rng.randint(1, 500)
+    request = asked(prefills[0], held)
+    cached = request.cached_tokens
+    receivers, local_workers = rank_decodes(request, cached, decodes, 0.0, step_of)
+    for option in remote_options(request, cached, prefills, receivers, 0.0, lambda a, b: link):
+        worker = option.prefill
+        assert worker is not None
+        assert (option.pull is None) == (worker is prefills[0])
+        if option.pull is None:
+            continue
+        pull_s = FIRST_PULL_S + link.transfer_s(option.pull.num_tokens // 16 * worker.hello.block_bytes)
+        rest = TOKENS - option.pull.prefix_tokens
+        work_s, rest_s = worker.prefill_s(TOKENS, 0), worker.prefill_s(rest, TOKENS - rest)
+        queue_s = worker.free_at_s
+        computed = queue_s + work_s, work_s
+        pulled = max(queue_s, pull_s) + rest_s, rest_s + PULL_SHARE * pull_s
+        costs_s = [delay_s + WORK_WEIGHT * charged_s for delay_s, charged_s in (computed, pulled)]
+        assert option.pull.is_pulled == (costs_s[1] < costs_s[0])
+        assert option.ttft_s == pytest.approx((pulled if option.pull.is_pulled else computed)[0])
+    for option in local_options(request, cached, local_workers, 0.0, math.inf, lambda a, b: link, is_only=False):
+        assert option.pull is not None
+        pull_s = FIRST_PULL_S + link.transfer_s(option.pull.num_tokens // 16 * option.decode.hello.block_bytes)
+        assert option.pull.pull_s == pytest.approx(pull_s)
+        saved_s = 2.0 * option.pull.recompute_s
+        assert option.pull.is_pulled == (pull_s * (1.0 + PULL_SHARE) < saved_s)
+        rest = TOKENS - option.pull.prefix_tokens if option.pull.is_pulled else TOKENS
+        waits_s = pull_s if option.pull.is_pulled else 0.0
+        assert option.ttft_s == pytest.approx(waits_s + option.decode.prefill_s(rest, TOKENS - rest))
+
+
+# --- through RouterState --------------------------------------------------------------------------------------
+
+SLOW = CostPrior(prefill_per_token_s=0.01)
+
+
+@pytest.fixture
+def given() -> Given:
+    """p0, with a part of the prompt, is asked to wait; p1 has nothing."""
+    given = Given(RouterSettings(is_strict=True))
+    for worker_id in ("p0", "p1"):
+        given.connect_prefill(worker_id, pulls_kv=True, cost=SLOW)
+    given.connect_decode("d0", cost=SLOW)
+    return given
+
+
+def busy(given: Given, worker_id: str = "p0") -> None:
+    given.state._cluster.fleet.workers[worker_id].closed_until_s = 1e9
+
+
+def placed(given: Given, name: str = "a", **facts: Any) -> Any:
+    """The Prefill of a request whose first 64 tokens p0 has."""
+    [reserve] = given.arrives(name, slo=Slo(ttft_s=100.0, tpot_s=1.0), cached_blocks={"p0": 4}, **facts)
+    assert isinstance(reserve, Reserve)
+    [prefill] = given.granted(request_id=name)
+    assert isinstance(prefill, Prefill)
+    return prefill
+
+
+def ended(given: Given, worker_id: str, num_tokens: int, name: str = "a") -> None:
+    key = AttemptKey(worker_id, name, 1)
+    event = PullEnded(key=key, source="p0", num_tokens=num_tokens, num_bytes=4096, busy_s=0.01, pull_s=0.04)
+    assert given.submit(event) == []
+
+
+def test_the_router_names_the_source(given: Given) -> None:
+    busy(given)
+    prefill = placed(given)
+    assert prefill.key.worker_id == "p1"
+    assert prefill.source == PrefixSource(
+        worker_id="p0", incarnation="p0.1", endpoint="p0:1", num_tokens=64, predicted_s=prefill.source.predicted_s
+    )
+    fleet = given.state._cluster.fleet
+    assert fleet.workers["p1"].totals.prefill_tokens == 100 - 64
+    assert (fleet.workers["p1"].totals.pulls, fleet.workers["p0"].totals.gives) == (1, 1)
+    link_s = fleet.link("p0", "p1").latency_s
+    ended(given, "p1", 64)
+    assert (fleet.workers["p1"].totals.pulls, fleet.workers["p0"].totals.gives) == (0, 0)
+    assert fleet.workers["p0"].pulls.typical_s == pytest.approx(0.03)
+    assert fleet.link("p0", "p1").latency_s != link_s
+    assert given.state.counters["pulls"] == 1
+
+
+def test_one_token_is_computed(given: Given) -> None:
+    busy(given)
+    [_] = given.arrives(prompt=96, slo=Slo(ttft_s=100.0, tpot_s=1.0), cached_blocks={"p0": 6})
+    [prefill] = given.granted()
+    assert prefill.source.num_tokens == 80
+
+
+def test_a_worker_that_has_it_does_not_pull(given: Given) -> None:
+    prefill = placed(given)
+    assert (prefill.key.worker_id, prefill.source) == ("p0", None)
+
+
+def test_after_a_failed_pull_the_source_rests(given: Given) -> None:
+    busy(given)
+    placed(given)
+    ended(given, "p1", 0)
+    assert given.state.counters["failed_pulls"] == 1
+    given.first(worker_id="p1")
+    assert placed(given, "b").source is None
+    given.first(worker_id="p1", request_id="b")
+    given.at(given.now_s + FAILED_PULL_S + 0.1)
+    assert placed(given, "c").source is not None
+
+
+def test_a_source_gives_to_few_at_a_time(given: Given) -> None:
+    busy(given)
+    given.state._cluster.fleet.workers["p0"].totals.gives = PULLS_GIVEN
+    given.state._cluster.fleet.workers["p0"].totals.giving_tokens = 1
+    assert placed(given).source is None
+
+
+@pytest.mark.parametrize("state", ["drains", "is lost", "is silent", "gives nothing"])
+def test_workers_that_are_no_sources(given: Given, state: str) -> None:
+    busy(given)
+    source = given.state._cluster.fleet.workers["p0"]
+    if state == "drains":
+        source.is_drain_requested = True
+    elif state == "is lost":
+        given.lost("p0")
+    elif state == "is silent":
+        source.heard_s = -100.0
+    else:
+        given.connect_prefill("p0", cost=SLOW, generation=2)
+        busy(given)
+    given.state._cluster.fleet.changed()
+    assert placed(given).source is None
+
+
+def test_a_pull_ends_with_its_attempt(given: Given) -> None:
+    busy(given)
+    placed(given)
+    fleet = given.state._cluster.fleet
+    given.lost("p1")
+    assert fleet.workers["p0"].totals.gives == 0
+
+
+def test_a_local_prompt_is_pulled() -> None:
+    given = Given(RouterSettings(is_strict=True))
+    given.connect_decode("d0", pulls_kv=True, cost=SLOW)
+    given.connect_decode("d1", pulls_kv=True, cost=SLOW)
+    busy(given, "d0")
+    [reserve] = given.arrives(slo=Slo(ttft_s=100.0, tpot_s=1.0), cached_blocks={"d0": 4})
+    assert (reserve.key.worker_id, reserve.is_local, reserve.source.worker_id) == ("d1", True, "d0")
+    assert given.state._cluster.fleet.workers["d1"].role is Role.DECODE

@@ -1,0 +1,261 @@
+"""Workers pull cached KV from each other over real gRPC: tokens, bytes, memory, refusals and failures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvtransfer import pulls
+from kvtransfer.protocol.grants import grant_to_proto
+from pdserve.core.access.proof import caller_name
+from pdserve.core.kv.kv_shape import Grant, TransferKey
+from pdserve.core.types import Role
+from pdserve.engine.toy import answer
+from pdserve.v1 import transfer_pb2, worker_pb2
+from tests.support.slow import slow_except
+
+PROMPT = list(b"The quick brown fox jumps over it")  # 33 bytes: 8 blocks can be reused
+REUSED = 32
+
+
+def from_(worker: Any, sequence: worker_pb2.Sequence, num_tokens: int = REUSED) -> worker_pb2.Sequence:
+    """The sequence, with that worker as the source of its prefix."""
+    context = worker.program.context
+    sequence.source.CopyFrom(
+        worker_pb2.PrefixSource(
+            worker_id=context.config.worker_id,
+            incarnation=context.incarnation,
+            endpoint=worker.address,
+            num_tokens=num_tokens,
+        )
+    )
+    return sequence
+
+
+async def waits(worker: Any, computed_s: float = 60.0) -> None:
+    """Its prompts are worth to be pulled, and wait for so long: the toy engine would compute them at once."""
+    await worker.on_engine(lambda program: setattr(program.fetches, "_prefill_s", lambda tokens, cached: computed_s))
+
+
+async def idle(*workers: Any) -> None:
+    for worker in workers:
+        await worker.until(lambda program: program.is_idle and not program.blocks.num_referenced, "no block in use")
+
+
+@pytest.fixture
+async def pair(start: Any, attach: Any, ask: Any) -> Any:
+    """(p0, which has the prompt; p1, which has not; a router of p1; a decode worker)"""
+    p0, p1 = start(Role.PREFILL), start(Role.PREFILL, worker_id="prefill-1")
+    d = start(Role.DECODE)
+    assert await (await attach(p0, d)).remote(ask("before", PROMPT)) == answer(PROMPT, 8, prefilled=len(PROMPT))
+    await waits(p1)
+    return p0, p1, await attach(p1, d, name="router-1"), d
+
+
+@pytest.mark.parametrize("transport", slow_except(["tcp", "shm"], "shm"))
+async def test_a_prefill_worker_pulls_from_another(start: Any, attach: Any, ask: Any, transport: str) -> None:
+    p0, d = start(Role.PREFILL, transport=transport), start(Role.DECODE, transport=transport)
+    p1 = start(Role.PREFILL, worker_id="prefill-1", transport=transport)
+    expected = answer(PROMPT, 8, prefilled=len(PROMPT))
+    assert await (await attach(p0, d)).remote(ask("before", PROMPT)) == expected
+    await waits(p1)
+    router = await attach(p1, d, name="router-1")
+    assert router.hellos[Role.PREFILL].pulls_kv
+    assert await router.remote(from_(p0, ask("r", PROMPT))) == expected
+    [ended] = router.all("pull_ended", "r")
+    assert (ended.source, ended.num_tokens, ended.error) == ("prefill-0", REUSED, "")
+    assert ended.num_bytes == 8 * p1.program.engine.spec.block_bytes
+    assert 0.0 < ended.busy_s <= ended.pull_s
+    assert router.all("first_token", "r")[0].cached_tokens == REUSED
+    assert await router.remote(from_(p0, ask("again", PROMPT))) == expected
+    assert not router.all("pull_ended", "again"), "it has the prefix now"
+    await idle(p0, p1)
+
+
+async def test_a_prefill_worker_pulls_an_answer(start: Any, attach: Any, ask: Any) -> None:
+    """The next turn of a session: only the decode worker has the KV of the answer."""
+    p, d = start(Role.PREFILL, model="toy"), start(Role.DECODE, model="toy")
+    router = await attach(p, d)
+    before = await router.remote(ask("before", PROMPT, max_tokens=20))
+    await waits(p)
+    turn = [*PROMPT, *before, *b"next"]
+    cached = (len(PROMPT) + 19) // 4 * 4
+    other = await attach(p, start(Role.DECODE, model="toy", worker_id="decode-1"), name="router-1")
+    assert await other.remote(from_(d, ask("r", turn), cached)) == answer(turn, 8)
+    assert other.all("pull_ended", "r")[0].num_tokens == cached - REUSED
+    assert other.all("first_token", "r")[0].cached_tokens == cached
+    await idle(p, d)
+
+
+async def test_a_decode_worker_pulls_a_local_prompt(start: Any, attach: Any, ask: Any) -> None:
+    p, d0 = start(Role.PREFILL, model="toy"), start(Role.DECODE, model="toy")
+    d1 = start(Role.DECODE, model="toy", worker_id="decode-1")
+    await (await attach(p, d0)).remote(ask("before", PROMPT))
+    await waits(d1)
+    for name, source in (("of-prefill", p), ("of-decode", d0)):
+        router = await attach(d1, name=f"router of {name}")
+        prompt = PROMPT if name == "of-prefill" else [*PROMPT[:-1], *answer(PROMPT, 8)]
+        source = from_(source, ask(name, prompt))
+        assert await router.local(source) == answer(prompt, 8)
+        assert [one.num_tokens for one in router.all("pull_ended", name)] == ([REUSED] if name == "of-prefill" else [])
+        assert router.rows(name)[0].cached_tokens == REUSED
+    await idle(p, d0, d1)
+
+
+async def test_what_the_host_tier_has_is_given(start: Any, attach: Any, ask: Any) -> None:
+    p0, d = start(Role.PREFILL, kv_blocks=16, kv_host_bytes=2**20, toy_step_s=0.01), start(Role.DECODE)
+    p1 = start(Role.PREFILL, worker_id="prefill-1")
+    expected = answer(PROMPT, 8, prefilled=len(PROMPT))
+    before = await attach(p0, d)
+    assert await before.remote(ask("before", PROMPT)) == expected
+    await before.remote(ask("other", PROMPT[::-1] + PROMPT[10:]))  # needs all blocks of the pool
+    assert len(p0.program.blocks.tier) > 0
+    await waits(p1)
+    router = await attach(p1, d, name="router-1")
+    assert await router.remote(from_(p0, ask("r", PROMPT))) == expected
+    assert router.all("pull_ended", "r")[0].num_tokens == REUSED
+    await idle(p0, p1)
+
+
+async def test_a_refusal_is_a_miss(pair: Any, ask: Any) -> None:
+    p0, p1, router, _ = pair
+    other = PROMPT[::-1]
+    assert await router.remote(from_(p0, ask("missing", other))) == answer(other, 8, prefilled=len(other))
+    [ended] = router.all("pull_ended", "missing")
+    assert (ended.num_tokens, ended.error) == (0, pulls.MISSING)
+    assert router.all("first_token", "missing")[0].cached_tokens == 0
+    await p0.on_engine(lambda program: program._set_drained(True))
+    assert await router.remote(from_(p0, ask("drained", PROMPT))) == answer(PROMPT, 8, prefilled=len(PROMPT))
+    assert router.all("pull_ended", "drained")[0].error == pulls.DRAINING
+    await idle(p0, p1)
+
+
+async def test_wrong_contents_are_not_given(pair: Any, ask: Any) -> None:
+    p0, p1, router, _ = pair
+
+    def damage(program: Any) -> None:
+        for block in range(program.blocks.num_blocks):
+            program.blocks.stamps.mark(block, 1)
+
+    await p0.on_engine(damage)
+    assert await router.remote(from_(p0, ask("r", PROMPT))) == answer(PROMPT, 8, prefilled=len(PROMPT))
+    assert router.all("pull_ended", "r")[0].error == pulls.MISSING
+    await idle(p0, p1)
+
+
+async def test_a_worker_of_another_shape_is_no_source(start: Any, attach: Any, ask: Any) -> None:
+    p0, d = start(Role.PREFILL, block_size=8), start(Role.DECODE)
+    p1 = start(Role.PREFILL, worker_id="prefill-1")
+    await (await attach(p0, d)).remote(ask("before", PROMPT))
+    await waits(p1)
+    router = await attach(p1, d, name="router-1")
+    assert await router.remote(from_(p0, ask("r", PROMPT))) == answer(PROMPT, 8, prefilled=len(PROMPT))
+    assert router.all("pull_ended", "r")[0].error == pulls.FOREIGN
+    await idle(p0, p1)
+
+
+async def test_a_dead_source_is_a_miss(pair: Any, ask: Any) -> None:
+    p0, p1, router, _ = pair
+    source = from_(p0, ask("r", PROMPT))
+    p0.host.stop()
+    assert await router.remote(source) == answer(PROMPT, 8, prefilled=len(PROMPT))
+    assert "UNAVAILABLE" in router.all("pull_ended", "r")[0].error
+    await idle(p1)
+
+
+@pytest.mark.parametrize("how", ["source dies", "source drains", "too slow", "cancelled"])
+async def test_a_pull_that_is_interrupted(pair: Any, ask: Any, how: str) -> None:
+    """In the middle: the first block has arrived, and the source does not send the others."""
+    p0, p1, router, _ = pair
+    push = p0.program._sender.push
+
+    def push_first(key: Any, blocks: Any, is_last: bool) -> None:
+        push(key, blocks[:1], False)
+
+    await p0.on_engine(lambda program: setattr(program._sender, "push", push_first))
+    if how == "too slow":
+        await waits(p1, 0.3)
+    sequence = from_(p0, ask("r", PROMPT))
+    expected = answer(PROMPT, 8, prefilled=len(PROMPT))
+    await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=sequence))
+    granted = await router.next("granted", "r")
+    await router.send(Role.PREFILL, prefill=worker_pb2.Prefill(sequence=sequence, grant=granted.grant))
+    if how != "too slow":
+        await p1.until(lambda program: program._peers.receiver.stats.chunks > 0, "the first block")
+        assert not p0.program.is_idle
+        await p1.on_engine(lambda program: program.check())
+        await p0.on_engine(lambda program: program.check())
+    if how == "source dies":
+        p0.program._sender.close()
+    elif how == "source drains":
+        await p0.on_engine(lambda program: program.drain())
+    elif how == "cancelled":
+        for role in (Role.PREFILL, Role.DECODE):
+            await router.send(role, cancel=worker_pb2.Cancel(request_id="r", attempt=1))
+            await router.released("r", role)
+    if how != "cancelled":
+        first = await router.next("first_token", "r", Role.PREFILL)
+        assert first.cached_tokens == 0
+        admit = worker_pb2.Admit(request_id="r", attempt=1, first_token_id=first.token.token_id)
+        await router.send(Role.DECODE, admit=admit)
+        assert [first.token.token_id, *await router.finished("r")] == expected
+        [ended] = router.all("pull_ended", "r")
+        assert ended.num_tokens == 0
+        assert ended.error
+    await idle(p0, p1)
+
+
+async def test_requests_of_strangers_are_refused(pair: Any) -> None:
+    p0, p1, _, _ = pair
+    program = p1.program
+    context = program.context
+    grant = Grant(
+        key=TransferKey(transfer_id="pull", attempt=1, generation=1),
+        endpoint=p1.address,
+        worker_id="prefill-1",
+        incarnation=context.incarnation,
+        fingerprint=program.fingerprint,
+        blocks=(0, 1),
+        num_cached_blocks=0,
+        hash_seed=program.limits.hash_seed,
+    )
+    good = transfer_pb2.PullRequest(grant=grant_to_proto(grant), block_hashes=bytes(32), deadline_s=1.0)
+    caller = caller_name("prefill-1", context.incarnation)
+    give = p0.program.giver.give
+    assert await give(good, caller) == pulls.MISSING
+    assert await give(good, caller_name("prefill-2", "x")) == pulls.INVALID
+    for changes in ({"block_hashes": b""}, {"block_hashes": bytes(33)}, {"block_hashes": bytes(16)}):
+        bad = transfer_pb2.PullRequest(grant=good.grant, deadline_s=1.0, **changes)
+        assert await give(bad, caller) == pulls.INVALID
+    for deadline_s in (0.0, -1.0, float("nan"), 1e9):
+        bad = transfer_pb2.PullRequest(grant=good.grant, block_hashes=bytes(32), deadline_s=deadline_s)
+        assert await give(bad, caller) == pulls.INVALID
+    assert await give(transfer_pb2.PullRequest(block_hashes=bytes(32), deadline_s=1.0), caller) == pulls.FOREIGN
+
+
+async def test_a_worker_gives_to_few_at_a_time(pair: Any) -> None:
+    p0, _, _, _ = pair
+
+    def fill(program: Any) -> str:
+        hashes = list(program.blocks._block_of)[:1]
+        for number in range(pulls.PULLS_GIVEN):
+            program.kv.lend(number, hashes)
+        request = transfer_pb2.PullRequest(block_hashes=hashes[0], deadline_s=1.0)
+        grant = Grant(
+            key=TransferKey(transfer_id="pull", attempt=1, generation=1),
+            endpoint="127.0.0.1:1",
+            worker_id="w",
+            incarnation="i",
+            fingerprint=program.fingerprint,
+            blocks=(0,),
+            num_cached_blocks=0,
+            hash_seed=program.limits.hash_seed,
+        )
+        request.grant.CopyFrom(grant_to_proto(grant))
+        refusal = program.giver._decide(request, caller_name("w", "i"))
+        for number in range(pulls.PULLS_GIVEN):
+            program.kv.take_back(number)
+        return str(refusal)
+
+    assert await p0.on_engine(fill) == pulls.BUSY
