@@ -119,6 +119,7 @@ class DecodeScheduler:
 
     def offer(self, attempt: Attempt, *, is_local: bool, now_s: float) -> list[DecodeEffect]:
         """Reserves blocks or a place in the queue for a new attempt, or returns Refused with the reason."""
+        self.sequences.kv.advance(now_s)
         reason = self._refusal(attempt, is_local, now_s)
         if reason is not None:
             return [Refused(key=attempt.key, reason=reason)]
@@ -149,6 +150,7 @@ class DecodeScheduler:
         The receiver's cached and granted blocks have `granted_size` tokens each. Also while the worker drains.
         """
         key, size = attempt.key, self._block_size
+        self.sequences.kv.advance(now_s)
         reason = self._refusal(attempt, is_local=True, now_s=now_s, may_drain=True)
         if reason is not None:
             return [Refused(key=key, reason=reason)]
@@ -266,6 +268,7 @@ class DecodeScheduler:
 
     def plan(self, now_s: float) -> tuple[DecodeStep, list[DecodeEffect]]:
         """The next step. The caller must apply the effects first. Without rows, there is nothing to compute now."""
+        self.sequences.kv.advance(now_s)
         effects = self.expire(now_s)
         step = self._planner.plan(now_s)
         return step, [*effects, *self.sequences.take_effects()]
@@ -273,6 +276,7 @@ class DecodeScheduler:
     def apply(self, step: DecodeStep, outs: Sequence[RowOut], now_s: float) -> list[DecodeEffect]:
         """Applies the results of a step. Skips sequences that have ended in the meantime. The effects are in the order
         in which they must be sent."""
+        self.sequences.kv.advance(now_s)
         self.sequences.deferred_free.ended(step)
         return self._results.apply(step, outs, now_s)
 
@@ -304,6 +308,7 @@ class DecodeScheduler:
         """Equals `count` calls of `plan` and `apply`. Each decode row samples `token` every time, and `outs` are the
         results of the prompts. Returns only effects other than a further token. `count` is 1 or at most `run_length`.
         """
+        self.sequences.kv.advance(now_s)
         return self._results.apply_run(step, count, token, outs, now_s)
 
     def check(self) -> None:

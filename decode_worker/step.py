@@ -230,11 +230,12 @@ class DeferredFree:
 
     def __init__(self, kv: KvCache) -> None:
         self._kv = kv
-        self._launched: list[tuple[DecodeStep, list[list[int]]]] = []  # oldest first
+        #: Steps, oldest first, with the blocks that wait for them, and for how long those are expected to be unused.
+        self._launched: list[tuple[DecodeStep, list[tuple[list[int], float | None]]]] = []
 
     @property
     def held(self) -> list[list[int]]:
-        return [blocks for _, lists in self._launched for blocks in lists]
+        return [blocks for _, lists in self._launched for blocks, _ in lists]
 
     def launched(self, step: DecodeStep) -> None:
         self._launched.append((step, []))
@@ -244,16 +245,17 @@ class DeferredFree:
         for index, (one, lists) in enumerate(self._launched):
             if one is step:
                 del self._launched[index]
-                for blocks in lists:
-                    self._kv.release(blocks)
+                for blocks, reuse_within_s in lists:
+                    self._kv.release(blocks, reuse_within_s)
                 return
 
     def release(self, sequence: DecodeSequence) -> None:
         """Frees the sequence's blocks now, or after the last launched step with a row of the sequence."""
+        reuse_within_s = getattr(sequence.attempt, "reuse_within_s", None)
         for step, lists in reversed(self._launched):
             if any(one is sequence for one, _ in step.shares()):
-                lists.append(sequence.blocks)
+                lists.append((sequence.blocks, reuse_within_s))
                 break
         else:
-            self._kv.release(sequence.blocks)
+            self._kv.release(sequence.blocks, reuse_within_s)
         sequence.blocks = []

@@ -149,6 +149,7 @@ class PrefillScheduler:
 
     def plan(self, now_s: float) -> tuple[PrefillStep, list[PrefillEffect]]:
         """The next step. The caller must apply the effects first. Without rows, there is nothing to compute now."""
+        self._kv.advance(now_s)
         effects = self.expire(now_s)
         present = [*self._computing.values(), *self._startable(now_s, effects)]
         is_full = False  # no memory for the next prompt; smaller prompts must not overtake it
@@ -196,6 +197,7 @@ class PrefillScheduler:
 
     def apply(self, step: PrefillStep, outs: Sequence[RowOut], now_s: float) -> list[PrefillEffect]:
         """Applies the results of a step. Skips prompts that have ended in the meantime."""
+        self._kv.advance(now_s)
         effects: list[PrefillEffect] = []
         for (prompt, count), out in zip(step.shares, outs, strict=True):
             key = prompt.attempt.key
@@ -380,5 +382,5 @@ class PrefillScheduler:
         prompt.move(PrefillMove.RELEASED)
         self._waiting.pop(key, None)
         self._computing.pop(key, None)
-        self._kv.release(prompt.blocks)
+        self._kv.release(prompt.blocks, getattr(prompt.attempt, "reuse_within_s", None))
         return [*self._left(key), Released(key=key)]

@@ -156,10 +156,17 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
             copies = host_copies(engine, config, PhaseReport(config.worker_id, "host tier", "bytes"))
             self.cost = calibrate.calibrate(engine, context.role, config)
             disk = self._disk_tier(copies)
-            tier = None if copies is None else _host_tier(copies, self.cost, spec.block_size, disk)
-            is_on = config.is_prefix_cache_on
-            blocks = BlockAllocator(spec.num_blocks, is_cache_on=is_on, stamps=stamps, tier=tier, lower=disk)
-            self.kv = KvCache(blocks, spec.block_size)
+            size, prefill_s = spec.block_size, CostModel(self.cost).prefill_s
+            tier = None if copies is None else _host_tier(copies, self.cost, size, disk)
+            blocks = BlockAllocator(
+                spec.num_blocks,
+                is_cache_on=config.is_prefix_cache_on,
+                stamps=stamps,
+                tier=tier,
+                lower=disk,
+                computed_s=lambda first: prefill_s(size, first * size),
+            )
+            self.kv = KvCache(blocks, size)
             if disk is not None:
                 blocks.lower_changed(disk.files.hashes(), ())
         else:

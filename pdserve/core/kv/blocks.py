@@ -1,19 +1,20 @@
 """Allocates KV blocks, and keeps finished blocks for later prompts with the same prefix. Pure: no clock, no randomness.
 
 A block is in exactly one state: free; cached (no sequence uses it, but its hash finds it); or referenced (one or more
-sequences use it, with or without a hash). When there are no free blocks, the least recently used cached blocks are
-evicted. With a host tier, their contents are copied there, and a later prompt may load them.
+sequences use it, with or without a hash). When there are no free blocks, cached blocks are evicted, in
+the order of retention.py. With a host tier, their contents are copied there, and a later prompt may load them.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
 from pdserve.core.kv.host_tier import HostTier, LowerTier
+from pdserve.core.kv.retention import Retention
 from pdserve.core.kv.stamps import BlockStamps, content_hash64
 
 # --- runs of free blocks --------------------------------------------------------------------------------------
@@ -125,18 +126,21 @@ class BlockAllocator:
         stamps: BlockStamps | None = None,
         tier: HostTier | None = None,
         lower: LowerTier | None = None,
+        computed_s: Callable[[int], float] | None = None,
     ) -> None:
-        """`lower`: the tier below `tier`, or below the pool if there is no `tier`."""
+        """`lower`: the tier below `tier`, or below the pool if there is no `tier`. `computed_s`: seconds to compute a
+        block that follows so many others; None: the same for all."""
         self.tier = tier
+        self.now_s = 0.0  # set by the schedulers; blocks that were used at the same time leave in their order
         self._lower = lower
         self._in_lower: set[bytes] = set()
+        self._retention = Retention(num_blocks + (0 if tier is None else tier.num_slots), computed_s)
         self.stamps = BlockStamps(num_blocks) if stamps is None else stamps
         self._is_cache_on = is_cache_on
         self._free = FreeRuns(num_blocks)
         self._references = [0] * num_blocks
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
-        self._evictable: OrderedDict[int, None] = OrderedDict()  # cached blocks in the order of eviction
         self._stored: dict[bytes, None] = {}  # a dict, because it keeps the order
         self._removed: dict[bytes, None] = {}
         self._sequence = 0
@@ -151,20 +155,20 @@ class BlockAllocator:
 
     @property
     def num_evictable(self) -> int:
-        return len(self._evictable)
+        return len(self._retention.pool)
 
     @property
     def num_available(self) -> int:
         """Number of blocks that `allocate` can use: free and evictable ones."""
-        return len(self._free) + len(self._evictable)
+        return len(self._free) + self.num_evictable
 
     @property
     def num_referenced(self) -> int:
         return self.num_blocks - self.num_available
 
-    def allocate(self, count: int) -> list[int] | None:
+    def allocate(self, count: int, copied: Sequence[bytes] = ()) -> list[int] | None:
         """`count` blocks with one reference each, contiguous where possible. None, without a change, if there are
-        fewer."""
+        fewer. Blocks `copied` of a text, in its order, are in the host tier and stay there."""
         if count > self.num_available:
             return None
         num_evicted = count - len(self._free)
@@ -173,12 +177,17 @@ class BlockAllocator:
             most_saved = self.tier.most_saved
         elif self._lower is not None and num_evicted > 0:
             most_saved = self._lower.room
+        staying = copied if num_evicted > 0 else ()
+        for block_hash in staying:
+            self._retention.host.discard(block_hash)
         for left in range(num_evicted, 0, -1):
-            block, _ = self._evictable.popitem(last=False)
-            if left <= most_saved:  # the most recently used of many
+            block = self._block_of[self._retention.pool.pop(self.now_s)]
+            if left <= most_saved:  # the most valuable of many
                 self._save(block)
             self._forget(block)
             self._free.add(block)
+        for block_hash in reversed(staying):
+            self._retention.entered_host(block_hash, self.now_s)
         blocks = self._free.take(count)
         for block in blocks:
             self._references[block] = 1
@@ -193,10 +202,14 @@ class BlockAllocator:
             if block is None:
                 break
             if self._references[block] == 0:
-                del self._evictable[block]
+                self._retention.pool.discard(one)
             self._references[block] += 1
             blocks.append(block)
         return blocks
+
+    def began(self, hashes: Sequence[bytes]) -> None:
+        """A text with these leading blocks has got its blocks."""
+        self._retention.began(hashes, self.now_s)
 
     def num_matched(self, hashes: Sequence[bytes]) -> int:
         """The length of the longest cached prefix of `hashes`."""
@@ -232,28 +245,37 @@ class BlockAllocator:
 
     def invalidate(self, block: int) -> None:
         """Removes the block from the prefix cache because its contents are wrong."""
-        if block in self._hash_of:
+        block_hash = self._hash_of.get(block)
+        if block_hash is not None:
             if self.tier is not None:
-                self.tier.drop(self._hash_of[block])
+                self.tier.drop(block_hash)
             if self._lower is not None:
-                self._lower.drop(self._hash_of[block])
-                self._in_lower.discard(self._hash_of[block])
+                self._lower.drop(block_hash)
+                self._in_lower.discard(block_hash)
+            self._retention.drop(block_hash)
             self._forget(block)
-            if block in self._evictable:
-                del self._evictable[block]
+            if self._references[block] == 0:
                 self._free.add(block)
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """Releases one reference of each block; `blocks` in prompt order."""
+    def release(self, blocks: Sequence[int], reuse_within_s: float | None = None) -> None:
+        """A text no longer uses its blocks, given in its order. `reuse_within_s`: a later text is announced to use them
+        within that time; 0: none will; None: unknown."""
+        hashes = [self._hash_of[block] for block in blocks if block in self._hash_of]
+        self._retention.released(hashes, self.now_s, reuse_within_s)
+        self.give_back(blocks)
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Releases one reference of each block, given in the order of a text, without a use."""
         # Reversed, so that a shared prefix is evicted last: without it, the blocks after it cannot be found.
         for block in reversed(blocks):
             assert self._references[block] > 0, f"block {block} is released more often than taken"
             self._references[block] -= 1
             if self._references[block] == 0:
-                if block in self._hash_of:
-                    self._evictable[block] = None
-                else:
+                block_hash = self._hash_of.get(block)
+                if block_hash is None:
                     self._free.add(block)
+                else:
+                    self._retention.may_leave_pool(block_hash, self.now_s)
 
     def lower_changed(self, added: Iterable[bytes], removed: Iterable[bytes]) -> None:
         """What the tier below memory has got and lost since the last call."""
@@ -288,7 +310,7 @@ class BlockAllocator:
         for block, count in enumerate(self._references):
             assert count >= 0, f"block {block} has {count} references"
         free = {block for first, length in self._free.runs() for block in range(first, first + length)}
-        cached = set(self._evictable)
+        cached = {self._block_of[block_hash] for block_hash in self._retention.pool}
         referenced = {block for block, count in enumerate(self._references) if count}
         assert len(free) == len(self._free), "a block is free twice"
         assert not free & cached, f"both free and cached: {sorted(free & cached)}"
@@ -304,6 +326,8 @@ class BlockAllocator:
         found = self._block_of.keys() | set(self.tier or ()) | self._in_lower
         assert found.issuperset(self._stored), "a hash is reported as stored but cannot be found"
         assert found.isdisjoint(self._removed), "a hash is reported as removed but can be found"
+        self._retention.check()
+        assert set(self._retention.host) == set(self.tier or ()), "the order of the host tier has other blocks"
         if self.tier is not None:
             self.tier.check()
         if holders is not None:
@@ -318,12 +342,24 @@ class BlockAllocator:
         block_hash = self._hash_of[block]
         if self.stamps.content_hash(block) != content_hash64(block_hash):
             return  # something else wrote to it
-        if self.tier is not None:
-            left = self.tier.save(block, block_hash)
-            if left is not None and not self._is_found(left):
+        tier = self.tier
+        if tier is None:
+            if self._lower is not None:
+                self._lower.take_block(block_hash, block)
+            return
+        if block_hash in tier:
+            return
+        if tier.is_full:
+            if not self._retention.is_worth_a_copy(block_hash, self.now_s):
+                if self._lower is not None:
+                    self._lower.take_block(block_hash, block)
+                return
+            left = self._retention.host.pop(self.now_s)
+            tier.leave(left)
+            if not self._is_found(left):
                 self._note(left, self._removed, self._stored)
-        elif self._lower is not None:
-            self._lower.take_block(block_hash, block)
+        tier.save(block, block_hash)
+        self._retention.entered_host(block_hash, self.now_s)
 
     def _forget(self, block: int) -> None:
         block_hash = self._hash_of.pop(block)

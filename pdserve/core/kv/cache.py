@@ -33,6 +33,10 @@ class KvCache:
         self.block_size = block_size
         self.lent: dict[TransferKey, list[int]] = {}  # to other workers
 
+    def advance(self, now_s: float) -> None:
+        """The time at which blocks are used from now on, for the order in which they leave."""
+        self.blocks.now_s = max(self.blocks.now_s, now_s)
+
     def allocate(self, num_tokens: int, hashes: Sequence[bytes] = (), *, spare: int = 0) -> Allocation | None:
         """Blocks for a text of `num_tokens` tokens: those of its longest cached prefix, then new ones.
 
@@ -46,8 +50,9 @@ class KvCache:
         self._keep(shared[len(cached) :])
         new = self.blocks.allocate(missing) if missing + spare <= self.blocks.num_available else None
         if new is None:
-            self.blocks.release(cached)
+            self.blocks.give_back(cached)
             return None
+        self.blocks.began(hashes)
         num_cached = len(cached) + self._load(shared[len(cached) :], new, len(cached) * self.block_size)
         return Allocation(cached + new, num_cached * self.block_size)
 
@@ -66,10 +71,10 @@ class KvCache:
         num_new = min(num_loaded + most, self.blocks.num_available - spare)
         new = self.blocks.allocate(num_new) if num_new > num_loaded else None
         if new is None:
-            self.blocks.release(cached)
+            self.blocks.give_back(cached)
             return None
         if self._load(hashes[len(cached) : first], new, len(cached) * self.block_size) < num_loaded:
-            self.blocks.release([*cached, *new])  # a copy has left the host tier for a block that was evicted now
+            self.blocks.give_back([*cached, *new])  # a copy has left the host tier for a block that was evicted now
             return None
         return [*cached, *new]
 
@@ -132,9 +137,16 @@ class KvCache:
             self.blocks.stamps.mark(blocks[index], content_hash64(hashes[index]))
             self.blocks.publish(blocks[index], hashes[index])
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """A text no longer uses its blocks, given in its order. Committed ones stay cached until they are evicted."""
-        self.blocks.release(blocks)
+    def release(self, blocks: Sequence[int], reuse_within_s: float | None = None) -> None:
+        """A text no longer uses its blocks, given in its order. Committed ones stay cached until they are evicted.
+
+        `reuse_within_s` is a hint: a later text is expected to use them within that time; 0: none; None: unknown.
+        """
+        self.blocks.release(blocks, reuse_within_s)
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Releases blocks that were filled for a text that has not used them yet."""
+        self.blocks.give_back(blocks)
 
     def invalidate(self, block: int) -> None:
         """The block's contents are wrong, so no later text may reuse them."""

@@ -160,7 +160,7 @@ class Fetches:
         self._num_ended += 1
         self.num_filled[fetch.source] += num_blocks
         self._kv.commit(fetch.blocks, fetch.hashes, 0, num_blocks)
-        self._kv.release([*one.prefix, *fetch.blocks])
+        self._kv.give_back([*one.prefix, *fetch.blocks])
         for key in one.waiting:
             wait = self._waits[key]
             wait.number = None
@@ -255,7 +255,7 @@ class Fetches:
             return None
         count = len(blocks) - first
         if count < wanted and self._saved_s(source, attempt, count, first) <= 0.0:
-            self._kv.release(blocks)
+            self._kv.give_back(blocks)
             return None
         return blocks
 

@@ -1,13 +1,12 @@
-"""Blocks that have left the pool, in memory of the host: which are kept, and when they are loaded again. Pure: another
+"""Blocks that have left the pool, in memory of the host: where they are, and when they are loaded again. Pure: another
 object makes the copies.
 
-A copy stays when its block is loaded, so that the block can leave the pool again without another copy. The least
-recently used copies leave first.
+A copy stays when its block is loaded, so that the block can leave the pool again without another copy. The allocator
+decides which copies leave (blocks.py).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, final
@@ -71,7 +70,7 @@ class HostTier:
         self.most_saved = most_saved
         self._copies = copies
         self._free = list(range(copies.num_slots))
-        self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # by block hash, least recently used first
+        self._slot_of: dict[bytes, int] = {}  # by block hash
         self.num_saved = 0
         self.num_loaded = 0
 
@@ -97,39 +96,31 @@ class HostTier:
         """The length of the longest prefix of `hashes` that has copies."""
         return next((index for index, one in enumerate(hashes) if one not in self._slot_of), len(hashes))
 
-    def touch(self, hashes: Sequence[bytes]) -> None:
-        """The copies of these blocks of a text leave last, because they are about to be loaded."""
-        # Reversed, so that a shared prefix leaves last: without it, the blocks after it cannot be found.
-        for block_hash in reversed(hashes):
-            if block_hash in self._slot_of:
-                self._slot_of.move_to_end(block_hash)
+    @property
+    def is_full(self) -> bool:
+        return not self._free
 
-    def save(self, block: int, block_hash: bytes) -> bytes | None:
-        """Copies a block that leaves the pool, unless it has a copy. Returns the hash whose copy had to leave."""
-        if block_hash in self._slot_of:
-            self._slot_of.move_to_end(block_hash)
-            return None
-        left = None
-        if self._free:
-            slot = self._free.pop()
-        else:
-            left, slot = self._slot_of.popitem(last=False)
-            if self._lower is not None:
-                self._lower.take_copy(left, slot)
+    def leave(self, block_hash: bytes) -> None:
+        """The copy makes room for another one."""
+        if self._lower is not None:
+            self._lower.take_copy(block_hash, self._slot_of[block_hash])
+        self.drop(block_hash)
+
+    def save(self, block: int, block_hash: bytes) -> None:
+        """Copies a block that leaves the pool and has no copy. The tier must not be full."""
+        slot = self._free.pop()
         self._copies.save(block, slot)
         self._slot_of[block_hash] = slot
         self.num_saved += 1
-        return left
 
     def load(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> None:
         """Copies the kept blocks `hashes` of a text, in its order, into `blocks`."""
         for block_hash, block in zip(hashes, blocks, strict=True):
             self._copies.load(self._slot_of[block_hash], block)
-        self.touch(hashes)
         self.num_loaded += len(hashes)
 
     def drop(self, block_hash: bytes) -> None:
-        """Its contents are wrong."""
+        """The copy leaves, or its contents are wrong."""
         slot = self._slot_of.pop(block_hash, None)
         if slot is not None:
             self._free.append(slot)

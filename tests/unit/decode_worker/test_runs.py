@@ -45,7 +45,7 @@ def state(scheduler: DecodeScheduler) -> Any:
         [each.key for each in scheduler.sequences.waiting],
         scheduler.blocks.snapshot(),
         scheduler.blocks.take_changes(),
-        list(scheduler.blocks._evictable),
+        list(scheduler.blocks._retention.pool),
         scheduler.num_preemptions,
         scheduler.num_changes,
     )

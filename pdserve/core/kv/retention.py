@@ -1,0 +1,446 @@
+"""Which cached blocks leave first: those that are expected to save the fewest seconds per block and second. Pure: time
+is passed as `now_s`.
+
+What saves is a later use, so each class of blocks has learned rates: how many of its blocks were used again at which
+age, and how many stayed unused. The class is the number of turns of the text that used the block last or, if several
+texts share it, the number of its uses. Blocks whose use a client has announced, blocks of sessions that have ended, and
+blocks that a newer turn of their text no longer has, are classes of their own.
+
+The value of a block is, over all times that it could stay, the highest ratio of the probability of a use by then to the
+expected time until then: the Gittins index. It is multiplied by the time to compute the block. It may rise with age,
+because few sessions continue at once, and falls at last. So the least valuable block of a class is nearly always its
+oldest or its newest, and an eviction compares two segments of each class.
+
+Values are estimates from few texts, so those within a factor of two count as equal. Of equal ones, and as long as
+nothing is learned, the least recently used blocks leave first.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right, insort
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import pairwise
+from typing import Final, final
+
+# --- rates of reuse -------------------------------------------------------------------------------------------
+
+
+class Kind(Enum):
+    PRIVATE = "private"  # of one text; its number is that of turns
+    SHARED = "shared"  # of several texts; its number is that of uses
+    LEFT = "left"  # a newer turn of the text went on without them
+    WITHIN = "within"  # a client has announced a use within a time
+    ENDED = "ended"  # a client has ended the session
+
+
+ReuseClass = tuple[Kind, int]
+
+_EDGES_S: Final = tuple(0.25 * 2.0 ** (number / 2) for number in range(34))  # between ages, up to 6.4 hours
+_NUM_AGES: Final = len(_EDGES_S) + 1
+_WIDTHS_S: Final = (
+    _EDGES_S[0],
+    *(end - start for start, end in pairwise(_EDGES_S)),
+    _EDGES_S[-1],
+)
+_PRIOR: Final = 4.0  # texts: what the rates of all classes weigh in those of one
+_KEPT: Final = 0.92  # of the counts, at each update of the rates
+_PROMISED: Final = 0.9  # probability that an announced use comes, before anything is learned
+
+
+@final
+class ReuseRates:
+    def __init__(self) -> None:
+        self._used: dict[ReuseClass, list[float]] = defaultdict(lambda: [0.0] * _NUM_AGES)
+        self._unused: dict[ReuseClass, list[float]] = defaultdict(lambda: [0.0] * _NUM_AGES)
+        self._values: dict[ReuseClass, list[float]] = {}
+
+    def used(self, reuse_class: ReuseClass, age_s: float, count: float) -> None:
+        self._used[reuse_class][_age(age_s)] += count
+
+    def unused(self, reuse_class: ReuseClass, age_s: float, count: float) -> None:
+        """The blocks will not be watched any longer."""
+        self._unused[reuse_class][_age(age_s)] += count
+
+    def value(self, reuse_class: ReuseClass, age_s: float) -> float:
+        """Expected uses per second of a block; 0.0 if nothing is known."""
+        values = self._values.get(reuse_class)
+        if values is None:
+            if reuse_class[0] is Kind.WITHIN:
+                values = self._values[reuse_class] = _values([0.0] * _NUM_AGES, [0.0] * _NUM_AGES, _prior(reuse_class))
+            else:
+                return -1.0 if reuse_class[0] is Kind.ENDED else 0.0
+        return values[_age(age_s)]
+
+    def learn(self, present: Iterable[tuple[ReuseClass, float, float]]) -> None:
+        """Updates the values. `present`: class, age and number of the blocks that are watched."""
+        unused = {one: list(counts) for one, counts in self._unused.items()}
+        for reuse_class, age_s, count in present:
+            unused.setdefault(reuse_class, [0.0] * _NUM_AGES)[_age(age_s)] += count
+        nothing = [0.0] * _NUM_AGES
+        used_of_all, at_risk_of_all = list(nothing), list(nothing)
+        at_risk: dict[ReuseClass, list[float]] = {}
+        for reuse_class in {*unused, *self._used}:
+            used, left = self._used.get(reuse_class, nothing), unused.get(reuse_class, nothing)
+            older, risk = 0.0, list(nothing)
+            for age in reversed(range(_NUM_AGES)):
+                older += used[age] + left[age]
+                risk[age] = older - 0.5 * left[age]  # those last seen at this age were there for half of it
+                used_of_all[age] += used[age]
+                at_risk_of_all[age] += risk[age]
+            at_risk[reuse_class] = risk
+        common = [used / (risk + 1.0) for used, risk in zip(used_of_all, at_risk_of_all, strict=True)]
+        for reuse_class, risk in at_risk.items():
+            prior = common if reuse_class[0] in (Kind.PRIVATE, Kind.SHARED, Kind.LEFT) else _prior(reuse_class)
+            self._values[reuse_class] = _values(self._used.get(reuse_class, nothing), risk, prior)
+        for counts in (*self._used.values(), *self._unused.values()):
+            counts[:] = [_KEPT * count for count in counts]
+
+
+def _age(age_s: float) -> int:
+    return bisect_right(_EDGES_S, age_s)
+
+
+def _prior(reuse_class: ReuseClass) -> list[float]:
+    """The probability of a use at each age, of blocks at it, that an announcement means."""
+    kind, number = reuse_class
+    if kind is Kind.ENDED:
+        return [0.0] * _NUM_AGES
+    each = 1.0 - (1.0 - _PROMISED) ** (1.0 / (number + 1))
+    return [each if age <= number else 0.0 for age in range(_NUM_AGES)]
+
+
+def _values(used: Sequence[float], at_risk: Sequence[float], prior: Sequence[float]) -> list[float]:
+    stays = [1.0]
+    for count, risk, expected in zip(used, at_risk, prior, strict=True):
+        stays.append(stays[-1] * max(0.0, 1.0 - (count + _PRIOR * expected) / (risk + _PRIOR)))
+    values = []
+    for first in range(_NUM_AGES):
+        best = spent_s = 0.0
+        for age in range(first, _NUM_AGES):
+            spent_s += _WIDTHS_S[age] * 0.5 * (stays[age] + stays[age + 1])
+            if spent_s > 0.0:
+                best = max(best, (stays[first] - stays[age + 1]) / spent_s)
+        values.append(best)
+    return values
+
+
+# --- blocks in the order in which they leave ------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """Consecutive blocks of a text of one class, which were used last at the same time."""
+
+    reuse_class: ReuseClass
+    at_s: float
+    order: int  # segments that were used earlier, or are deeper in the same text, have lower ones
+    turn: int  # of the text
+    uses: int
+    length: int  # of the text, in blocks
+    cost: float  # of computing one of its blocks
+    hashes: tuple[bytes, ...]
+    num_known: int = 0  # its hashes that no newer segment has
+    deeper: Segment | None = None  # the next one of the text
+
+
+_LOWEST_RANK: Final = -2000
+
+
+@final
+class EvictionQueue:
+    """Blocks of one tier that may leave, by their hashes."""
+
+    def __init__(self, rates: ReuseRates) -> None:
+        self._rates = rates
+        self._segment_of: dict[bytes, Segment] = {}
+        self._live: dict[Segment, list[int]] = {}  # number of its blocks here, and where to look for the deepest
+        self._by_class: dict[ReuseClass, list[Segment]] = {}  # by order; also segments without blocks here
+        self._num_listed = 0
+        self._chosen: tuple[Segment, float] | None = None
+
+    def __len__(self) -> int:
+        return len(self._segment_of)
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._segment_of
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._segment_of)
+
+    def add(self, block_hash: bytes, segment: Segment) -> None:
+        if block_hash in self._segment_of:
+            self.discard(block_hash)
+        self._segment_of[block_hash] = segment
+        live = self._live.get(segment)
+        if live is None:
+            self._live[segment] = [1, len(segment.hashes)]
+            insort(self._by_class.setdefault(segment.reuse_class, []), segment, key=_order)
+            self._num_listed += 1
+            self._chosen = None
+        else:
+            live[0] += 1
+            live[1] = len(segment.hashes)
+
+    def discard(self, block_hash: bytes) -> None:
+        segment = self._segment_of.pop(block_hash, None)
+        if segment is None:
+            return
+        live = self._live[segment]
+        live[0] -= 1
+        if live[0] == 0:
+            del self._live[segment]
+            if self._num_listed > 2 * len(self._live) + 64:
+                self._compact()
+
+    def least(self, now_s: float) -> int:
+        """The rank of the block that leaves first. The queue must not be empty."""
+        return self.rank(self._choose(now_s), now_s)
+
+    def rank(self, segment: Segment, now_s: float) -> int:
+        """Of the value of its blocks; higher ones stay."""
+        value = self._rates.value(segment.reuse_class, now_s - segment.at_s) * segment.cost
+        return math.frexp(value)[1] if value > 0.0 else _LOWEST_RANK + (value == 0.0)
+
+    def pop(self, now_s: float) -> bytes:
+        segment = self._choose(now_s)
+        live = self._live[segment]
+        while True:
+            live[1] -= 1
+            block_hash = segment.hashes[live[1]]
+            if self._segment_of.get(block_hash) is segment:
+                self.discard(block_hash)
+                return block_hash
+
+    def _choose(self, now_s: float) -> Segment:
+        if self._chosen is not None and self._chosen[1] == now_s and self._chosen[0] in self._live:
+            return self._chosen[0]
+        best: tuple[int, int] | None = None
+        chosen = None
+        for listed in self._by_class.values():
+            while listed and listed[-1] not in self._live:
+                listed.pop()
+                self._num_listed -= 1
+            dead = next((at for at, one in enumerate(listed) if one in self._live), 0)
+            if dead:
+                del listed[:dead]
+                self._num_listed -= dead
+            for segment in (listed[0], listed[-1]) if listed else ():
+                key = (self.rank(segment, now_s), segment.order)
+                if best is None or key < best:
+                    best, chosen = key, segment
+        assert chosen is not None, "no block may leave"
+        self._chosen = (chosen, now_s)
+        return chosen
+
+    def _compact(self) -> None:
+        for reuse_class, listed in list(self._by_class.items()):
+            kept = [one for one in dict.fromkeys(listed) if one in self._live]
+            if kept:
+                self._by_class[reuse_class] = kept
+            else:
+                del self._by_class[reuse_class]
+        self._num_listed = sum(map(len, self._by_class.values()))
+
+
+def _order(segment: Segment) -> int:
+    return segment.order
+
+
+# --- what is known of texts -----------------------------------------------------------------------------------
+
+CONTINUED: Final = 0.6  # of a text, in a text that is a later turn of it
+WATCHED: Final = 2  # times the blocks of all tiers: those that have left are watched for a while
+MOST_TURNS: Final = 64
+_FIRST_TEXTS: Final = 256  # before the first update of the rates
+_LEARN_TEXTS: Final = 128  # between later ones
+
+
+@final
+class Retention:
+    """`pool` and `host` have the blocks that may leave each tier. A block that is used is in neither, or only in
+    `host`."""
+
+    def __init__(self, num_blocks: int, computed_s: Callable[[int], float] | None = None) -> None:
+        """`num_blocks` of all tiers. `computed_s`: to compute a block that follows so many blocks; None: all alike."""
+        self.rates = ReuseRates()
+        self.pool, self.host = EvictionQueue(self.rates), EvictionQueue(self.rates)
+        self._computed_s = computed_s
+        self._most_known = WATCHED * num_blocks
+        self._known: dict[bytes, Segment] = {}
+        self._segments: deque[Segment] = deque()  # by the time of their use, nearly
+        self._order = 0
+        self._num_left = _FIRST_TEXTS  # before the next update of the rates
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def began(self, hashes: Sequence[bytes], now_s: float) -> None:
+        """A text with these blocks is computed. Learns from those that are known, also if they have left."""
+        segment, count = None, 0
+        for block_hash in hashes:
+            found = self._known.get(block_hash)
+            if found is not segment:
+                self._learn_use(segment, now_s, count)
+                segment, count = found, 0
+            if found is None:
+                return
+            count += 1
+        self._learn_use(segment, now_s, count)
+
+    def _learn_use(self, segment: Segment | None, now_s: float, count: int) -> None:
+        if segment is not None:
+            self.rates.used(segment.reuse_class, now_s - segment.at_s, count / segment.length)
+
+    def released(self, hashes: Sequence[bytes], now_s: float, reuse_within_s: float | None = None) -> None:
+        """A text no longer uses its cached blocks `hashes`, given in its order. They are not in `pool` yet."""
+        runs: list[tuple[int, int, Segment | None]] = []  # first block, end, segment so far
+        for at, block_hash in enumerate(hashes):
+            found = self._known.get(block_hash)
+            if runs and runs[-1][2] is found:
+                runs[-1] = (runs[-1][0], at + 1, found)
+            else:
+                runs.append((at, at + 1, found))
+        before = [one for _, _, one in runs if one is not None]
+        last = before[-1] if before else None
+        num_known = next((first for first, _, one in runs if one is None), len(hashes))
+        turn, is_later = 1, False
+        if last is not None:
+            is_later = num_known >= min(last.length - 1, CONTINUED * last.length) and num_known > 0
+            is_private = last.reuse_class[0] is not Kind.SHARED
+            turn = min(last.turn + 1, MOST_TURNS) if is_later else last.turn if is_private else 1
+        parts: list[tuple[ReuseClass, int, int, int]] = []  # class, uses, first block, end
+        for first, end, one in runs:
+            uses = 1 if one is None else one.uses + 1
+            reuse_class = _classify(uses, turn, reuse_within_s)
+            if parts and parts[-1][0] == reuse_class:
+                parts[-1] = (reuse_class, parts[-1][1], parts[-1][2], end)
+            else:
+                parts.append((reuse_class, uses, first, end))
+        deeper: Segment | None = None
+        for reuse_class, uses, first, end in reversed(parts):
+            cost = 1.0 if self._computed_s is None else self._computed_s((first + end) // 2) or 1.0
+            deeper = self._segment(
+                Segment(
+                    reuse_class, now_s, self._next_order(), turn, uses, len(hashes), cost, tuple(hashes[first:end])
+                ),
+                deeper,
+            )
+        if is_later:
+            self._leave_behind(last)
+        self._num_left -= 1
+        self._forget(now_s)
+        if self._num_left <= 0:
+            self._num_left = _LEARN_TEXTS
+            self._segments = deque(one for one in self._segments if one.num_known)
+            self.rates.learn((one.reuse_class, now_s - one.at_s, one.num_known / one.length) for one in self._segments)
+
+    def may_leave_pool(self, block_hash: bytes, now_s: float) -> None:
+        """No text uses the cached block."""
+        self.pool.add(block_hash, self._known.get(block_hash) or self._segment_of(block_hash, now_s))
+
+    def entered_host(self, block_hash: bytes, now_s: float) -> None:
+        self.host.add(block_hash, self._segment_of(block_hash, now_s))
+
+    def is_worth_a_copy(self, block_hash: bytes, now_s: float) -> bool:
+        """Whether the block is worth no less than the one that would leave the full host tier for it."""
+        rank = self.host.rank(self._segment_of(block_hash, now_s), now_s)
+        return rank >= self.host.least(now_s)
+
+    def drop(self, block_hash: bytes) -> None:
+        """The contents of the block are wrong."""
+        self.pool.discard(block_hash)
+        self.host.discard(block_hash)
+        segment = self._known.pop(block_hash, None)
+        if segment is not None:
+            segment.num_known -= 1
+
+    def check(self) -> None:
+        """Raises AssertionError unless the tables agree."""
+        counts: dict[Segment, int] = defaultdict(int)
+        for segment in self._known.values():
+            counts[segment] += 1
+        assert all(one.num_known == counts[one] for one in self._segments), "numbers of blocks of segments are wrong"
+        assert sum(counts.values()) == sum(one.num_known for one in set(self._segments)), "segments are lost"
+        for queue in (self.pool, self.host):
+            assert all(self._known.get(block_hash) is not None for block_hash in queue), "an unknown block"
+
+    def _segment_of(self, block_hash: bytes, now_s: float) -> Segment:
+        """One of its own if it has none: its text was not released as a text, or it was forgotten."""
+        found = self._known.get(block_hash)
+        if found is None:
+            cost = 1.0 if self._computed_s is None else self._computed_s(0) or 1.0
+            found = self._segment(
+                Segment((Kind.PRIVATE, 0), now_s, self._next_order(), 1, 1, 1, cost, (block_hash,)), None
+            )
+        return found
+
+    def _segment(self, segment: Segment, deeper: Segment | None) -> Segment:
+        segment.deeper = deeper
+        queues = [queue for queue in (self.pool, self.host) if queue]
+        for block_hash in segment.hashes:
+            old = self._known.get(block_hash)
+            if old is not None:
+                old.num_known -= 1
+            self._known[block_hash] = segment
+            for queue in queues:
+                if block_hash in queue:
+                    queue.add(block_hash, segment)
+        segment.num_known = len(segment.hashes)
+        self._segments.append(segment)
+        return segment
+
+    def _leave_behind(self, segment: Segment | None) -> None:
+        """A later turn of the text does not have the other blocks of the segment, and those that follow it."""
+        while segment is not None:
+            left = tuple(one for one in segment.hashes if self._known.get(one) is segment)
+            if left and segment.reuse_class[0] is not Kind.LEFT:
+                self._segment(
+                    Segment(
+                        (Kind.LEFT, 0),
+                        segment.at_s,
+                        segment.order,
+                        segment.turn,
+                        segment.uses,
+                        segment.length,
+                        segment.cost,
+                        left,
+                    ),
+                    None,
+                )
+            segment = segment.deeper
+
+    def _forget(self, now_s: float) -> None:
+        """Blocks that have left all tiers, those that were used first. Begins late, so that it is rarely done."""
+        if 4 * len(self._known) <= 5 * self._most_known:
+            return
+        for _ in range(len(self._segments)):
+            segment = self._segments.popleft()
+            gone = [
+                one
+                for one in segment.hashes
+                if self._known.get(one) is segment and one not in self.pool and one not in self.host
+            ]
+            for one in gone:
+                del self._known[one]
+            self.rates.unused(segment.reuse_class, now_s - segment.at_s, len(gone) / segment.length)
+            segment.num_known -= len(gone)
+            if segment.num_known:
+                self._segments.append(segment)
+            if len(self._known) <= self._most_known:
+                return
+
+    def _next_order(self) -> int:
+        self._order += 1
+        return self._order
+
+
+def _classify(uses: int, turn: int, reuse_within_s: float | None) -> ReuseClass:
+    if uses > turn:
+        return Kind.SHARED, min(uses.bit_length(), 9)
+    if reuse_within_s is not None:
+        return (Kind.WITHIN, _age(reuse_within_s)) if reuse_within_s > 0.0 else (Kind.ENDED, 0)
+    return Kind.PRIVATE, turn if turn < 4 else min(2 + turn.bit_length(), 9)

@@ -1,0 +1,157 @@
+"""Which cached blocks leave first."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pdserve.core.kv.blocks import BlockAllocator
+from pdserve.core.kv.cache import KvCache
+from pdserve.core.kv.host_tier import HostTier, LoadRule
+from pdserve.core.kv.retention import WATCHED, Kind, Retention, ReuseRates
+
+ONCE, OFTEN = (Kind.PRIVATE, 1), (Kind.PRIVATE, 2)
+
+
+def names(text: int, count: int) -> list[bytes]:
+    return [bytes([text]) * 8 + at.to_bytes(8, "big") for at in range(count)]
+
+
+def use(kv: KvCache, hashes: list[bytes], now_s: float, reuse_within_s: float | None = None) -> int:
+    """Computes a text of these blocks of one token. Returns how many were cached."""
+    kv.advance(now_s)
+    found = kv.allocate(len(hashes) + 1, hashes)
+    assert found is not None
+    kv.commit(found.blocks, hashes, found.cached_tokens, len(hashes))
+    kv.release(found.blocks, reuse_within_s)
+    kv.blocks.check(holders=[])
+    return found.cached_tokens
+
+
+def cached(kv: KvCache, hashes: list[bytes]) -> int:
+    return kv.blocks.num_matched(hashes)
+
+
+def pool(num_blocks: int) -> KvCache:
+    return KvCache(BlockAllocator(num_blocks), 1)
+
+
+def test_values_follow_the_rate_of_reuse_and_the_age() -> None:
+    rates = ReuseRates()
+    for _ in range(200):
+        rates.used(OFTEN, 10.0, 1)
+        rates.unused(OFTEN, 500.0, 0.1)
+        rates.used(ONCE, 10.0, 0.1)
+        rates.unused(ONCE, 500.0, 1)
+    assert rates.value(OFTEN, 0.0) == 0.0, "nothing is known before an update"
+    rates.learn([])
+    assert rates.value(OFTEN, 0.0) > 4 * rates.value(ONCE, 0.0) > 0.0
+    assert rates.value(OFTEN, 9.0) > rates.value(OFTEN, 0.0), "its use is nearer"
+    assert rates.value(OFTEN, 60.0) < 0.1 * rates.value(OFTEN, 9.0), "it was not used when it should have been"
+
+
+def test_old_observations_lose_weight() -> None:
+    rates = ReuseRates()
+    rates.used(ONCE, 10.0, 100)
+    rates.learn([])
+    before = rates.value(ONCE, 0.0)
+    for _ in range(300):
+        rates.unused(ONCE, 100.0, 1)
+        rates.learn([])
+    assert rates.value(ONCE, 0.0) < 0.1 * before
+
+
+def test_the_least_recently_used_text_leaves_first_while_nothing_is_known() -> None:
+    kv = pool(9)
+    for text in (1, 2):
+        use(kv, names(text, 4), now_s=float(text))
+    use(kv, names(3, 2), now_s=3.0)  # takes three blocks, of which one was free
+    assert [cached(kv, names(text, 4)) for text in (1, 2)] == [2, 4], "the deepest blocks of the older text left"
+
+
+def test_a_session_that_has_ended_leaves_first() -> None:
+    kv = pool(9)
+    use(kv, names(1, 4), now_s=1.0)
+    use(kv, names(2, 4), now_s=2.0, reuse_within_s=0.0)
+    use(kv, names(3, 2), now_s=3.0)
+    assert [cached(kv, names(text, 4)) for text in (1, 2)] == [4, 2]
+
+
+def test_a_text_whose_use_is_announced_stays() -> None:
+    kv = pool(9)
+    use(kv, names(1, 4), now_s=1.0, reuse_within_s=10.0)
+    use(kv, names(2, 4), now_s=2.0)
+    use(kv, names(3, 2), now_s=3.0)
+    assert [cached(kv, names(text, 4)) for text in (1, 2)] == [4, 2]
+
+
+def test_announcements_that_do_not_come_true_are_not_believed() -> None:
+    retention = Retention(4)
+    for number in range(300):
+        retention.released([b"%15d." % number], 10.0 * number, 1.0)
+    announced = retention._known[b"%15d." % 299].reuse_class
+    assert announced[0] is Kind.WITHIN
+    fresh = ReuseRates().value(announced, 0.0)
+    assert retention.rates.value(announced, 0.0) < 0.1 * fresh
+
+
+def test_blocks_that_a_newer_turn_lacks_are_of_a_class_of_their_own() -> None:
+    retention = Retention(100)
+    first = names(1, 10)
+    retention.released(first, 1.0)
+    retention.began(first[:9], 2.0)
+    retention.released([*first[:9], *names(2, 5)], 2.0)
+    retention.check()
+    for block_hash, expected in ((first[0], (Kind.PRIVATE, 2)), (first[9], (Kind.LEFT, 0))):
+        retention.may_leave_pool(block_hash, 3.0)
+        assert retention._known[block_hash].reuse_class == expected
+
+
+def test_a_prefix_of_many_texts_is_shared() -> None:
+    retention = Retention(1000)
+    for text in range(1, 6):
+        retention.released([*names(0, 3), *names(text, 20)], float(text))
+    assert retention._known[names(0, 3)[0]].reuse_class[0] is Kind.SHARED
+    assert retention._known[names(5, 20)[0]].reuse_class == (Kind.PRIVATE, 1)
+
+
+def test_what_is_watched_is_limited() -> None:
+    kv = pool(50)
+    draw = random.Random(0)
+    for number in range(400):
+        use(kv, names(draw.randrange(200), draw.randrange(1, 20)), now_s=float(number))
+        assert len(kv.blocks._retention) <= 1.25 * WATCHED * 50 + 20
+    assert kv.blocks.num_free + kv.blocks.num_evictable == 50
+
+
+def test_texts_that_return_are_kept_among_many_that_do_not() -> None:
+    """A scan of texts that are used once, larger than the pool, passes between the uses of ten texts."""
+    kv, hits, number = pool(100), 0, 0
+    for turn in range(60):
+        for text in range(10):
+            now_s = 100.0 * turn + 10.0 * text
+            found = use(kv, names(text, 5), now_s)
+            hits += found if turn >= 30 else 0
+            for _ in range(4):
+                number += 1
+                use(kv, [number.to_bytes(16, "big")[::-1] for number in range(3 * number, 3 * number + 3)], now_s + 1.0)
+    assert hits >= 0.9 * 30 * 10 * 5, "with the least recently used order, none"
+
+
+class Slots:
+    num_slots = 2
+
+    def save(self, block: int, slot: int) -> None: ...
+
+    def load(self, slot: int, block: int) -> None: ...
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_full_host_tier_keeps_what_is_worth_more(ends: bool) -> None:
+    tier = HostTier(Slots(), LoadRule(0.0, lambda num_tokens, cached_tokens: 1.0), 100)
+    kv = KvCache(BlockAllocator(3, tier=tier), 1)
+    use(kv, names(1, 2), 1.0)
+    use(kv, names(2, 2), 2.0, 0.0 if ends else None)  # the first text moves to the tier
+    use(kv, names(3, 2), 3.0)  # the second leaves the pool
+    assert set(tier) == set(names(1 if ends else 2, 2))
