@@ -34,6 +34,9 @@ class TraceRequest:
     slo_task_s: float | None = None  # deadline of the task to which it belongs by its prefix; `slo` is then a limit
     cancel_after_s: float | None = None  # the client disconnects this long after its arrival
     max_tokens: int | None = None  # max_tokens of its client; None: the run's
+    #: It arrives this long after the end of an earlier request, by its number in the trace, and not before `arrival_s`.
+    follows: int | None = None
+    pause_s: float = 0.0
 
 
 NumberedLine = tuple[int, str]  # lines count from 1, as editors do

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final, final
 
@@ -105,6 +105,7 @@ class Station:
 
 LONGEST_S: Final = 86_400.0  # after the last arrival; requests that have not ended by then will never end
 RESUME_S: Final = 0.1  # after which the SDK sends an interrupted call again
+MOST_ENDED: Final = 100_000  # requests whose end is known to later ones that follow them
 SETTLE_S: Final = 300.0  # after the last request has ended, for workers to release memory
 
 OnEnded = Callable[[RequestRow], bool]
@@ -176,7 +177,9 @@ class World:
         self._samples = Samples()
         self._arrivals = self._checked(trace)
         self._keeps_rows = keeps_rows
-        self._num_open = 0
+        self._pending: set[int] = set()  # numbers of the requests that are due and have not ended
+        self._following: dict[int, list[tuple[int, TraceRequest]]] = {}  # requests that wait for the end of another
+        self._ended_s: OrderedDict[int, float] = OrderedDict()  # of the last requests, by number
         self._has_more = True
         self._is_stopped = False
         self._last_word_s = 0.0
@@ -324,6 +327,11 @@ class World:
 
     # -- the end -------------------------------------------------------------------------------------------------
 
+    @property
+    def _num_open(self) -> int:
+        """Requests that are due and have not ended."""
+        return len(self._pending)
+
     def _is_over(self) -> bool:
         if self._is_stopped:
             return True
@@ -338,7 +346,12 @@ class World:
         )
 
     def _ended(self, row: RequestRow) -> None:
-        self._num_open -= 1
+        self._pending.discard(row.number)
+        self._ended_s[row.number] = self.agenda.now_s
+        if len(self._ended_s) > MOST_ENDED:
+            self._ended_s.popitem(last=False)
+        for number, request in self._following.pop(row.number, ()):
+            self._follow(number, request, self.agenda.now_s)
         self._last_word_s = self.agenda.now_s
         if self._on_ended is not None and not self._is_stopped and not self._on_ended(row):
             self._is_stopped = True
@@ -371,7 +384,23 @@ class World:
             self._has_more = False
             return
         number, request = arrival
-        self.agenda.at(request.arrival_s, self._arrive, number, request)
+        self.agenda.at(request.arrival_s, self._due, number, request)
+
+    def _due(self, number: int, request: TraceRequest) -> None:
+        """The time in the trace has come. If the request follows another one, it also waits for the end of that."""
+        before = request.follows
+        if before is None:
+            self._arrive(number, request)
+        elif before in self._pending:
+            self._following.setdefault(before, []).append((number, request))
+            self._pending.add(number)
+        else:
+            self._follow(number, request, self._ended_s.get(before, 0.0))
+        self._next_arrival()
+
+    def _follow(self, number: int, request: TraceRequest, ended_s: float) -> None:
+        self._pending.add(number)
+        self.agenda.at(max(self.agenda.now_s, ended_s + request.pause_s), self._arrive, number, request)
 
     def _arrive(self, number: int, request: TraceRequest) -> None:
         now_s = self.agenda.now_s
@@ -380,7 +409,7 @@ class World:
         self._last_arrival_s = now_s
         row = RequestRow(
             number=number,
-            arrival_s=request.arrival_s,
+            arrival_s=now_s,
             prompt_tokens=request.prompt_tokens,
             output_tokens=request.output_tokens,
             slo=request.slo or self.config.slo,
@@ -388,10 +417,9 @@ class World:
         )
         if self._keeps_rows:
             self.rows.append(row)
-        self._num_open += 1
+        self._pending.add(number)
         names = block_names(number, request, self._block_tokens, self.config.block_size)
         self._send_request(request, row, names)
-        self._next_arrival()
 
     def _send_request(self, request: TraceRequest, row: RequestRow, names: BlockNames) -> None:
         front = self._front_of(row.number)
