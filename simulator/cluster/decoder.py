@@ -295,12 +295,12 @@ class DecodeMachine(Machine[DecodeStep, fx.DecodeEffect]):
         longest = scheduler.run_length(step)
         if longest == 0:
             times = StepTimes(self.speed.step_s(step.account), 0.0)
-            run = self._run = StepRun(step, 0, times, self.speed.jitter(), now_s)
+            run = self._run = StepRun(step, 0, times, self.speed.jitter(), now_s + self.copies.take_s())
             self.agenda.at(run.end_of(1), self._ended, run, 0)
             return
         times = self.speed.times(step.account)
         count = min(longest, times.steps_until(max(self._report_at_s - now_s, 0.0)))
-        run = self._run = StepRun(step, count, times, self.speed.jitter(count), now_s)
+        run = self._run = StepRun(step, count, times, self.speed.jitter(count), now_s + self.copies.take_s())
         self.agenda.at(run.end_of(count), self._ended, run, count)
 
     def _ended(self, run: StepRun, count: int) -> None:

@@ -10,14 +10,16 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Final, Generic, TypeAlias, assert_never
+from typing import Any, Final, Generic, TypeAlias, assert_never, final
 
 from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
 from pdserve.core.attempt import AttemptKey, AttemptLedger, EndRule
+from pdserve.core.cost.latency import CostModel
 from pdserve.core.kv.blocks import BlockAllocator, CacheChange
 from pdserve.core.kv.cache import KvCache
 from pdserve.core.kv.fetch import FetchAborted, FetchStarted
+from pdserve.core.kv.host_tier import HostTier, LoadRule
 from pdserve.core.kv.kv_shape import TransferKey
 from pdserve.core.types import Role
 from pdserve.worker.interface import Effect, Scheduler, Step
@@ -44,6 +46,32 @@ class Environment:
     cache_changed: Callable[[str, str, CacheChange], None]
 
 
+@final
+class SimulatedCopies:
+    """The copies of a host tier take time before the next step, as those of a live worker do. Their number for one
+    allocation is not limited."""
+
+    def __init__(self, shape: WorkerShape, block_size: int) -> None:
+        block_bytes = block_size * shape.kv_bytes_per_token
+        self.num_slots = shape.host_bytes // block_bytes
+        self._block_s = block_bytes / shape.host_bytes_per_s
+        self._due_s = 0.0
+
+    def tier(self, prefill_s: Callable[[int, int], float]) -> HostTier:
+        return HostTier(self, LoadRule(self._block_s, prefill_s), self.num_slots)
+
+    def save(self, block: int, slot: int) -> None:
+        self._due_s += self._block_s
+
+    def load(self, slot: int, block: int) -> None:
+        self._due_s += self._block_s
+
+    def take_s(self) -> float:
+        """Seconds of the copies since the last call."""
+        due_s, self._due_s = self._due_s, 0.0
+        return due_s
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
     """A router's command to a worker, with the data of the request that the runtime adds."""
@@ -68,7 +96,13 @@ class Machine(ABC, Generic[Step, Effect]):
         self.agenda, self.link, self.flows = env.agenda, shape.link, {}
         self.block_size = env.config.block_size
         num_blocks = shape.kv_capacity_tokens // self.block_size
-        self.blocks = BlockAllocator(num_blocks)
+        model = CostModel(shape.prior or shape.cost)
+        self.copies = SimulatedCopies(shape, self.block_size)
+        self.blocks = BlockAllocator(
+            num_blocks,
+            tier=self.copies.tier(model.prefill_s) if self.copies.num_slots else None,
+            computed_s=lambda first: model.prefill_s(self.block_size, first * self.block_size),
+        )
         self.kv = KvCache(self.blocks, self.block_size)
         self.end_rule = EndRule(
             eos_token_ids=frozenset(),

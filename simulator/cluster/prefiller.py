@@ -87,7 +87,9 @@ class PrefillMachine(Machine[PrefillStep, fx.PrefillEffect]):
         if step.is_empty:
             return
         self._step, self._started_s = step, now_s
-        self.agenda.after(self.speed.step_s(step.account) * self.speed.jitter(), self._ended, step)
+        copied_s = self.copies.take_s()
+        self._started_s += copied_s  # what is learned of steps is without copies
+        self.agenda.after(copied_s + self.speed.step_s(step.account) * self.speed.jitter(), self._ended, step)
 
     def _ended(self, step: PrefillStep) -> None:
         if self.is_dead:

@@ -60,6 +60,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--decode", type=int, metavar="M", help=f"number of decode workers ({flags.WORKERS})")
     where.add_argument("--link", metavar="NAME", help="link between workers, one of the profile (its first)")
     where.add_argument(
+        "--host-gib",
+        type=float,
+        metavar="X",
+        help="host memory of each worker for KV that has left its pool, in GiB (0)",
+    )
+    where.add_argument(
+        "--host-gb-per-s", type=float, metavar="X", help="speed of copies to that memory and back, in GB/s (25)"
+    )
+    where.add_argument(
         "--routers",
         type=int,
         default=1,

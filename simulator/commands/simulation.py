@@ -6,11 +6,12 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, final
+from typing import Any, Final, final
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.json_text import to_json
@@ -95,7 +96,7 @@ def make_input(args: argparse.Namespace, on_read: Callable[[int, int], None]) ->
                 raise ConfigError(flag, value, "no --trace beside it: a trace replaces the workload")
     built_in = make_workload(args.workload or "chat", duration_s=args.duration, seed=args.seed)
     trace = Reshaped(file or built_in, *_steps(args, file))
-    cluster_flags = (args.profile, args.prefill, args.decode, args.link)
+    cluster_flags = (args.profile, args.prefill, args.decode, args.link, args.host_gib, args.host_gb_per_s)
     if recorded is not None and all(flag is None for flag in cluster_flags):
         broken = recorded.faults + faults(args, [one.worker_id for one in recorded.workers])
         rules_off = rules_off or recorded.router.rules_off
@@ -103,7 +104,9 @@ def make_input(args: argparse.Namespace, on_read: Callable[[int, int], None]) ->
     else:
         profile = load_profile(args.profile or flags.PROFILE)
         counts = (flags.WORKERS if count is None else count for count in (args.prefill, args.decode))
-        workers = make_workers(profile, *counts, link=args.link or "")
+        workers = tuple(
+            dataclasses.replace(one, **_host_tier(args)) for one in make_workers(profile, *counts, link=args.link or "")
+        )
         base = SimConfig(
             workers=workers,
             router=RouterSettings(),
@@ -121,6 +124,20 @@ def make_input(args: argparse.Namespace, on_read: Callable[[int, int], None]) ->
         is_demonstration=is_demonstration,
         rules_off=rules_off,
     )
+
+
+def _host_tier(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of each worker's shape that flags give."""
+    found: dict[str, Any] = {}
+    for flag, value, field, unit in (
+        ("host-gib", args.host_gib, "host_bytes", 2**30),
+        ("host-gb-per-s", args.host_gb_per_s, "host_bytes_per_s", 1e9),
+    ):
+        if value is not None:
+            if not 0.0 <= value < math.inf:
+                raise ConfigError(flag, value, "a finite number, at least 0")
+            found[field] = value * unit
+    return found | ({"host_bytes": int(found["host_bytes"])} if "host_bytes" in found else {})
 
 
 def _compared(
