@@ -1,0 +1,162 @@
+"""Which cached blocks a pool keeps: `python -m benchmarks.retention [--mooncake FILE]`.
+
+Block hits of the pool's own code (`KvCache`), of the least recently used order (LRU), and of Belady's offline optimum,
+which evicts the block whose next use is farthest away. Each request takes the blocks of its prompt and releases them
+before the next one arrives, so the three differ only in what they evict. Of blocks with the same next use, the optimum
+evicts the deepest first: a block without those before it gives no hit.
+
+The traces are two of generated agents (`--seeds` each; the rule was chosen on others) and, with `--mooncake`,
+Mooncake's conversations, whose arrivals are spread over the 3 s to which they are rounded. Capacities are shares of the
+blocks that are used at least twice. The bar is 90 % of the optimum's hits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import statistics
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from benchmarks.harness import table
+from pdserve.core.kv.blocks import BlockAllocator
+from pdserve.core.kv.cache import KvCache
+from simulator.model import Trace
+from simulator.traces.files import FileTrace
+from simulator.traces.workloads import Reshaped, assisted_agents, coding_agents, jittered
+
+SHARES: Final = (0.05, 0.1, 0.2, 0.4, 0.8)
+BAR: Final = 0.9
+NEVER: Final = 1 << 60
+
+Texts = Sequence[tuple[float, tuple[int, ...]]]  # time and blocks of each request
+
+
+def ours(texts: Texts, capacity: int) -> int:
+    kv = KvCache(BlockAllocator(capacity), 1)
+    hits = 0
+    for at_s, ids in texts:
+        kv.advance(at_s)
+        hashes = [one.to_bytes(16, "big") for one in ids]
+        found = kv.allocate(len(ids) + 1, hashes)
+        assert found is not None, "a prompt is larger than the pool"
+        hits += found.cached_tokens
+        kv.commit(found.blocks, hashes, found.cached_tokens, len(ids))
+        kv.release(found.blocks)
+    return hits
+
+
+def least_recently_used(texts: Texts, capacity: int) -> int:
+    kept: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for _, ids in texts:
+        hits += _num_cached(ids, kept)
+        for one in reversed(ids):
+            kept[one] = None
+            kept.move_to_end(one)
+        while len(kept) > capacity - 1:  # a block for the token to compute, as above
+            kept.popitem(last=False)
+    return hits
+
+
+def optimum(texts: Texts, capacity: int) -> int:
+    following: dict[int, int] = {}
+    nexts: list[list[int]] = []
+    for number in range(len(texts) - 1, -1, -1):
+        ids = texts[number][1]
+        nexts.append([following.get(one, NEVER) for one in ids])
+        following.update(dict.fromkeys(ids, number))
+    nexts.reverse()
+    kept: dict[int, int] = {}  # next use of each block
+    queue: list[tuple[int, int, int]] = []  # also entries that no longer hold
+    hits = 0
+    for (_, ids), uses in zip(texts, nexts, strict=True):
+        hits += _num_cached(ids, kept)
+        running = set(ids)
+        num_evicted = len(kept) + sum(one not in kept for one in ids) - (capacity - 1)
+        while num_evicted > 0:
+            use, _, one = heapq.heappop(queue)
+            if kept.get(one) == -use and one not in running:
+                del kept[one]
+                num_evicted -= 1
+        for depth, (one, use) in enumerate(zip(ids, uses, strict=True)):
+            kept[one] = use
+            heapq.heappush(queue, (-use, -depth, one))
+    return hits
+
+
+def _num_cached(ids: Sequence[int], kept: OrderedDict[int, None] | dict[int, int]) -> int:
+    return next((at for at, one in enumerate(ids) if one not in kept), len(ids))
+
+
+def texts_of(trace: Trace) -> Texts:
+    """With the full blocks of each prompt."""
+    size = trace.block_tokens
+    return [(one.arrival_s, one.block_ids[: one.prompt_tokens // size]) for one in trace]
+
+
+def compare(texts: Texts, shares: Sequence[float]) -> list[tuple[int, float, float, float, float]]:
+    """For each capacity: blocks, the optimum's share of hits, LRU and ours over the optimum, CPU seconds of ours."""
+    seen: set[int] = set()
+    again: set[int] = set()
+    for _, ids in texts:
+        again.update(one for one in ids if one in seen)
+        seen.update(ids)
+    longest = max(len(ids) for _, ids in texts)
+    total = sum(len(ids) for _, ids in texts)
+    found = []
+    for share in shares:
+        capacity = max(round(share * len(again)), longest + 1)
+        best = optimum(texts, capacity)
+        began_s = time.process_time()
+        hits = ours(texts, capacity)
+        spent_s = time.process_time() - began_s
+        found.append((capacity, best / total, least_recently_used(texts, capacity) / best, hits / best, spent_s))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mooncake", metavar="FILE", help="Mooncake's conversation_trace.jsonl; without it, no row")
+    parser.add_argument("--seeds", type=int, default=2, help="of each generated trace")
+    parser.add_argument("--duration", type=float, default=900.0, help="seconds in which their sessions begin")
+    parser.add_argument("--first-seed", type=int, default=100)
+    arguments = parser.parse_args()
+    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
+    traces = {
+        make(rate_rps=1.0, duration_s=1.0).name: [
+            texts_of(make(rate_rps=2.0, duration_s=arguments.duration, seed=seed)) for seed in seeds
+        ]
+        for make in (coding_agents, assisted_agents)
+    }
+    if arguments.mooncake is None:
+        print("Mooncake's trace: skipped, because no file is given with --mooncake", flush=True)
+    elif not Path(arguments.mooncake).is_file():
+        print(f"Mooncake's trace: skipped, because {arguments.mooncake} does not exist", flush=True)
+    else:
+        file = FileTrace(arguments.mooncake)
+        traces["Mooncake conversations"] = [texts_of(Reshaped(file, jittered(seeds[0], file.quantum_s)))]
+    rows = [["trace", "blocks", "optimum's hits", "LRU / optimum", "ours / optimum", "bar", "us per block"]]
+    for name, several in traces.items():
+        for results in zip(*(compare(texts, SHARES) for texts in several), strict=True):
+            blocks, best, recent, mine, spent_s = (statistics.mean(column) for column in zip(*results, strict=True))
+            total = statistics.mean(sum(len(ids) for _, ids in texts) for texts in several)
+            rows.append(
+                [
+                    name,
+                    f"{blocks:.0f}",
+                    f"{100 * best:.1f} %",
+                    f"{recent:.3f}",
+                    f"{mine:.3f}",
+                    "met" if mine >= BAR else "missed",
+                    f"{1e6 * spent_s / total:.1f}",
+                ]
+            )
+        print(table([rows[0], *rows[-len(SHARES) :]]), "\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
