@@ -92,10 +92,10 @@ def run(trace: Agents, requests: Sequence[TraceRequest], config: SimConfig) -> F
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--scale", type=float, default=0.25, help="of the published numbers of tokens")
-    parser.add_argument("--rate", type=float, default=2.0, help="turns per second and GPU, if answers took no time")
-    parser.add_argument("--duration", type=float, default=600.0, help="seconds in which sessions begin")
+    parser.add_argument("--rate", type=float, default=12.0, help="turns per second and GPU, if answers took no time")
+    parser.add_argument("--duration", type=float, default=90.0, help="seconds in which sessions begin")
     parser.add_argument("--host-gib", type=float, default=256.0, help="of each GPU")
     parser.add_argument("--host-gb-per-s", type=float, default=25.0)
     parser.add_argument("--times", type=float, default=4.0, help="working set, in pools")
@@ -110,6 +110,9 @@ def main() -> None:
     requests = list(trace)
     workers = make_workers(load_profile(PROFILE), 0, arguments.gpus)
     pool = int(working_tokens(requests) / arguments.times / arguments.gpus)
+    longest = max(one.prompt_tokens + one.output_tokens for one in requests)
+    if pool < longest:
+        parser.error(f"a pool of {pool} tokens is smaller than a prompt of {longest}: give a higher --rate")
     workers = tuple(replace(one, kv_capacity_tokens=min(pool, one.kv_capacity_tokens)) for one in workers)
     tiered = tuple(
         replace(one, host_bytes=int(arguments.host_gib * 2**30), host_bytes_per_s=arguments.host_gb_per_s * 1e9)
