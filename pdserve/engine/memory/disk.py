@@ -18,9 +18,9 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Final, final
 
 import numpy as np
@@ -49,7 +49,7 @@ MOST_FACTOR: Final = 100.0
 FORGOTTEN_S: Final = 60.0  # after which a slow device is tried again
 NICE: Final = 15  # about a thirtieth of a core that the engine wants
 DRAIN_S: Final = 3.0  # for what waits to be written at the end
-JOIN_S: Final = 5.0
+JOIN_S: Final = 5.0  # for all threads, of the time that the worker has to end
 
 
 @final
@@ -114,11 +114,14 @@ class DiskTier:
         self._may_read = threading.Condition(self._guard)
         self._is_closing = False
         self._close_by_s = math.inf
+        self._groups: SimpleQueue[tuple[Fetch, Group] | None] = SimpleQueue()  # to be read; None ends a thread
+        self._results: SimpleQueue[tuple[Group, list[bool]]] = SimpleQueue()  # one for each group
+        # They end with the process, also if the device hangs.
         self._threads = [
             threading.Thread(target=self._write_all, name="kv-disk-writer", daemon=True),
             threading.Thread(target=self._read_all, name="kv-disk-reader", daemon=True),
+            *(threading.Thread(target=self._read_groups, name="kv-disk-reads", daemon=True) for _ in range(READS)),
         ]
-        self._readers = ThreadPoolExecutor(READS, "kv-disk-reads", initializer=_yield_to_engine)
         for thread in self._threads:
             thread.start()
 
@@ -223,10 +226,10 @@ class DiskTier:
             self._may_read.notify_all()
         for _, end in reads:
             end(0)
+        until_s = time.monotonic() + JOIN_S
         for thread in self._threads:
-            thread.join(JOIN_S)
+            thread.join(max(0.0, until_s - time.monotonic()))
         if not any(thread.is_alive() for thread in self._threads):  # else the device hangs, and the process ends soon
-            self._readers.shutdown()
             self.files.close()
 
     def flush(self, timeout_s: float) -> bool:
@@ -242,13 +245,14 @@ class DiskTier:
     # -- the reader -----------------------------------------------------------------------------------------------
 
     def _read_all(self) -> None:
+        """Reads one fetch after the other."""
         _yield_to_engine()
         while True:
             with self._guard:
                 while not self._reads and not self._is_closing:
                     self._may_read.wait()
                 if self._is_closing:
-                    return
+                    break
                 fetch, end = self._reads.popleft()
                 self._read_now = fetch.number
             count = 0
@@ -262,39 +266,52 @@ class DiskTier:
                     self._aborted.discard(fetch.number)
                     self._num_pending -= len(fetch.blocks)
                 end(count)
+        for _ in range(READS):
+            self._groups.put(None)
 
     def _read(self, fetch: Fetch) -> int:
-        """The number of leading blocks that are verified."""
+        """The number of leading blocks that are verified. Nothing writes to any of the blocks after it, also if it
+        raises."""
         began_s, num_read = self._now(), 0
         is_good = [False] * len(fetch.blocks)
-        groups = self.files.groups(fetch.hashes, self._blocks.shape[0])
-        running: deque[tuple[Group, Future[list[bool]]]] = deque()
-        while groups or running:
-            if fetch.number in self._aborted or self._is_closing:
-                groups = []
-            while groups and len(running) < READS:
-                group = groups.pop(0)
-                running.append((group, self._readers.submit(self._read_group, fetch, group)))
-            if running:
-                group, result = running.popleft()
-                for index, good in zip(group.indexes, result.result(), strict=True):
+        num_open = 0
+        try:
+            for group in self.files.groups(fetch.hashes, self._blocks.shape[0]):
+                self._groups.put((fetch, group))
+                num_open += 1
+        finally:
+            for _ in range(num_open):
+                group, results = self._results.get()
+                num_read += len(results)
+                for index, good in zip(group.indexes, results, strict=False):
                     is_good[index] = good
-                num_read += len(group.indexes)
         if num_read:
             now_s = self._now()
             self._speed.observe(num_read * self.files.block_bytes, now_s - began_s, now_s)
         return next((at for at, good in enumerate(is_good) if not good), len(is_good))
 
+    def _read_groups(self) -> None:
+        _yield_to_engine()
+        while (wanted := self._groups.get()) is not None:
+            fetch, group = wanted
+            results: list[bool] = []  # none: it was not read
+            try:
+                if fetch.number not in self._aborted and not self._is_closing:
+                    results = self._read_group(fetch, group)
+            except Exception:  # a defect here must not end the thread, for which a fetch would wait
+                log.exception("a read of the disk tier failed")
+            finally:
+                self._results.put((group, results))
+
     def _read_group(self, fetch: Fetch, group: Group) -> list[bool]:
-        parts = [list(self._blocks[:, fetch.blocks[index]]) for index in group.indexes]
         try:
-            good = self.files.read(group, parts)
+            good = self.files.read(group, [list(self._blocks[:, fetch.blocks[index]]) for index in group.indexes])
             damaged = [fetch.hashes[index] for index, one in zip(group.indexes, good, strict=True) if not one]
             self._counts["damaged"] += len(damaged)
-        except Exception as error:  # a defect here must not leave the other reads alone
+        except OSError as error:
             self._counts["failed_reads"] += 1
             log.warning("the disk tier cannot be read", extra={"error": str(error)})
-            good = [False] * len(parts)
+            good = [False] * len(group.indexes)
             damaged = [fetch.hashes[index] for index in group.indexes]
         if damaged:
             for block_hash in damaged:

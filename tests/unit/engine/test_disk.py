@@ -1,0 +1,156 @@
+"""The threads of the disk tier: what they report, and when, while the device fails, hangs or is slow."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.fault_storm.tiers import BLOCK_BYTES, CONTENTS, StormPool, content_of, hash_of
+from pdserve.core.attempt import Attempt, AttemptKey
+from pdserve.core.kv.fetch import Fetch
+from pdserve.core.types import Sampling
+from pdserve.engine.memory import disk
+from pdserve.engine.memory.block_files import BlockFiles, FileCalls
+from pdserve.engine.memory.disk import DiskTier
+
+PATIENT_S = 60.0  # longer than any machine needs
+ATTEMPT = Attempt(key=AttemptKey(1, "a", 1), prompt_ids=(1,), sampling=Sampling())
+
+
+class Calls(FileCalls):
+    """Reads and writes that wait until they may go on."""
+
+    def __init__(self) -> None:
+        self.may_read, self.may_write = threading.Event(), threading.Event()
+        self.may_read.set()
+        self.may_write.set()
+        self.reads, self.writes = threading.Event(), threading.Event()  # one has begun
+
+    def read(self, descriptor: int, parts: Sequence[Any], offset: int) -> int:
+        self.reads.set()
+        assert self.may_read.wait(PATIENT_S)
+        return super().read(descriptor, parts, offset)
+
+    def write(self, descriptor: int, parts: Sequence[Any], offset: int) -> int:
+        self.writes.set()
+        assert self.may_write.wait(PATIENT_S)
+        return super().write(descriptor, parts, offset)
+
+
+class Tier:
+    """A disk tier, and a pool that has the content of `hash_of(n)` in block n."""
+
+    def __init__(self, folder: Path) -> None:
+        self.calls, self.pool, self.now_s = Calls(), StormPool(), 0.0
+        for block in range(20):
+            self.pool.write(block, content_of(hash_of(block)))
+        self.changes: list[tuple[list[bytes], list[bytes]]] = []
+        self.files = files_in(folder, self.calls)
+        self.tier = DiskTier(
+            self.files,
+            self.pool,  # type: ignore[arg-type]
+            None,
+            write_bytes_s=1e12,
+            changed=lambda added, removed: self.changes.append((list(added), list(removed))),
+            now=lambda: self.now_s,
+        )
+        self.ends: list[int] = []
+        self.ended = threading.Event()
+
+    def put(self, *numbers: int) -> None:
+        for number in numbers:
+            self.tier.take_block(hash_of(number), number)
+        assert self.tier.flush(PATIENT_S)
+
+    def begin(self, numbers: Sequence[int], blocks: Sequence[int], number: int = 1) -> None:
+        fetch = Fetch(
+            number=number,
+            source="disk",
+            attempt=ATTEMPT,
+            first=0,
+            hashes=tuple(map(hash_of, numbers)),
+            blocks=tuple(blocks),
+            started_s=0.0,
+            predicted_s=0.0,
+        )
+        self.tier.begin(fetch, self.end)
+
+    def end(self, count: int) -> None:
+        self.ends.append(count)
+        self.ended.set()
+
+    def close(self) -> None:
+        self.calls.may_read.set()
+        self.calls.may_write.set()
+        self.tier.close()
+
+
+def files_in(folder: Path, calls: FileCalls | None = None) -> BlockFiles:
+    return BlockFiles(
+        folder,
+        "w",
+        block_bytes=BLOCK_BYTES,
+        num_bytes=2**22,
+        most_slots=10**6,
+        contents=CONTENTS,
+        calls=calls,
+    )
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Any:
+    tiers: list[Tier] = []
+
+    def begin() -> Tier:
+        tiers.append(Tier(tmp_path))
+        return tiers[-1]
+
+    yield begin
+    for one in tiers:
+        one.close()
+
+
+Start = Callable[[], Tier]
+
+
+def test_no_end_is_reported_while_a_read_runs(start: Start) -> None:
+    """One of two reads fails at once, by a defect; the other hangs."""
+    tier = start()
+    tier.put(0, 1, 2, 3, 4)
+    tier.calls.reads.clear()
+    tier.calls.may_read.clear()
+    tier.begin([0, 3], [10, 10**9])
+    assert tier.calls.reads.wait(PATIENT_S)
+    assert not tier.ended.wait(0.2)  # if this is too short, the test shows nothing, and does not fail
+    tier.calls.may_read.set()
+    assert tier.ended.wait(PATIENT_S)
+    assert tier.ends == [1]
+    assert tier.pool.read(10) == content_of(hash_of(0))
+    tier.ended.clear()
+    tier.begin([0, 3], [10, 11], 2)  # the threads live on
+    assert tier.ended.wait(PATIENT_S)
+    assert tier.ends == [1, 2]
+
+
+def test_a_hung_read_does_not_delay_the_end_of_the_process(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "JOIN_S", 0.05)
+    tier = start()
+    tier.put(0)
+    tier.calls.may_read.clear()
+    tier.calls.reads.clear()
+    tier.begin([0], [10])
+    assert tier.calls.reads.wait(PATIENT_S)
+    threads = [one for one in threading.enumerate() if one.name.startswith("kv-disk")]
+    assert threads
+    assert all(one.daemon for one in threads)  # the interpreter waits for others
+    tier.tier.close()
+    assert tier.ends == []  # the read still writes to the block
+    tier.calls.may_read.set()
+    assert tier.ended.wait(PATIENT_S)
+    for one in threads:
+        one.join(PATIENT_S)
+        assert not one.is_alive()
