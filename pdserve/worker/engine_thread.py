@@ -175,7 +175,7 @@ class EngineThread:
             program.tick()
             self._hand_out(program)
             if not program.is_healthy:
-                raise InternalError("a transfer thread or a tensor-parallel rank died")
+                raise InternalError("a transfer thread or a tensor-parallel rank died, or a tier of KV blocks hangs")
             self.is_draining = program.is_draining
             if not program.is_idle:
                 self.busy_s = time.monotonic()

@@ -7,6 +7,7 @@ owns no thread and no socket: tests and the host drive it in the same way.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -201,6 +202,7 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
             )
         self.is_drained = False  # by an operator, who may undo it
         self.fetches: Fetches | None = None
+        self._aborted_s: dict[int, float] = {}  # when each fetch was aborted whose source has not reported its end
         self.giver: Giver | None = None
         self._is_leaving = False  # drained by its own process, which then ends
         self.is_between_steps = False  # a step follows the last one at once
@@ -323,8 +325,10 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
 
     @property
     def is_healthy(self) -> bool:
-        """False once a required part has died, such as another rank of the engine."""
-        return bool(getattr(self.engine, "is_healthy", True))
+        """False once a required part has died, such as another rank of the engine, or a tier holds blocks of the pool
+        for as long as the engine may hang."""
+        oldest_s, stall_s = next(iter(self._aborted_s.values()), math.inf), self.context.config.stall_s
+        return bool(getattr(self.engine, "is_healthy", True)) and self.context.now() - oldest_s < stall_s
 
     @property
     def has_work(self) -> bool:
@@ -512,6 +516,7 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
             case FetchStarted():
                 self._begin_fetch(effect.fetch)
             case FetchAborted():
+                self._aborted_s[effect.number] = self.context.now()
                 self.sources[effect.source].abort(effect.number)
             case _:
                 assert_never(effect)
@@ -561,6 +566,7 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
     def _fetched(self, number: int, num_blocks: int) -> None:
         assert self.fetches is not None, "a fetch ends without a source"
         fetch = self.fetches.ended(number, num_blocks)
+        self._aborted_s.pop(number, None)
         self.reports.metrics.fetched(fetch, num_blocks, self.context.now() - fetch.started_s)
 
     def _failed(self, effect: pr.AttemptFailed) -> None:

@@ -20,7 +20,8 @@ from typing import Final, Protocol, final
 from pdserve.core.attempt import Attempt, AttemptKey
 from pdserve.core.kv.cache import KvCache
 
-MOST_SHARE: Final = 0.25  # of the pool, for the blocks of several fetches; a fetch alone may take what is available
+MOST_SHARE: Final = 0.25  # of the pool, for the blocks of several fetches
+MOST_ALONE: Final = 0.5  # for those of one, so that a source that hangs leaves room for prompts
 MOST_FETCHES: Final = 4  # one after the other, for one prompt
 UNKNOWN_S: Final = 1.0  # the longest wait if the time to compute is unknown
 
@@ -247,9 +248,9 @@ class Fetches:
         self, source: BlockSource, attempt: Attempt, hashes: Sequence[bytes], first: int, spare: int
     ) -> list[int] | None:
         """The first `first` blocks of `hashes`, then new ones for the rest, or for a part that is worth a fetch."""
-        most = wanted = len(hashes) - first
-        if self._running:
-            most = min(wanted, int(MOST_SHARE * self._kv.blocks.num_blocks) - self._num_held)
+        wanted = len(hashes) - first
+        share = MOST_SHARE if self._running else MOST_ALONE
+        most = min(wanted, int(share * self._kv.blocks.num_blocks) - self._num_held)
         blocks = self._kv.begin_fetch(hashes, first, most, spare=spare) if most > 0 else None
         if blocks is None:
             return None
@@ -300,6 +301,8 @@ class Fetches:
         if one.waiting:
             return ()
         one.is_aborted = True
+        self._kv.give_back(one.prefix)  # only the source's blocks are written to
+        one.prefix = []
         return (FetchAborted(one.fetch.number, one.fetch.source),)
 
     def _wait(self, num_blocks: int, first: int, now_s: float) -> _Wait:

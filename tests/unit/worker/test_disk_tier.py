@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +132,40 @@ async def test_damaged_files_are_misses(start: Any, attach: Any, ask: Any, disk:
     assert tier_of(d).events["damaged"] >= 4
     for number, other in enumerate(others(4)):
         assert await router.local(ask(f"again-{number}", other)) == answer(other, 8)
+
+
+async def test_a_disk_that_hangs_is_a_miss_and_ends_the_worker(
+    start: Any, attach: Any, ask: Any, disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d = start(Role.DECODE, **{**disk, "kv_blocks": 28}, model="toy")  # half of which are enough for the prompt
+    router = await attach(d)
+    await fill(d, router, ask, router.local)
+    may_read = threading.Event()
+    whole = BlockFiles.read
+
+    def hang(files: BlockFiles, *wanted: Any) -> list[bool]:
+        may_read.wait(60.0)
+        return whole(files, *wanted)
+
+    monkeypatch.setattr(BlockFiles, "read", hang)
+    try:
+        await d.on_engine(lambda program: setattr(program.fetches, "_prefill_s", lambda tokens, cached: 0.1))
+        assert await router.local(ask("again", PROMPT)) == answer(PROMPT, 8)
+        assert len(d.program.fetches or ()) == 1
+        assert not d.fatal
+
+        def shorten(program: RoleProgram) -> None:  # but not for the watchdog, which a slow machine might alarm
+            context = program.context
+            program.context = replace(context, config=replace(context.config, stall_s=0.01))
+
+        await d.on_engine(shorten)
+        for _ in range(6000):
+            if d.fatal:
+                break
+            await asyncio.sleep(0.01)
+        assert d.fatal == ["died"]
+    finally:
+        may_read.set()
 
 
 async def test_a_role_change_keeps_the_disk_tier(start: Any, attach: Any, ask: Any, disk: dict[str, Any]) -> None:
