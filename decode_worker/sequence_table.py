@@ -11,7 +11,7 @@ from typing import final
 
 from decode_worker.decode_sequence import DecodeMove, DecodeSequence, DecodeStage
 from decode_worker.step import DeferredFree
-from pdserve.core.attempt import AttemptKey, shareable_blocks
+from pdserve.core.attempt import AttemptKey, blocks_for, shareable_blocks
 from pdserve.core.effects import BlocksDone, SendAborted
 from pdserve.core.kv.cache import KvCache
 from pdserve.core.kv.fetch import FetchEffect, Fetches
@@ -202,9 +202,11 @@ class SequenceTable:
         fetches = self.fetches
         if fetches is None or is_starved:
             return
+        spare = len(self.running)
         for sequence in self.waiting:
-            hashes, spare = self._reusable(sequence), len(self.running)
-            self._effects += fetches.consider(sequence.attempt, hashes, now_s, spare=spare)
+            self._effects += fetches.consider(sequence.attempt, self._reusable(sequence), now_s, spare=spare)
+            if not fetches.is_waiting(sequence.key):  # it may start in this step
+                spare += blocks_for(len(sequence.tokens), self.block_size) + 1
 
     def _no_fetch(self, sequence: DecodeSequence) -> None:
         if self.fetches is not None:

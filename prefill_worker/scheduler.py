@@ -287,12 +287,15 @@ class PrefillScheduler:
         fetches = self._fetches
         if fetches is None:
             return self._waiting.values()
-        ready = []
+        ready, spare = [], 0
         for key, prompt in self._waiting.items():
-            if not self._is_full:  # a fetch must not take the memory that an earlier prompt lacks
-                effects += fetches.consider(prompt.attempt, self._reusable(prompt), now_s)
+            if (
+                not self._is_full
+            ):  # a fetch must not take the memory that an earlier prompt lacks, or takes in this step
+                effects += fetches.consider(prompt.attempt, self._reusable(prompt), now_s, spare=spare)
             if not fetches.is_waiting(key):
                 ready.append(prompt)
+                spare += blocks_for(len(prompt.tokens), self._block_size)
         return ready
 
     def _left(self, key: AttemptKey) -> Iterable[PrefillEffect]:

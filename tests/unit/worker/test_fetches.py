@@ -383,6 +383,23 @@ def test_a_source_that_hangs_leaves_room(role: Role) -> None:
 
 
 @ROLES
+def test_a_fetch_leaves_the_memory_of_an_earlier_prompt(role: Role) -> None:
+    """Which starts in the same step."""
+    worker = Worker(role, num_blocks=24)
+    worker.source.keep(TEXT)
+    first = worker.offer("a", [7] * 59)  # 15 blocks, of which none is on disk
+    second = worker.offer("b", TEXT[:50])
+    assert worker.step()
+    assert [len(fetch.blocks) for fetch in worker.running.values()] == [9 if role is Role.PREFILL else 8]
+    worker.step()
+    for number in list(worker.running):
+        worker.end(number)
+    worker.run()
+    assert [len(worker.sampled[key]) for key in (first, second)] == [1, 1]
+    worker.close()
+
+
+@ROLES
 def test_prompt_logprobs_are_computed(role: Role) -> None:
     worker = Worker(role)
     worker.source.keep(TEXT[:20])
