@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -41,6 +41,7 @@ BATCH_BYTES: Final = 8 * 2**20  # written by one call
 SYNC_BYTES: Final = 64 * 2**20  # written until the system is made to store them, which shows late errors
 FIRST_PAUSE_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 60.0
+EVENTS: Final = ("written", "dropped", "damaged", "failed_writes", "failed_reads")
 SLOW_BYTES_S: Final = 50e6  # assumed if the device could not be measured
 READ_S: Final = 0.001  # for a fetch, beside its bytes
 READS: Final = 2  # of one fetch at a time, so that one is under way while another is verified
@@ -96,7 +97,7 @@ class DiskTier:
         self._write_bytes_s = write_bytes_s
         self._blocks = pool_blocks(pool)
         self._speed = ReadSpeed(files.read_bytes_s() or SLOW_BYTES_S)
-        self._counts: Counter[str] = Counter()
+        self._counts = dict.fromkeys(EVENTS, 0)
         num_staged = max(1, min(QUEUE_BYTES // pool.block_bytes, files.num_slots))
         self._memory = mmap.mmap(-1, num_staged * pool.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._staged = np.frombuffer(self._memory, np.uint8).reshape(num_staged, pool.block_bytes)
@@ -132,7 +133,12 @@ class DiskTier:
     def events(self) -> Mapping[str, int]:
         """Total counts: blocks written, dropped because the queue was full or writing paused, and found damaged;
         writes and reads that failed."""
-        return self._counts
+        with self._guard:
+            return dict(self._counts)
+
+    def _count(self, event: str, count: int = 1) -> None:
+        with self._guard:
+            self._counts[event] += count
 
     # -- blocks that leave memory ---------------------------------------------------------------------------------
 
@@ -307,9 +313,9 @@ class DiskTier:
         try:
             good = self.files.read(group, [list(self._blocks[:, fetch.blocks[index]]) for index in group.indexes])
             damaged = [fetch.hashes[index] for index, one in zip(group.indexes, good, strict=True) if not one]
-            self._counts["damaged"] += len(damaged)
+            self._count("damaged", len(damaged))
         except OSError as error:
-            self._counts["failed_reads"] += 1
+            self._count("failed_reads")
             log.warning("the disk tier cannot be read", extra={"error": str(error)})
             good = [False] * len(group.indexes)
             damaged = [fetch.hashes[index] for index in group.indexes]
@@ -360,7 +366,7 @@ class DiskTier:
                     if self._queued.get(block_hash) == slot:
                         del self._queued[block_hash]
                     self._free.append(slot)
-            self._counts["written"] += len(written)
+                self._counts["written"] += len(written)
             left = [one for one in self.files.take_left() if one not in self.files]
             if added or left:
                 self._changed(added, left)
@@ -372,7 +378,7 @@ class DiskTier:
                 self._wait(num_bytes / self._write_bytes_s - (self._now() - began_s))
 
     def _failed(self, error: OSError) -> None:
-        self._counts["failed_writes"] += 1
+        self._count("failed_writes")
         log.warning(
             "the disk tier cannot be written; writing pauses", extra={"error": str(error), "pause_s": self._pause_s}
         )

@@ -154,3 +154,13 @@ def test_a_hung_read_does_not_delay_the_end_of_the_process(start: Start, monkeyp
     for one in threads:
         one.join(PATIENT_S)
         assert not one.is_alive()
+
+
+def test_counts_are_copies(start: Start) -> None:
+    """The metrics iterate over them while other threads count."""
+    tier = start()
+    before = tier.tier.events
+    tier.put(0, 1)
+    assert not any(before.values())
+    assert tier.tier.events["written"] == 2
+    assert tier.tier.events.keys() == before.keys()
