@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, final
@@ -66,7 +67,8 @@ class WorkerMetrics:
         metrics.add(metric_names.KV_FETCHED_BLOCKS, num_blocks, tier=tier, outcome="hit")
         metrics.add(metric_names.KV_FETCHED_BLOCKS, len(fetch.blocks) - num_blocks, tier=tier, outcome="miss")
         metrics.observe(metric_names.KV_FETCH_TIME, took_s, tier=tier)
-        metrics.add(metric_names.KV_FETCH_PREDICTED, fetch.predicted_s, tier=tier)
+        if fetch.predicted_s < math.inf:  # else the source began to hang while the fetch was started
+            metrics.add(metric_names.KV_FETCH_PREDICTED, fetch.predicted_s, tier=tier)
 
     def transferred(self, events: Mapping[str, int]) -> None:
         """Takes total counts; adds the difference from the last call."""

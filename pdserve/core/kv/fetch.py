@@ -40,7 +40,7 @@ class BlockSource(Protocol):
         ...
 
     def predict_s(self, attempt: Attempt, num_blocks: int) -> float:
-        """Seconds to supply so many of them, with the fetches that the source does before."""
+        """Seconds to supply so many of them, with the fetches that the source does before; infinite if it hangs."""
         ...
 
 

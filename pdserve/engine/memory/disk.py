@@ -47,6 +47,8 @@ READ_S: Final = 0.001  # for a fetch, beside its bytes
 READS: Final = 2  # of one fetch at a time, so that one is under way while another is verified
 GAIN: Final = 0.3  # weight of the newest fetch
 MOST_FACTOR: Final = 100.0
+LATE: Final = 4.0  # times its prediction, a read is late, and nothing is predicted until it ends;
+LATE_S: Final = 0.1  # but not sooner than this, for which a thread may wait for a core
 FORGOTTEN_S: Final = 60.0  # after which a slow device is tried again
 NICE: Final = 15  # about a thirtieth of a core that the engine wants
 DRAIN_S: Final = 3.0  # for what waits to be written at the end
@@ -107,7 +109,8 @@ class DiskTier:
         self._paused_until_s = -math.inf
         self._first_pause_s = self._pause_s = first_pause_s
         self._reads: deque[tuple[Fetch, Callable[[int], None]]] = deque()
-        self._read_now: int | None = None  # number of the fetch that is being read
+        self._read_now: Fetch | None = None
+        self._read_began_s, self._late_at_s = 0.0, math.inf  # of that
         self._aborted: set[int] = set()
         self._num_pending = 0  # blocks of all fetches that have not ended
         self._guard = threading.Lock()
@@ -193,7 +196,10 @@ class DiskTier:
         return next((at for at, one in enumerate(hashes) if one not in files), len(hashes))
 
     def predict_s(self, attempt: Attempt, num_blocks: int) -> float:
-        return self._speed.predict_s((self._num_pending + num_blocks) * self.files.block_bytes, self._now())
+        now_s = self._now()
+        if now_s >= self._late_at_s:
+            return math.inf
+        return self._speed.predict_s((self._num_pending + num_blocks) * self.files.block_bytes, now_s)
 
     def read_s(self, num_blocks: int) -> float:
         """To read so many blocks, without a queue."""
@@ -211,8 +217,10 @@ class DiskTier:
 
     def abort(self, number: int) -> None:
         with self._guard:
-            if number == self._read_now:
+            running = self._read_now
+            if running is not None and number == running.number:
                 self._aborted.add(number)
+                self._observe(len(running.blocks), is_whole=False)
                 return
             waiting = next((one for one in self._reads if one[0].number == number), None)
             if waiting is None:
@@ -220,6 +228,13 @@ class DiskTier:
             self._reads.remove(waiting)
             self._num_pending -= len(waiting[0].blocks)
         waiting[1](0)
+
+    def _observe(self, num_blocks: int, *, is_whole: bool) -> None:
+        """The read has taken this long for so many blocks; unless `is_whole`, it takes longer."""
+        now_s = self._now()
+        took_s = now_s - self._read_began_s
+        if is_whole or took_s > self.read_s(num_blocks):
+            self._speed.observe(num_blocks * self.files.block_bytes, took_s, now_s)
 
     def close(self) -> None:
         """Ends the threads. What waits is written, as far as that does not take long. Idempotent."""
@@ -260,7 +275,9 @@ class DiskTier:
                 if self._is_closing:
                     break
                 fetch, end = self._reads.popleft()
-                self._read_now = fetch.number
+                self._read_now, self._read_began_s = fetch, self._now()
+                predicted_s = self.read_s(len(fetch.blocks))
+                self._late_at_s = self._read_began_s + max(LATE * predicted_s, LATE_S)
             count = 0
             try:
                 count = self._read(fetch)
@@ -268,7 +285,7 @@ class DiskTier:
                 log.exception("a fetch of the disk tier failed")
             finally:
                 with self._guard:
-                    self._read_now = None
+                    self._read_now, self._late_at_s = None, math.inf
                     self._aborted.discard(fetch.number)
                     self._num_pending -= len(fetch.blocks)
                 end(count)
@@ -278,7 +295,7 @@ class DiskTier:
     def _read(self, fetch: Fetch) -> int:
         """The number of leading blocks that are verified. Nothing writes to any of the blocks after it, also if it
         raises."""
-        began_s, num_read = self._now(), 0
+        num_read = 0
         is_good = [False] * len(fetch.blocks)
         num_open = 0
         try:
@@ -292,8 +309,8 @@ class DiskTier:
                 for index, good in zip(group.indexes, results, strict=False):
                     is_good[index] = good
         if num_read:
-            now_s = self._now()
-            self._speed.observe(num_read * self.files.block_bytes, now_s - began_s, now_s)
+            with self._guard:
+                self._observe(num_read, is_whole=True)
         return next((at for at, good in enumerate(is_good) if not good), len(is_good))
 
     def _read_groups(self) -> None:

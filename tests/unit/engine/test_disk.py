@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -164,3 +165,24 @@ def test_counts_are_copies(start: Start) -> None:
     assert not any(before.values())
     assert tier.tier.events["written"] == 2
     assert tier.tier.events.keys() == before.keys()
+
+
+def test_a_read_that_hangs_is_not_waited_for(start: Start) -> None:
+    """Neither while it runs, nor soon after a prompt gave it up."""
+    tier = start()
+    tier.put(0, 1)
+    usual_s = tier.tier.predict_s(ATTEMPT, 1)
+    tier.calls.may_read.clear()
+    tier.calls.reads.clear()
+    tier.begin([0], [10])
+    assert tier.calls.reads.wait(PATIENT_S)
+    assert tier.tier.predict_s(ATTEMPT, 1) < math.inf
+    tier.now_s += 10.0
+    assert tier.tier.predict_s(ATTEMPT, 1) == math.inf
+    tier.tier.abort(1)
+    assert tier.tier.read_s(1) > 10 * usual_s
+    tier.now_s -= 10.0
+    tier.calls.may_read.set()
+    assert tier.ended.wait(PATIENT_S)
+    assert tier.tier.predict_s(ATTEMPT, 1) < math.inf
+    assert tier.tier.read_s(1) > 2 * usual_s
