@@ -13,7 +13,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +24,9 @@ MAX_JSON_DEPTH: Final = 64
 MAX_SETTINGS_BYTES: Final = 2**20  # a TOML file, a secret, or a text that a flag names
 MAX_JSON_BYTES: Final = 8 * 2**20  # a JSON file of a model folder, or a profile; the largest known have 1 MB
 MAX_TOKENIZER_BYTES: Final = 64 * 2**20  # tokenizer.json; the largest known has 33 MB
+
+MOST_PARTS: Final = 1000  # of memory, that one call reads or writes; the system allows 1,024
+Buffer = Any  # a contiguous, writable numpy array of bytes, or a memoryview
 
 OWN_DESCRIPTORS: Final = ("/dev/fd/", "/proc/self/fd/", "/dev/stdin")
 NOT_REGULAR: Final = "a file that can be read (this is a folder, pipe, socket or device, and no regular file)"
@@ -244,3 +247,26 @@ def lock_folder(folder: int, path: Path, field: str) -> int:
         why = "another process uses it" if is_taken else f"its lock failed: {error.strerror}"
         raise ConfigError(field, path, f"a folder of this program alone ({why})") from None
     return descriptor
+
+
+def after(parts: Sequence[Buffer], num_bytes: int) -> list[Buffer]:
+    """What remains of the parts after so many bytes."""
+    left = list(parts)
+    while left and num_bytes >= len(left[0]):
+        num_bytes -= len(left.pop(0))
+    if num_bytes:
+        left[0] = left[0][num_bytes:]
+    return left
+
+
+def write_all(
+    write: Callable[[int, Sequence[Buffer], int], int], descriptor: int, parts: Sequence[Buffer], offset: int
+) -> None:
+    """`write` is os.pwritev, or does the same. Raises OSError."""
+    left: list[Buffer] = list(parts)
+    while left:
+        num_written = write(descriptor, left[:MOST_PARTS], offset)
+        if num_written <= 0:
+            raise OSError(errno.EIO, "nothing was written")
+        offset += num_written
+        left = after(left, num_written)

@@ -15,7 +15,6 @@ layout), is removed or left alone, and never read. No function here follows a li
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import mmap
 import os
@@ -26,13 +25,13 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final, final
 
-from pdserve.bounded_file import lock_folder, open_private_folder
+from pdserve.bounded_file import MOST_PARTS, Buffer, after, lock_folder, open_private_folder, write_all
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv.hashing import HASH_BYTES
 
@@ -46,7 +45,6 @@ MOST_FILES: Final = 10_000  # in the folder
 MOST_NUMBER: Final = 10**15  # of a segment
 SPEED_BYTES: Final = 16 * 2**20  # written and read to measure the device
 GROUP_BYTES: Final = 16 * 2**20  # read by one call
-MOST_PARTS: Final = 1000  # of memory, for one call; the system allows 1,024
 PAGE: Final = 4096
 _NAME: Final = re.compile(r"[0-9]{16}\.kv")
 _HEADER: Final = struct.Struct("<8sIIQQ32s")  # the second integer is 0
@@ -54,8 +52,6 @@ _ENTRY: Final = struct.Struct(f"<{HASH_BYTES}s8s")
 _CRC: Final = struct.Struct("<I")
 _ENTRY_BYTES: Final = _ENTRY.size + _CRC.size
 _OPEN: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
-
-Buffer = Any  # a contiguous, writable numpy array of bytes, or a memoryview
 
 
 def _checksum() -> tuple[str, Callable[[], Any]]:
@@ -104,7 +100,7 @@ class Segment:
     header: bytes
     num_slots: int
     num_bytes: int
-    hashes: list[bytes] = field(default_factory=list)  # that were written to it, in any order
+    hashes: dict[int, bytes] = field(default_factory=dict)  # of the blocks in its table, by slot
 
     def __post_init__(self) -> None:
         for descriptor in {self.descriptor, self.reader}:
@@ -249,7 +245,7 @@ class BlockFiles:
             if num_read <= 0:
                 break
             offset += num_read
-            parts = _after(parts, num_read)
+            parts = after(parts, num_read)
         whole = (offset - begin) // self.block_bytes
         return [index < whole and checksum_of(block) == group.checksums[index] for index, block in enumerate(blocks)]
 
@@ -262,7 +258,7 @@ class BlockFiles:
             return 0.0
         reader = descriptor
         try:
-            _write_all(self._calls, descriptor, [os.urandom(SPEED_BYTES)], 0)
+            write_all(self._calls.write, descriptor, [os.urandom(SPEED_BYTES)], 0)
             self._calls.sync(descriptor)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             into = mmap.mmap(-1, SPEED_BYTES // 4)
@@ -277,10 +273,12 @@ class BlockFiles:
             for one in {descriptor, reader}:
                 os.close(one)
 
-    def forget(self, block_hash: bytes) -> None:
-        """The block is not to be used."""
+    def forget(self, block_hash: bytes, segment: Segment | None = None, slot: int = -1) -> None:
+        """The block is not to be used; with a place, only if it is still there, and not written anew elsewhere."""
         with self._guard:
-            self._places.pop(block_hash, None)
+            place = self._places.get(block_hash)
+            if place is not None and (segment is None or (place.segment, place.slot) == (segment, slot)):
+                del self._places[block_hash]
 
     # -- writes -------------------------------------------------------------------------------------------------
 
@@ -294,24 +292,40 @@ class BlockFiles:
         left, self._left = self._left, []
         return left
 
-    def write(self, blocks: Sequence[tuple[bytes, Buffer]]) -> None:
-        """Writes at most `room` blocks, each of one run of bytes. Raises OSError; then none of them is there."""
+    def write(self, blocks: Sequence[tuple[bytes, Buffer]]) -> list[Place]:
+        """Writes at most `room` blocks, each of one run of bytes, which `add` makes visible. Raises OSError."""
         if self._num_filled == self.segment_slots:
             self._begin_segment()
         segment, slot = self._segments[-1], self._num_filled
         assert len(blocks) <= self.segment_slots - slot, "more blocks than the segment has room for"
         self._num_filled += len(blocks)  # also after a failure: these slots may have any contents
-        _write_all(self._calls, segment.descriptor, [contents for _, contents in blocks], self._offset(segment, slot))
+        write_all(
+            self._calls.write, segment.descriptor, [contents for _, contents in blocks], self._offset(segment, slot)
+        )
         checksums = [checksum_of([contents]) for _, contents in blocks]
         entries = b"".join(
             _entry(block_hash, checksum, slot + index, segment.header)
             for index, ((block_hash, _), checksum) in enumerate(zip(blocks, checksums, strict=True))
         )
-        _write_all(self._calls, segment.descriptor, [entries], _HEADER.size + _CRC.size + slot * _ENTRY_BYTES)
+        write_all(self._calls.write, segment.descriptor, [entries], _HEADER.size + _CRC.size + slot * _ENTRY_BYTES)
+        segment.hashes.update(enumerate((block_hash for block_hash, _ in blocks), slot))
+        return [Place(segment, slot + index, checksum) for index, checksum in enumerate(checksums)]
+
+    def add(self, block_hash: bytes, place: Place) -> None:
         with self._guard:
-            for index, ((block_hash, _), checksum) in enumerate(zip(blocks, checksums, strict=True)):
-                self._places[block_hash] = Place(segment, slot + index, checksum)
-                segment.hashes.append(block_hash)
+            self._places[block_hash] = place
+
+    def erase(self, hashes: Collection[bytes]) -> None:
+        """Removes the blocks from all tables, so that the next process does not find them. Raises OSError."""
+        for segment in self._segments:
+            slots = [slot for slot, one in segment.hashes.items() if one in hashes]
+            for slot in slots:
+                at = _HEADER.size + _CRC.size + slot * _ENTRY_BYTES
+                write_all(self._calls.write, segment.descriptor, [bytes(_ENTRY_BYTES)], at)
+            if slots:
+                self._calls.sync(segment.descriptor)
+            for slot in slots:
+                del segment.hashes[slot]
 
     def sync(self) -> None:
         """Waits until what was written is stored. Raises OSError; then the newest segment is given up."""
@@ -337,7 +351,7 @@ class BlockFiles:
         segment = Segment(number, descriptor, reader, self._header(number, slots), slots, self._size(slots))
         try:
             self._calls.reserve(descriptor, segment.num_bytes)
-            _write_all(self._calls, descriptor, [segment.header], 0)
+            write_all(self._calls.write, descriptor, [segment.header], 0)
         except OSError:
             os.unlink(name, dir_fd=self._folder)
             raise
@@ -345,10 +359,14 @@ class BlockFiles:
             self._segments.append(segment)
         self._num_filled = 0
 
+    def _is_in(self, block_hash: bytes, segment: Segment) -> bool:
+        place = self._places.get(block_hash)
+        return place is not None and place.segment is segment
+
     def _remove_oldest(self) -> None:
         with self._guard:
             segment = self._segments.pop(0)
-            left = [one for one in segment.hashes if (at := self._places.get(one)) and at.segment is segment]
+            left = [one for one in set(segment.hashes.values()) if self._is_in(one, segment)]
             for block_hash in left:
                 self._places.pop(block_hash, None)
         self._left += left
@@ -365,7 +383,7 @@ class BlockFiles:
                 self._segments.append(segment)
                 for block_hash, place in self._read_table(segment):
                     self._places[block_hash] = place  # a newer segment's, if several have it
-                    segment.hashes.append(block_hash)
+                    segment.hashes[place.slot] = block_hash
             report(done + 1, len(names))
         while self._is_full(self._segments[:-1]):
             self._remove_oldest()
@@ -467,26 +485,6 @@ def _file_name(number: int) -> str:
 
 def _number_of(name: str) -> int:
     return int(name.removesuffix(".kv"))
-
-
-def _after(parts: Sequence[Buffer], num_bytes: int) -> list[Buffer]:
-    """What remains of the parts after so many bytes."""
-    left = list(parts)
-    while left and num_bytes >= len(left[0]):
-        num_bytes -= len(left.pop(0))
-    if num_bytes:
-        left[0] = left[0][num_bytes:]
-    return left
-
-
-def _write_all(calls: FileCalls, descriptor: int, parts: Sequence[Buffer], offset: int) -> None:
-    left: list[Buffer] = list(parts)
-    while left:
-        num_written = calls.write(descriptor, left[:MOST_PARTS], offset)
-        if num_written <= 0:
-            raise OSError(errno.EIO, "nothing was written")
-        offset += num_written
-        left = _after(left, num_written)
 
 
 def _unlink(name: str, folder: int) -> None:

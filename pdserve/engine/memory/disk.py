@@ -31,7 +31,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.kv.fetch import Fetch
 from pdserve.core.kv.hashing import hash_seed
 from pdserve.engine.interface import Engine, EngineSpec, KvPool
-from pdserve.engine.memory.block_files import PAGE, BlockFiles, FileCalls, Group
+from pdserve.engine.memory.block_files import PAGE, BlockFiles, FileCalls, Group, Place
 from pdserve.engine.memory.host import MOST_HASHES, HostCopies, pool_blocks
 
 log = logging.getLogger(__name__)
@@ -106,6 +106,8 @@ class DiskTier:
         self._free = list(range(num_staged))
         self._writes: deque[tuple[bytes, int]] = deque()
         self._queued: dict[bytes, int] = {}  # the valid ones of them
+        self._wrong: set[bytes] = set()  # to be removed from the files
+        self._is_erasing = False
         self._paused_until_s = -math.inf
         self._first_pause_s = self._pause_s = first_pause_s
         self._reads: deque[tuple[Fetch, Callable[[int], None]]] = deque()
@@ -167,10 +169,12 @@ class DiskTier:
             self._queue(block_hash, slot)
 
     def drop(self, block_hash: bytes) -> None:
-        """The block is wrong."""
+        """The block is wrong. The writer removes it from the files before it writes another one."""
         with self._guard:
             self.files.forget(block_hash)
             self._queued.pop(block_hash, None)
+            self._wrong.add(block_hash)
+            self._may_write.notify()
 
     def _slot_for(self, block_hash: bytes) -> int | None:
         if self.files.is_young(block_hash):
@@ -258,7 +262,7 @@ class DiskTier:
         until_s = time.monotonic() + timeout_s
         while time.monotonic() < until_s:
             with self._guard:
-                if not self._queued and not self._writes:
+                if not (self._queued or self._writes or self._wrong or self._is_erasing):
                     return True
             time.sleep(0.001)
         return False
@@ -337,8 +341,9 @@ class DiskTier:
             good = [False] * len(group.indexes)
             damaged = [fetch.hashes[index] for index in group.indexes]
         if damaged:
-            for block_hash in damaged:
-                self.files.forget(block_hash)
+            for at, index in enumerate(group.indexes):
+                if not good[at]:
+                    self.files.forget(fetch.hashes[index], group.segment, group.first_slot + at)
             self._changed((), [one for one in damaged if one not in self.files])
         return good
 
@@ -349,41 +354,49 @@ class DiskTier:
         num_unsynced = 0
         while True:
             with self._guard:
-                while not self._writes and not self._is_closing:
+                while not self._writes and not self._wrong and not self._is_closing:
                     self._may_write.wait()
-                if self._is_closing and (not self._writes or time.monotonic() >= self._close_by_s):
+                is_done = not self._writes and not self._wrong
+                if self._is_closing and (is_done or time.monotonic() >= self._close_by_s):
                     return
+                wrong, self._wrong = self._wrong, set()
+                self._is_erasing = bool(wrong)
                 most = min(max(1, BATCH_BYTES // self.files.block_bytes), self.files.room)
                 batch = [self._writes.popleft() for _ in range(min(most, len(self._writes)))]
                 wanted = [(block_hash, slot) for block_hash, slot in batch if self._queued.get(block_hash) == slot]
             num_bytes = len(wanted) * self.files.block_bytes
             began_s = self._now()
-            written, error = wanted, None
+            places: list[Place] = []
+            error = None
             try:
+                if wrong:  # before one of them is written anew
+                    self.files.erase(wrong)
+                    wrong = set()
                 if wanted:
-                    self.files.write([(block_hash, self._staged[slot]) for block_hash, slot in wanted])
+                    places = self.files.write([(block_hash, self._staged[slot]) for block_hash, slot in wanted])
                 num_unsynced += num_bytes
                 if num_unsynced >= SYNC_BYTES:
                     num_unsynced = 0
                     self.files.sync()
                 self._pause_s = self._first_pause_s
             except OSError as failure:
-                error, written = failure, []
+                error, places = failure.with_traceback(None), []  # which refers to open files
             except Exception as failure:  # a defect here must not end the thread
                 log.exception("the disk tier's writer failed")
-                error, written = OSError(str(failure)), []
+                error, places = OSError(str(failure)), []
             with self._guard:
                 added = []
-                for block_hash, slot in written:
-                    if self._queued.get(block_hash) == slot:
+                for (block_hash, slot), place in zip(wanted, places, strict=False):
+                    if self._queued.get(block_hash) == slot:  # else it turned out to be wrong meanwhile
+                        self.files.add(block_hash, place)
                         added.append(block_hash)
-                    else:  # it turned out to be wrong meanwhile
-                        self.files.forget(block_hash)
+                self._wrong |= wrong
+                self._is_erasing = False
                 for block_hash, slot in batch:
                     if self._queued.get(block_hash) == slot:
                         del self._queued[block_hash]
                     self._free.append(slot)
-                self._counts["written"] += len(written)
+                self._counts["written"] += len(places)
             left = [one for one in self.files.take_left() if one not in self.files]
             if added or left:
                 self._changed(added, left)

@@ -50,11 +50,16 @@ def open_files(tmp_path: Path) -> Any:
         one.close()
 
 
+def add(files: BlockFiles, blocks: list[tuple[bytes, memoryview]]) -> None:
+    for (block_hash, _), place in zip(blocks, files.write(blocks), strict=True):
+        files.add(block_hash, place)
+
+
 def write(files: BlockFiles, first: int, end: int) -> None:
     number = first
     while number < end:
         count = min(files.room, end - number)
-        files.write([(hash_of(one), memoryview(content_of(hash_of(one)))) for one in range(number, number + count)])
+        add(files, [(hash_of(one), memoryview(content_of(hash_of(one)))) for one in range(number, number + count)])
         number += count
 
 
@@ -151,7 +156,7 @@ def test_pages_are_read_directly(tmp_path: Path, is_aligned: bool) -> None:
         contents=CONTENTS,
         is_aligned=is_aligned,
     )
-    files.write([(hash_of(number), memoryview(one)) for number, one in enumerate(content)])
+    add(files, [(hash_of(number), memoryview(one)) for number, one in enumerate(content)])
     files.sync()
     assert files.read_bytes_s() > 0.0
     memory = memoryview(mmap.mmap(-1, 10 * PAGE))

@@ -186,3 +186,41 @@ def test_a_read_that_hangs_is_not_waited_for(start: Start) -> None:
     assert tier.ended.wait(PATIENT_S)
     assert tier.tier.predict_s(ATTEMPT, 1) < math.inf
     assert tier.tier.read_s(1) > 2 * usual_s
+
+
+def test_a_wrong_block_is_never_found_again(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not while the writer has it, and not by the next process; but it may be written anew."""
+    tier = start()
+    added: list[bytes] = []
+    whole = BlockFiles.add
+    monkeypatch.setattr(BlockFiles, "add", lambda files, one, place: (added.append(one), whole(files, one, place)))
+    tier.put(0, 1, 2)
+    tier.tier.drop(hash_of(0))
+    tier.put()
+    tier.calls.may_write.clear()
+    tier.calls.writes.clear()
+    tier.tier.take_block(hash_of(3), 3)
+    assert tier.calls.writes.wait(PATIENT_S)
+    tier.tier.drop(hash_of(3))
+    tier.tier.drop(hash_of(1))
+    tier.tier.take_block(hash_of(1), 1)
+    tier.calls.may_write.set()
+    tier.put()
+    assert [added.count(hash_of(number)) for number in range(4)] == [1, 2, 1, 0]
+    assert set(tier.files.hashes()) == {hash_of(1), hash_of(2)}
+    tier.close()
+    files = files_in(tmp_path)
+    assert set(files.hashes()) == {hash_of(1), hash_of(2)}
+    files.close()
+
+
+def test_a_block_that_was_written_anew_is_not_forgotten(start: Start) -> None:
+    """If a read of its earlier place fails."""
+    tier = start()
+    tier.put(0)
+    [group] = tier.files.groups([hash_of(0)], 1)
+    tier.files.add(hash_of(0), tier.files.write([(hash_of(0), memoryview(content_of(hash_of(0))))])[0])
+    tier.files.forget(hash_of(0), group.segment, group.first_slot)
+    assert hash_of(0) in tier.files
+    tier.files.forget(hash_of(0), group.segment, group.first_slot + 1)
+    assert hash_of(0) not in tier.files
