@@ -102,8 +102,10 @@ class DecodeScheduler:
         return self.sequences.num_preemptions
 
     def load(self) -> Load:
-        running, waiting = self.sequences.running, self.sequences.waiting
+        running, waiting, fetches = self.sequences.running, self.sequences.waiting, self.sequences.fetches
         pending = [each.remaining for each in waiting]
+        if fetches:  # what is being fetched keeps this worker from nothing
+            pending += [-fetches.num_supplied(each.key) * self._block_size for each in waiting]
         pending += [each.remaining for each in running if each.remaining > 1]
         return Load(
             free_blocks=self.blocks.num_free,

@@ -86,6 +86,8 @@ class PrefillScheduler:
 
     def load(self) -> Load:
         pending = sum(each.remaining for group in (self._waiting, self._computing) for each in group.values())
+        if self._fetches:  # what is being fetched keeps this worker from nothing
+            pending -= sum(map(self._fetches.num_supplied, self._waiting)) * self._block_size
         return Load(
             free_blocks=self.blocks.num_free,
             evictable_blocks=self.blocks.num_evictable,

@@ -416,7 +416,11 @@ class WorkerView:
         self.cached_load = None
         self._at_report = self.totals.copy()
         # The worker is slower than predicted, or has other routers' work. Use the report's pending tokens.
-        self.free_at_s = max(self.free_at_s, now_s + self._pending_s(report.pending_prefill_tokens))
+        pending = report.pending_prefill_tokens
+        if pending:
+            self.free_at_s = max(self.free_at_s, now_s + self._pending_s(pending))
+        else:  # what the router has reserved may still be on its way to the worker
+            self.free_at_s = min(self.free_at_s, now_s + self.totals.prefill_s)
 
     @property
     def _others_prefill_s(self) -> float:

@@ -90,6 +90,7 @@ class _Wait:
 
     give_up_at_s: float
     number: int | None = None  # of the fetch that it waits for; None: for memory
+    num_supplied: int = 0  # leading blocks of its text that are cached when that fetch has ended
     num_fetches: int = 0
     seen: int = -1  # number of ended fetches when it was considered last
     is_over: bool = False  # the prompt no longer waits, and is not considered again
@@ -119,6 +120,11 @@ class Fetches:
         again before it is planned."""
         wait = self._waits.get(key)
         return wait is not None and not wait.is_over and (wait.number is not None or wait.seen == self._num_ended)
+
+    def num_supplied(self, key: AttemptKey) -> int:
+        """The leading blocks of the prompt's text that it will not compute if its running fetch succeeds."""
+        wait = self._waits.get(key)
+        return 0 if wait is None or wait.number is None else wait.num_supplied
 
     @property
     def next_give_up_s(self) -> float:
@@ -240,7 +246,7 @@ class Fetches:
         self._running[fetch.number] = _Running(fetch, blocks[:first], {attempt.key})
         self._number_of.update(dict.fromkeys(fetch.hashes, fetch.number))
         self._num_held += count
-        wait.number = fetch.number
+        wait.number, wait.num_supplied = fetch.number, len(blocks)
         wait.num_fetches += 1
         return (FetchStarted(fetch),)
 
@@ -280,7 +286,7 @@ class Fetches:
             return self._decide(attempt, wait)
         if wait is None:
             wait = self._waits[attempt.key] = self._wait(shared, first, now_s)
-        wait.number = fetch.number
+        wait.number, wait.num_supplied = fetch.number, first + shared
         one.waiting.add(attempt.key)
         return ()
 

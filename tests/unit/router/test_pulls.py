@@ -11,7 +11,7 @@ import pytest
 
 from pdserve.core.attempt import PULLS_GIVEN, PULLS_TAKEN, AttemptKey, PrefixSource
 from pdserve.core.cost.latency import CostPrior, LinkModel
-from pdserve.core.protocol import Prefill, PullEnded, Reserve
+from pdserve.core.protocol import Load, Prefill, PullEnded, Reserve
 from pdserve.core.types import Role, Slo
 from router.policy.candidates import LOCALS_PRICED, local_options, rank_decodes, remote_options
 from router.policy.candidates import tandem_step_s as step_of
@@ -214,6 +214,22 @@ def test_the_router_names_the_source(given: Given) -> None:
     assert fleet.workers["p0"].pulls.typical_s == pytest.approx(0.03)
     assert fleet.link("p0", "p1").latency_s != link_s
     assert given.state.counters["pulls"] == 1
+
+
+def test_a_worker_that_pulls_is_not_busy(given: Given) -> None:
+    busy(given)
+    placed(given)
+    view = given.state._cluster.fleet.workers["p1"]
+    rest_s = view.prefill_s(36, 64)
+    given.submit(Load(worker_id="p1", steps=0, free_blocks=100, waiting=1, pending_prefill_tokens=36))
+    assert view.queue_s(given.now_s) == pytest.approx(rest_s)
+    # A worker that has not begun the pull counts all tokens, which is too long until its next report.
+    given.submit(Load(worker_id="p1", steps=0, free_blocks=100, waiting=1, pending_prefill_tokens=100))
+    assert view.queue_s(given.now_s) > rest_s
+    ended(given, "p1", 64)
+    given.first(worker_id="p1")
+    given.submit(Load(worker_id="p1", steps=1, free_blocks=100))
+    assert view.queue_s(given.now_s) == 0.0
 
 
 def test_one_token_is_computed(given: Given) -> None:
