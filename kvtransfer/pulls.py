@@ -145,6 +145,9 @@ class Pulls:
         deadline_at_s = fetch.attempt.deadline_at_s
         left_s = LONGEST_S if deadline_at_s is None else clamped_s(deadline_at_s - context.now(), 0.0, LONGEST_S)
         post = context.post
+        request = transfer_pb2.PullRequest(
+            grant=grant_to_proto(grant), block_hashes=b"".join(fetch.hashes), deadline_s=left_s
+        )
         # Before the source is asked, which may send at once. Raises Unavailable after the end of the receiver.
         self._receiver.expect(
             grant,
@@ -153,12 +156,13 @@ class Pulls:
             tuple(map(content_hash64, fetch.hashes)),
         )
         taken = self._taken[fetch.number] = _Taken(fetch, end, grant)
-        request = transfer_pb2.PullRequest(
-            grant=grant_to_proto(grant), block_hashes=b"".join(fetch.hashes), deadline_s=left_s
-        )
-        threading.Thread(
-            target=self._ask, args=(taken, request, source.endpoint, left_s), name="kv-pull", daemon=True
-        ).start()
+        try:
+            threading.Thread(
+                target=self._ask, args=(taken, request, source.endpoint, left_s), name="kv-pull", daemon=True
+            ).start()
+        except Exception as error:  # such as too many threads: a miss
+            taken.error = str(error) or type(error).__name__
+            self._receiver.abort(grant.key)  # which reports the end
 
     def abort(self, number: int) -> None:
         taken = self._taken.get(number)

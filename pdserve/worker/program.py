@@ -65,7 +65,8 @@ class FetchSource(BlockSource, Protocol):
 
     def begin(self, fetch: Fetch, end: Callable[[int], None]) -> None:
         """Starts to fill the blocks of the fetch. `end` must be called exactly once, on any thread, when nothing writes
-        to them any more, with the number of leading blocks that are verified."""
+        to them any more, with the number of leading blocks that are verified. If this raises, nothing writes, and `end`
+        is never called."""
         ...
 
     def abort(self, number: int) -> None:

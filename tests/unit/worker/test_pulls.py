@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,6 +165,20 @@ async def test_a_dead_source_is_a_miss(pair: Any, ask: Any) -> None:
     await idle(p1)
 
 
+async def test_without_a_thread_nothing_is_pulled(pair: Any, ask: Any, monkeypatch: Any) -> None:
+    p0, p1, router, _ = pair
+
+    def no_thread(**facts: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(pulls, "threading", SimpleNamespace(Thread=no_thread))
+    assert await router.remote(from_(p0, ask("r", PROMPT))) == answer(PROMPT, 8, prefilled=len(PROMPT))
+    [ended] = router.all("pull_ended", "r")
+    assert (ended.num_tokens, ended.error) == (0, "can't start new thread")
+    await idle(p1)
+    assert p1.host.is_healthy()
+
+
 @pytest.mark.parametrize("how", ["source dies", "source drains", "too slow", "cancelled"])
 async def test_a_pull_that_is_interrupted(pair: Any, ask: Any, how: str) -> None:
     """In the middle: the first block has arrived, and the source does not send the others."""
@@ -184,6 +199,8 @@ async def test_a_pull_that_is_interrupted(pair: Any, ask: Any, how: str) -> None
     if how != "too slow":
         await p1.until(lambda program: program._peers.receiver.stats.chunks > 0, "the first block")
         assert not p0.program.is_idle
+        pending = await p1.on_engine(lambda program: program.scheduler.load().pending_prefill_tokens)
+        assert pending == len(PROMPT) - REUSED, "only what it computes counts as its work"
         await p1.on_engine(lambda program: program.check())
         await p0.on_engine(lambda program: program.check())
     if how == "source dies":
