@@ -215,6 +215,10 @@ class Pulls:
 
     async def give(self, request: transfer_pb2.PullRequest, caller: str) -> str:
         """Why it sends nothing; empty if it does. `caller` is the name in the proof of the worker that asks."""
+        if not self._is_plausible(request, caller):
+            metrics = self._program.context.metrics
+            self._program.context.post(lambda: metrics.add(metric_names.KV_PULL_REQUESTS, answer=ANSWERS[INVALID]))
+            return INVALID
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[str] = loop.create_future()
 
@@ -224,7 +228,7 @@ class Pulls:
 
         def decide() -> None:
             if not answer.done():  # the caller may have left
-                refusal = self._decide(request, caller)
+                refusal = self._decide(request)
                 self._program.context.metrics.add(metric_names.KV_PULL_REQUESTS, answer=ANSWERS[refusal])
                 with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
                     loop.call_soon_threadsafe(reply, refusal)
@@ -241,27 +245,36 @@ class Pulls:
         for key in self._program.kv.lent:
             self._sender.abort(key)
 
-    def _decide(self, request: transfer_pb2.PullRequest, caller: str) -> str:
+    def _is_plausible(self, request: transfer_pb2.PullRequest, caller: str) -> bool:
+        """Costs little, whatever the request says: a few bytes can name millions of blocks. On any thread."""
+        grant = request.grant
+        num_blocks, rest = divmod(len(request.block_hashes), HASH_BYTES)
+        return (
+            caller_name(grant.worker_id, grant.incarnation) == caller
+            and not rest
+            and 1 <= num_blocks <= self._program.blocks.num_blocks
+            and 0.0 < request.deadline_s <= LONGEST_S
+            and len(grant.extents) <= num_blocks == grant.num_blocks
+            and sum(each.num_blocks for each in grant.extents) == num_blocks
+        )
+
+    def _decide(self, request: transfer_pb2.PullRequest) -> str:
         """Begins to send, or returns why not."""
         program = self._program
         if program.scheduler.is_draining:
             return DRAINING
-        num_blocks, rest = divmod(len(request.block_hashes), HASH_BYTES)
-        if rest or not 1 <= num_blocks <= program.blocks.num_blocks or not 0.0 < request.deadline_s <= LONGEST_S:
-            return INVALID
         try:
             grant = grant_from_proto(request.grant)
             compare(grant.fingerprint, program.fingerprint)
         except PdserveError:
             return FOREIGN
-        is_asked_for = caller_name(grant.worker_id, grant.incarnation) == caller
-        if not is_asked_for or len(grant.blocks) != num_blocks or grant.rank_endpoints or grant.key in program.kv.lent:
+        if grant.rank_endpoints or grant.key in program.kv.lent:
             return INVALID
         is_alike = is_same_bytes(program.fingerprint.shape, grant.fingerprint.shape)
         if not is_alike or grant.hash_seed != program.limits.hash_seed:
             return FOREIGN
         lent_bytes = sum(map(len, program.kv.lent.values())) * self._block_bytes
-        is_much = lent_bytes and lent_bytes + num_blocks * self._block_bytes > MAX_BYTES
+        is_much = lent_bytes and lent_bytes + len(grant.blocks) * self._block_bytes > MAX_BYTES
         if len(program.kv.lent) >= PULLS_GIVEN or is_much:
             return BUSY
         joined = request.block_hashes

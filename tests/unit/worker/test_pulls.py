@@ -248,7 +248,25 @@ async def test_requests_of_strangers_are_refused(pair: Any) -> None:
     for deadline_s in (0.0, -1.0, float("nan"), 1e9):
         bad = transfer_pb2.PullRequest(grant=good.grant, block_hashes=bytes(32), deadline_s=deadline_s)
         assert await give(bad, caller) == pulls.INVALID
-    assert await give(transfer_pb2.PullRequest(block_hashes=bytes(32), deadline_s=1.0), caller) == pulls.FOREIGN
+    assert await give(transfer_pb2.PullRequest(block_hashes=bytes(32), deadline_s=1.0), caller) == pulls.INVALID
+    good.grant.fingerprint.model = "another"
+    assert await give(good, caller) == pulls.FOREIGN
+
+
+async def test_a_small_request_names_no_millions_of_blocks(pair: Any, monkeypatch: Any) -> None:
+    p0, _, _, _ = pair
+    grant = transfer_pb2.Grant(transfer_id="pull", worker_id="w", incarnation="i", num_blocks=2**24)
+    grant.extents.add(first_block=0, num_blocks=2**24)
+    requests = [transfer_pb2.PullRequest(grant=grant, block_hashes=bytes(16), deadline_s=1.0)]
+    grant.num_blocks = 1
+    requests.append(transfer_pb2.PullRequest(grant=grant, block_hashes=bytes(16), deadline_s=1.0))
+    del grant.extents[:]
+    for _ in range(1_000):
+        grant.extents.add()
+    requests.append(transfer_pb2.PullRequest(grant=grant, block_hashes=bytes(16), deadline_s=1.0))
+    monkeypatch.setattr(pulls, "grant_from_proto", None)  # it would count the blocks, on the engine thread
+    for request in requests:
+        assert await p0.program.giver.give(request, caller_name("w", "i")) == pulls.INVALID
 
 
 async def test_a_worker_gives_to_few_at_a_time(pair: Any) -> None:
@@ -270,7 +288,7 @@ async def test_a_worker_gives_to_few_at_a_time(pair: Any) -> None:
             hash_seed=program.limits.hash_seed,
         )
         request.grant.CopyFrom(grant_to_proto(grant))
-        refusal = program.giver._decide(request, caller_name("w", "i"))
+        refusal = program.giver._decide(request)
         for number in range(pulls.PULLS_GIVEN):
             program.kv.take_back(number)
         return str(refusal)
