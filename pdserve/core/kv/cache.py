@@ -47,13 +47,14 @@ class KvCache:
         shared = hashes[: shareable_blocks(num_tokens, self.block_size)]
         cached = self.blocks.match(shared)
         missing = blocks_for(num_tokens, self.block_size) - len(cached)
-        self._keep(shared[len(cached) :])
-        new = self.blocks.allocate(missing) if missing + spare <= self.blocks.num_available else None
+        rest = shared[len(cached) :]
+        has_room = missing + spare <= self.blocks.num_available
+        new = self.blocks.allocate(missing, self._copied(rest)) if has_room else None
         if new is None:
             self.blocks.give_back(cached)
             return None
         self.blocks.began(hashes)
-        num_cached = len(cached) + self._load(shared[len(cached) :], new, len(cached) * self.block_size)
+        num_cached = len(cached) + self._load(rest, new, len(cached) * self.block_size)
         return Allocation(cached + new, num_cached * self.block_size)
 
     def num_found(self, hashes: Sequence[bytes]) -> int:
@@ -67,22 +68,20 @@ class KvCache:
         available."""
         cached = self.blocks.match(hashes[:first])
         num_loaded = first - len(cached)
-        self._keep(hashes[len(cached) : first])
+        copied = hashes[len(cached) : first]
         num_new = min(num_loaded + most, self.blocks.num_available - spare)
-        new = self.blocks.allocate(num_new) if num_new > num_loaded else None
+        new = self.blocks.allocate(num_new, copied) if num_new > num_loaded else None
         if new is None:
             self.blocks.give_back(cached)
             return None
-        if self._load(hashes[len(cached) : first], new, len(cached) * self.block_size) < num_loaded:
-            self.blocks.give_back([*cached, *new])  # a copy has left the host tier for a block that was evicted now
-            return None
+        num_loaded = self._load(copied, new, len(cached) * self.block_size)
+        assert num_loaded == len(copied), "a copy has left while it was needed"
         return [*cached, *new]
 
-    def _keep(self, hashes: Sequence[bytes]) -> None:
-        """What the next allocation evicts must not displace the copies of these blocks."""
+    def _copied(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
+        """The leading blocks that the host tier has. What is evicted for them must not displace their copies."""
         tier = self.blocks.tier
-        if tier is not None:
-            tier.touch(hashes[: tier.num_found(hashes)])
+        return () if tier is None else hashes[: tier.num_found(hashes)]
 
     def lend(self, key: TransferKey, hashes: Sequence[bytes]) -> list[int] | None:
         """References to exactly these blocks, which `take_back` ends; those that the pool lacks are loaded from the
@@ -91,9 +90,9 @@ class KvCache:
         rest, tier = hashes[len(cached) :], self.blocks.tier
         if rest:
             may_load = tier is not None and len(rest) <= min(tier.num_found(rest), tier.most_saved)
-            new = self.blocks.allocate(len(rest)) if may_load else None
-            if tier is None or new is None or tier.num_found(rest) < len(rest):  # an eviction may have moved a copy out
-                self.blocks.release([*cached, *(new or ())])
+            new = self.blocks.allocate(len(rest), rest) if may_load else None
+            if new is None:
+                self.blocks.give_back(cached)
                 return None
             self.blocks.load(rest, new)
             cached += new
@@ -102,7 +101,7 @@ class KvCache:
 
     def take_back(self, key: TransferKey) -> None:
         """Nobody reads the lent blocks any more."""
-        self.blocks.release(self.lent.pop(key))
+        self.blocks.give_back(self.lent.pop(key))
 
     def _num_loadable(self, hashes: Sequence[bytes], cached_tokens: int) -> int:
         tier = self.blocks.tier

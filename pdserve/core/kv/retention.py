@@ -346,7 +346,10 @@ class Retention:
         self.host.add(block_hash, self._segment_of(block_hash, now_s))
 
     def is_worth_a_copy(self, block_hash: bytes, now_s: float) -> bool:
-        """Whether the block is worth no less than the one that would leave the full host tier for it."""
+        """Whether the block is worth no less than the one that would leave the full host tier for it. False if none may
+        leave."""
+        if not self.host:
+            return False
         rank = self.host.rank(self._segment_of(block_hash, now_s), now_s)
         return rank >= self.host.least(now_s)
 
