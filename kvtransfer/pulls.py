@@ -282,9 +282,10 @@ class Pulls:
 
     def _send(self, grant: Grant, hashes: list[bytes], request: transfer_pb2.PullRequest) -> str:
         program = self._program
-        blocks = program.kv.lend(grant.key, hashes)
-        if blocks is None:
-            return MISSING
+        # Each running sequence may need one more block before these are given back.
+        blocks = program.kv.lend(grant.key, hashes, spare=program.scheduler.load().running)
+        if not blocks:
+            return MISSING if blocks is None else BUSY
         if program.blocks.stamps.content_hashes(blocks) != tuple(map(content_hash64, hashes)):
             program.kv.take_back(grant.key)  # something else wrote to one
             return MISSING

@@ -83,17 +83,22 @@ class KvCache:
         tier = self.blocks.tier
         return () if tier is None else hashes[: tier.num_found(hashes)]
 
-    def lend(self, key: TransferKey, hashes: Sequence[bytes]) -> list[int] | None:
+    def lend(self, key: TransferKey, hashes: Sequence[bytes], *, spare: int = 0) -> list[int] | None:
         """References to exactly these blocks, which `take_back` ends; those that the pool lacks are loaded from the
-        host tier. Returns None, and holds nothing, if one is missing, or if that is more than one allocation saves."""
+        host tier. Holds nothing otherwise, and returns None if one is missing, or if that is more than one allocation
+        saves; an empty list if it would take one of the last `spare` available blocks."""
+        kept = min(spare, self.blocks.num_available)
         cached = self.blocks.match(hashes)
         rest, tier = hashes[len(cached) :], self.blocks.tier
+        if rest and (tier is None or len(rest) > min(tier.num_found(rest), tier.most_saved)):
+            self.blocks.give_back(cached)
+            return None
+        has_room = len(rest) + kept <= self.blocks.num_available
+        new = self.blocks.allocate(len(rest), rest) if rest and has_room else []
+        if not has_room or new is None:
+            self.blocks.give_back(cached)
+            return []
         if rest:
-            may_load = tier is not None and len(rest) <= min(tier.num_found(rest), tier.most_saved)
-            new = self.blocks.allocate(len(rest), rest) if may_load else None
-            if new is None:
-                self.blocks.give_back(cached)
-                return None
             self.blocks.load(rest, new)
             cached += new
         self.lent[key] = cached

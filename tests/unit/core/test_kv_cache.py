@@ -243,6 +243,20 @@ def test_all_blocks_are_lent_or_none(kv: KvCache) -> None:
     kv.blocks.check(holders=[])
 
 
+def test_running_answers_keep_their_memory(kv: KvCache) -> None:
+    held = computed(kv, 3 * SIZE, HASHES)
+    kv.release(held)
+    spare = kv.blocks.num_available - 2
+    assert kv.lend(PULL, HASHES, spare=spare) == []
+    assert not kv.lent
+    kv.blocks.check(holders=[])
+    assert kv.blocks.match(HASHES) == held
+    assert kv.lend(PULL, HASHES, spare=100) == held, "it takes nothing from what is available"
+    kv.take_back(PULL)
+    kv.release(held)
+    assert kv.lend(PULL, HASHES, spare=spare - 1) == held
+
+
 @pytest.mark.parametrize("most_saved", [3, 2])
 def test_blocks_are_lent_from_the_tier(most_saved: int) -> None:
     kv, _ = tiered(8, most_saved=most_saved)
