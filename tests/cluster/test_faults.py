@@ -146,12 +146,13 @@ def _pull(cluster: Cluster, redis: EmbeddedRedis, pool: ThreadPoolExecutor, *, i
     chosen = placed(cluster, "second")
     assert chosen.decode_worker != source
     assert chosen.pull is not None
-    assert (chosen.pull.source, chosen.pull.num_tokens, chosen.pull.is_pulled) == (source, 1_008, True)
+    assert (chosen.pull.source, chosen.pull.is_pulled) == (source, True)
+    assert 0 < chosen.pull.num_tokens <= 1_008, "the index may lack the last blocks still"
     if is_killed:
         os.kill(pid, signal.SIGKILL)
     done = second.result(60.0)
     assert list(done.token_ids) == answer(prompt, 4)
-    assert done.usage.cached_prompt_tokens == (0 if is_killed else 1_008)
+    assert done.usage.cached_prompt_tokens == (0 if is_killed else chosen.pull.num_tokens)
     for piece in first:
         tokens += piece.token_ids
     assert tokens == answer(prefix, 60)
