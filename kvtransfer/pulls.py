@@ -50,6 +50,7 @@ DRAINING: Final = "it drains"
 BUSY: Final = "it gives KV to others"
 MISSING: Final = "it has not all of the blocks"
 FOREIGN: Final = "its KV is another"
+RESTARTED: Final = "it has started again"
 INVALID: Final = "the request is invalid"
 #: For metrics.
 ANSWERS: Final = {
@@ -58,6 +59,7 @@ ANSWERS: Final = {
     BUSY: "busy",
     MISSING: "missing",
     FOREIGN: "foreign",
+    RESTARTED: "restarted",
     INVALID: "invalid",
 }
 
@@ -93,6 +95,7 @@ class _Taken:
     end: Callable[[int], None]
     grant: Grant
     error: str = ""  # why the source sends nothing
+    is_unreachable: bool = False
 
 
 @final
@@ -146,7 +149,10 @@ class Pulls:
         left_s = LONGEST_S if deadline_at_s is None else clamped_s(deadline_at_s - context.now(), 0.0, LONGEST_S)
         post = context.post
         request = transfer_pb2.PullRequest(
-            grant=grant_to_proto(grant), block_hashes=b"".join(fetch.hashes), deadline_s=left_s
+            grant=grant_to_proto(grant),
+            block_hashes=b"".join(fetch.hashes),
+            deadline_s=left_s,
+            source_incarnation=source.incarnation,
         )
         # Before the source is asked, which may send at once. Raises Unavailable after the end of the receiver.
         self._receiver.expect(
@@ -176,6 +182,8 @@ class Pulls:
             refusal = ask(self._config, request, endpoint, min(timeout_s, ASK_S))
         except TransferFailed as error:
             refusal = error.message
+            # Says nothing of the source if it was given up, or had no time because the request's deadline was near.
+            taken.is_unreachable = not taken.error and timeout_s >= ASK_S
         except Exception as error:  # a broken source is a miss
             log.exception("a source could not be asked for KV", extra={"endpoint": endpoint})
             refusal = str(error) or type(error).__name__
@@ -207,6 +215,7 @@ class Pulls:
                 busy_s=received.busy_s,
                 pull_s=max(0.0, program.context.now() - fetch.started_s),
                 error=error,
+                is_unreachable=taken.is_unreachable,
             )
         )
         taken.end(num_blocks)
@@ -263,6 +272,8 @@ class Pulls:
         program = self._program
         if program.scheduler.is_draining:
             return DRAINING
+        if request.source_incarnation != program.context.incarnation:
+            return RESTARTED
         try:
             grant = grant_from_proto(request.grant)
             compare(grant.fingerprint, program.fingerprint)

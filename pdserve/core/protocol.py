@@ -253,6 +253,7 @@ class PullEnded(_AboutAttempt):
     busy_s: float = 0.0  # the part of pull_s with chunks under way
     pull_s: float = 0.0  # from the request to the source until the end
     error: str = ""
+    is_unreachable: bool = False  # the source did not answer
 
 
 # Not frozen, because that would double the time of creation.

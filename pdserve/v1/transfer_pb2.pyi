@@ -142,14 +142,16 @@ class Grant(_message.Message):
     def __init__(self, transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., generation: _Optional[int] = ..., endpoint: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ..., num_cached_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., hash_seed: _Optional[bytes] = ..., rank_endpoints: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("grant", "block_hashes", "deadline_s")
+    __slots__ = ("grant", "block_hashes", "deadline_s", "source_incarnation")
     GRANT_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     grant: Grant
     block_hashes: bytes
     deadline_s: float
-    def __init__(self, grant: _Optional[_Union[Grant, _Mapping]] = ..., block_hashes: _Optional[bytes] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+    source_incarnation: str
+    def __init__(self, grant: _Optional[_Union[Grant, _Mapping]] = ..., block_hashes: _Optional[bytes] = ..., deadline_s: _Optional[float] = ..., source_incarnation: _Optional[str] = ...) -> None: ...
 
 class PullResponse(_message.Message):
     __slots__ = ("refusal",)

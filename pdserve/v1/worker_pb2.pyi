@@ -530,7 +530,7 @@ class TransferEnded(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., is_committed: _Optional[bool] = ..., transfer_s: _Optional[float] = ..., num_bytes: _Optional[int] = ..., error: _Optional[str] = ..., busy_s: _Optional[float] = ..., exposed_s: _Optional[float] = ..., saved_bytes: _Optional[int] = ...) -> None: ...
 
 class PullEnded(_message.Message):
-    __slots__ = ("request_id", "attempt", "source", "num_tokens", "num_bytes", "busy_s", "pull_s", "error")
+    __slots__ = ("request_id", "attempt", "source", "num_tokens", "num_bytes", "busy_s", "pull_s", "error", "is_unreachable")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
@@ -539,6 +539,7 @@ class PullEnded(_message.Message):
     BUSY_S_FIELD_NUMBER: _ClassVar[int]
     PULL_S_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    IS_UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     source: str
@@ -547,7 +548,8 @@ class PullEnded(_message.Message):
     busy_s: float
     pull_s: float
     error: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., source: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ..., busy_s: _Optional[float] = ..., pull_s: _Optional[float] = ..., error: _Optional[str] = ...) -> None: ...
+    is_unreachable: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., source: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ..., busy_s: _Optional[float] = ..., pull_s: _Optional[float] = ..., error: _Optional[str] = ..., is_unreachable: _Optional[bool] = ...) -> None: ...
 
 class Tokens(_message.Message):
     __slots__ = ("rows", "plain")

@@ -124,7 +124,7 @@ async def test_a_refusal_is_a_miss(pair: Any, ask: Any) -> None:
     other = PROMPT[::-1]
     assert await router.remote(from_(p0, ask("missing", other))) == answer(other, 8, prefilled=len(other))
     [ended] = router.all("pull_ended", "missing")
-    assert (ended.num_tokens, ended.error) == (0, pulls.MISSING)
+    assert (ended.num_tokens, ended.error, ended.is_unreachable) == (0, pulls.MISSING, False)
     assert router.all("first_token", "missing")[0].cached_tokens == 0
     await p0.on_engine(lambda program: program._set_drained(True))
     assert await router.remote(from_(p0, ask("drained", PROMPT))) == answer(PROMPT, 8, prefilled=len(PROMPT))
@@ -161,7 +161,9 @@ async def test_a_dead_source_is_a_miss(pair: Any, ask: Any) -> None:
     source = from_(p0, ask("r", PROMPT))
     p0.host.stop()
     assert await router.remote(source) == answer(PROMPT, 8, prefilled=len(PROMPT))
-    assert "UNAVAILABLE" in router.all("pull_ended", "r")[0].error
+    [ended] = router.all("pull_ended", "r")
+    assert "UNAVAILABLE" in ended.error
+    assert ended.is_unreachable
     await idle(p1)
 
 
@@ -238,6 +240,7 @@ async def test_requests_of_strangers_are_refused(pair: Any) -> None:
         hash_seed=program.limits.hash_seed,
     )
     good = transfer_pb2.PullRequest(grant=grant_to_proto(grant), block_hashes=bytes(32), deadline_s=1.0)
+    good.source_incarnation = p0.program.context.incarnation
     caller = caller_name("prefill-1", context.incarnation)
     give = p0.program.giver.give
     assert await give(good, caller) == pulls.MISSING
@@ -251,6 +254,8 @@ async def test_requests_of_strangers_are_refused(pair: Any) -> None:
     assert await give(transfer_pb2.PullRequest(block_hashes=bytes(32), deadline_s=1.0), caller) == pulls.INVALID
     good.grant.fingerprint.model = "another"
     assert await give(good, caller) == pulls.FOREIGN
+    good.source_incarnation = "of a process before"
+    assert await give(good, caller) == pulls.RESTARTED
 
 
 async def test_a_small_request_names_no_millions_of_blocks(pair: Any, monkeypatch: Any) -> None:
@@ -277,6 +282,7 @@ async def test_a_worker_gives_to_few_at_a_time(pair: Any) -> None:
         for number in range(pulls.PULLS_GIVEN):
             program.kv.lend(number, hashes)
         request = transfer_pb2.PullRequest(block_hashes=hashes[0], deadline_s=1.0)
+        request.source_incarnation = program.context.incarnation
         grant = Grant(
             key=TransferKey(transfer_id="pull", attempt=1, generation=1),
             endpoint="127.0.0.1:1",
