@@ -285,7 +285,10 @@ def _earliest(
         delay_s, charged_s, choice = queue_s + work_s, work_s, None
         cost_s = delay_s + WORK_WEIGHT * work_s
         source = request.source
-        if source is not None and (pull := pull_of(request, source, cached, view, work_s, queue_s, links)) is not None:
+        if (
+            source is not None
+            and (pull := pull_of(request, source, cached, view, work_s, queue_s, links, now_s)) is not None
+        ):
             choice = pull.choice
             if choice.is_pulled:
                 held, work_s = float(choice.prefix_tokens), pull.rest_s
@@ -398,7 +401,7 @@ def _cheaper_local(
         return _local(request, steps, cached, now_s, worker, short, is_only)
     held, slowdown = min(cached.get(view.worker_id, 0), tokens - 1), worker.load.prefill_slowdown
     work_s = slowdown * view.prefill_s(tokens - held, held)
-    pull = pull_of(request, source, cached, view, work_s, view.queue_s(now_s), links, slowdown)
+    pull = pull_of(request, source, cached, view, work_s, view.queue_s(now_s), links, now_s, slowdown)
     choice = None if pull is None else pull.choice
     is_pulled = choice is not None and choice.is_pulled
     option = _local(request, steps, cached, now_s, worker, short, is_only, choice if is_pulled else None)

@@ -71,12 +71,15 @@ def pull_of(
     work_s: float,
     queue_s: float,
     links: Links,
+    now_s: float,
     slowdown: float = 1.0,
 ) -> Pull | None:
     """`work_s`: prefill of all tokens that the worker lacks, after `queue_s`. `slowdown`: of a prefill that shares its
     steps with decode rows, and included in `work_s`. None if the worker cannot pull, or if the source has no more."""
     prefix, held, totals = request.source_tokens, cached.get(view.worker_id, 0), view.totals
     if prefix <= held or totals.pulls >= PULLS_TAKEN:
+        return None
+    if view.pull_rests and view.pull_rests.get(source.worker_id, (now_s, 0))[0] > now_s:
         return None
     hello, theirs = view.hello, source.hello
     size, block_bytes = hello.block_size, hello.block_bytes

@@ -47,7 +47,7 @@ FIRST_REFUSAL_S: Final = 0.01  # backoff before a declined request is placed aga
 LONGEST_REFUSAL_S: Final = 0.5
 GRAMMAR_FIELDS: Final = frozenset(kind.value for kind in GrammarKind)
 LONGEST_CLOSED_S: Final = 5.0  # a worker that declined gets no requests for at most this time
-FAILED_PULL_S: Final = 2.0  # nothing is pulled from a worker for this time after a pull from it has failed
+UNREACHABLE_S: Final = 2.0  # nothing is pulled from a worker for this time after it did not answer
 #: Reasons that concern one request alone.
 NOT_BUSY: Final = (RefusalReason.TOO_LARGE, RefusalReason.NO_ADAPTER, RefusalReason.NO_KV)
 
@@ -180,19 +180,25 @@ def on_pull_ended(cluster: ClusterState, event: PullEnded) -> Sequence[Command]:
     if found is None:
         return ()
     request, placement = found
+    if event.worker_id != (placement.prefill_worker or placement.decode_worker):
+        cluster.counters["wrong_sender"] += 1
+        return ()
     view = cluster.fleet.workers[event.worker_id]
     view.pulled(view.reservations[request.request_id, request.attempt])
     expected = placement.source
     source = cluster.fleet.connected(event.source)
     if source is None or expected is None or expected.worker_id != event.source:
         return ()
-    if not event.num_tokens:
-        cluster.counters["failed_pulls"] += 1
-        source.pulls_closed_until_s = cluster.now_s + FAILED_PULL_S
-        return ()
-    cluster.counters["pulls"] += 1
-    cluster.fleet.measured(event.source, event.worker_id, event.num_bytes, event.busy_s)
-    source.pulls.observe(event.pull_s - event.busy_s)
+    has_failed = not event.num_tokens
+    cluster.counters["failed_pulls" if has_failed else "pulls"] += 1
+    view.pull_ended(event.source, cluster.now_s, has_failed=has_failed)
+    if event.is_unreachable:
+        source.pulls_closed_until_s = cluster.now_s + UNREACHABLE_S
+    if event.num_bytes:  # also of a part
+        cluster.fleet.measured(event.source, event.worker_id, event.num_bytes, event.busy_s)
+    rest_s = event.pull_s - event.busy_s
+    if not has_failed or rest_s > source.pulls.typical_s:  # a pull that was given up would have taken longer
+        source.pulls.observe(rest_s)
     return ()
 
 

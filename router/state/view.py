@@ -14,6 +14,7 @@ from statistics import median
 from typing import Final, final
 
 from pdserve.core.cost.latency import CostModel, CostModels
+from pdserve.core.durations import backoff_s
 from pdserve.core.protocol import BatchTimed, Load, TokensArrived
 from pdserve.core.types import Role
 from router.state.interface import WorkerConnected
@@ -52,6 +53,9 @@ class StepClock:
 
 REMEMBERED: Final = 31
 FIRST_PULL_S: Final = 0.02  # what a pull takes besides its bytes, before one was measured
+FIRST_REST_S: Final = 2.0  # a worker pulls nothing from another one for this time after a failed pull; it doubles
+LONGEST_REST_S: Final = 60.0
+MAX_RESTS: Final = 1024
 
 
 @final
@@ -100,6 +104,7 @@ class WorkerView:
         "last_step_s",
         "max_tokens",
         "prefilling",
+        "pull_rests",
         "pulls",
         "pulls_closed_until_s",
         "queue",
@@ -142,7 +147,8 @@ class WorkerView:
         self.cached_load: DecodeLoad | None = None  # cached `load`
         self.free_at_s = now_s  # when its current prefills should be done
         self.closed_until_s = now_s  # gets no requests before this time, because it declined one
-        self.pulls_closed_until_s = now_s  # nothing is pulled from it before this time, because a pull failed
+        self.pulls_closed_until_s = now_s  # nothing is pulled from it before this time, because it did not answer
+        self.pull_rests: dict[str, tuple[float, int]] = {}  # source -> (until when, failed pulls one after the other)
         self.freed_s = now_s  # when an event may last have made room here
         self.computed_s = now_s  # when a prompt was last finished or abandoned here
         self.step_clock = StepClock()
@@ -341,6 +347,15 @@ class WorkerView:
             source.gives -= 1
             source.giving_tokens -= reservation.pull_tokens
             reservation.pull_tokens, reservation.pull_source = 0, None
+
+    def pull_ended(self, source_id: str, now_s: float, *, has_failed: bool) -> None:
+        """After failed pulls from a source it pulls nothing from it for a while."""
+        _, failures = self.pull_rests.pop(source_id, (0.0, 0))
+        if has_failed:
+            rest_s = backoff_s(FIRST_REST_S, LONGEST_REST_S, failures)
+            self.pull_rests[source_id] = now_s + rest_s, failures + 1
+            if len(self.pull_rests) > MAX_RESTS:  # the oldest one, perhaps of a worker that has ended
+                del self.pull_rests[next(iter(self.pull_rests))]
 
     def joined(self, reservation: Reservation, first_token_s: float) -> None:
         """The request decodes. Its client got the first token at `first_token_s`."""

@@ -18,9 +18,8 @@ from router.policy.candidates import tandem_step_s as step_of
 from router.policy.interface import Choice, PolicyInput, PullChoice
 from router.policy.policies.goodput import Goodput
 from router.policy.pulls import PULL_SHARE, WORK_WEIGHT, pull_of
-from router.state.attempts import FAILED_PULL_S
 from router.state.interface import RouterSettings
-from router.state.view import FIRST_PULL_S, WorkerView
+from router.state.view import FIRST_PULL_S, FIRST_REST_S, LONGEST_REST_S, WorkerView
 from tests.unit.router.given import Given
 from tests.unit.router.test_goodput import ask, view, with_queue
 
@@ -40,11 +39,13 @@ def asked(source: WorkerView, held: int, **facts: Any) -> PolicyInput:
     return ask(TOKENS, source=source, source_tokens=held, cached_tokens={source.worker_id: held}, **facts)
 
 
-def pull_by(worker: WorkerView, source: WorkerView, held: int, own: int = 0, work_s: float = 1.0) -> PullChoice | None:
+def pull_by(
+    worker: WorkerView, source: WorkerView, held: int, own: int = 0, work_s: float = 1.0, now_s: float = 0.0
+) -> PullChoice | None:
     """Of a prompt of which they have so many tokens."""
     cached = {source.worker_id: held, worker.worker_id: own} if own else {source.worker_id: held}
     request = ask(TOKENS, source=source, source_tokens=held, cached_tokens=cached)
-    found = pull_of(request, source, cached, worker, work_s, 0.0, links)
+    found = pull_of(request, source, cached, worker, work_s, 0.0, links, now_s)
     return None if found is None else found.choice
 
 
@@ -244,16 +245,68 @@ def test_a_worker_that_has_it_does_not_pull(given: Given) -> None:
     assert (prefill.key.worker_id, prefill.source) == ("p0", None)
 
 
-def test_after_a_failed_pull_the_source_rests(given: Given) -> None:
+def fails(given: Given, name: str, **facts: Any) -> None:
+    """A pull of p1 fails, and p1 computes the prompt."""
+    event = PullEnded(key=AttemptKey("p1", name, 1), source="p0", num_tokens=0, error="it has not", **facts)
+    assert given.submit(event) == []
+    given.first(worker_id="p1", request_id=name)
+
+
+def test_a_failed_pull_ends_pulls_by_this_worker_from_this_source_for_a_while(given: Given) -> None:
     busy(given)
     placed(given)
-    ended(given, "p1", 0)
+    fails(given, "a")
     assert given.state.counters["failed_pulls"] == 1
-    given.first(worker_id="p1")
     assert placed(given, "b").source is None
     given.first(worker_id="p1", request_id="b")
-    given.at(given.now_s + FAILED_PULL_S + 0.1)
+    given.at(given.now_s + FIRST_REST_S + 0.1)
     assert placed(given, "c").source is not None
+
+
+def test_the_while_doubles() -> None:
+    source, worker = pulling("p0"), pulling("p1")
+    now_s = 0.0
+    for rest_s in (2.0, 4.0, 8.0, 16.0, 32.0, LONGEST_REST_S, LONGEST_REST_S):
+        worker.pull_ended("p0", now_s, has_failed=True)
+        assert pull_by(worker, source, 4_000, now_s=now_s + 0.99 * rest_s) is None
+        now_s += 1.01 * rest_s
+        assert pull_by(worker, source, 4_000, now_s=now_s) is not None
+    worker.pull_ended("p0", now_s, has_failed=False)
+    worker.pull_ended("p0", now_s, has_failed=True)
+    assert pull_by(worker, source, 4_000, now_s=now_s + 2.01) is not None
+
+
+@pytest.mark.parametrize("is_unreachable", [False, True])
+def test_others_may_ask_a_source_that_answers(given: Given, is_unreachable: bool) -> None:
+    busy(given)
+    placed(given)
+    fails(given, "a", is_unreachable=is_unreachable)
+    given.connect_prefill("p2", pulls_kv=True, cost=SLOW)
+    busy(given, "p1")
+    prefill = placed(given, "b")
+    assert prefill.key.worker_id == "p2"
+    assert (prefill.source is None) is is_unreachable
+
+
+def test_slow_pulls_that_were_given_up_count(given: Given) -> None:
+    busy(given)
+    placed(given)
+    fleet = given.state._cluster.fleet
+    link_s = fleet.link("p0", "p1").transfer_s(4096)
+    fails(given, "a", num_bytes=4096, busy_s=0.9, pull_s=2.0)
+    assert fleet.workers["p0"].pulls.typical_s == pytest.approx(1.1)
+    assert fleet.link("p0", "p1").transfer_s(4096) > link_s
+
+
+def test_only_the_worker_that_computes_ends_a_pull(given: Given) -> None:
+    busy(given)
+    placed(given)
+    fleet = given.state._cluster.fleet
+    ended(given, "d0", 64)
+    assert given.state.counters["wrong_sender"] == 1
+    assert fleet.workers["p1"].totals.pulls == 1
+    ended(given, "p1", 64)
+    assert fleet.workers["p1"].totals.pulls == 0
 
 
 def test_a_source_gives_to_few_at_a_time(given: Given) -> None:
