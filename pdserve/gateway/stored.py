@@ -20,11 +20,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
-
 from pdserve.config import GatewayConfig
 from pdserve.core.access.shares import COUNT_WEIGHT, Shares
 from pdserve.core.errors import ConfigError, IdInUse, InvalidRequest, NotFound, Unavailable, shortened
@@ -49,7 +44,6 @@ LISTED: Final = 20
 # Others cannot be part of a path, so their responses would never be found.
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_.~:@=+,-]{1,128}")
 _ID: Final = re.compile(re.escape(RESPONSE_ID_PREFIX) + _REQUEST_ID.pattern)
-_TROUBLE: Final = (RedisError, OSError, TimeoutError, EOFError)
 
 # KEYS: ids by the time when they end, and their sizes, with the sum of these as one more field. ARGV[1]: prefix of the
 # keys of responses.
@@ -208,6 +202,13 @@ class ResponseStore:
 
     def __init__(self, config: GatewayConfig, timeout_s: float = TIMEOUT_S) -> None:
         """`timeout_s`: of one call, with the wait for a connection. Raises ConfigError."""
+        # Here, because most gateways store nothing.
+        from redis.asyncio import Redis
+        from redis.asyncio.retry import Retry
+        from redis.backoff import NoBackoff
+        from redis.exceptions import RedisError
+
+        self._trouble = (RedisError, OSError, TimeoutError, EOFError)
         if not config.redis:
             raise ConfigError("store_bytes", config.store_bytes, "0 without a Redis URL, where responses are stored")
         try:
@@ -350,7 +351,7 @@ class ResponseStore:
         try:
             async with asyncio.timeout(self._timeout_s), places.one_of(tenant):
                 return await call(*arguments)
-        except _TROUBLE as error:
+        except self._trouble as error:
             self._lines.warning("stored responses cannot be reached", why=type(error).__name__)
             raise Unavailable("stored responses cannot be reached: Redis does not answer", 1.0) from None
 
