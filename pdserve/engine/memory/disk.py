@@ -25,6 +25,7 @@ from typing import Any, Final, final
 
 import numpy as np
 
+from pdserve.build import FULL_VERSION
 from pdserve.config import WorkerConfig
 from pdserve.core.attempt import Attempt
 from pdserve.core.errors import ConfigError
@@ -454,7 +455,7 @@ def disk_tier(
         block_bytes=pool.block_bytes,
         num_bytes=config.kv_disk_bytes,
         most_slots=MOST_HASHES - pool.num_blocks - (0 if copies is None else copies.num_slots),
-        contents=contents_of(spec),
+        contents=contents_of(spec, Path(config.model)),
         is_aligned=is_aligned(pool_blocks(pool)),
         calls=calls,
         report=report,
@@ -467,8 +468,14 @@ def is_aligned(blocks: Any) -> bool:
     return bool(blocks.ctypes.data % PAGE == 0 and blocks.shape[2] % PAGE == 0)
 
 
-def contents_of(spec: EngineSpec) -> bytes:
-    """Identifies everything that makes the bytes of a block differ for equal tokens."""
-    facts = (spec.kv_dtype, spec.kv_layers, spec.kv_heads, spec.kv_head_dim, spec.block_bytes)
+def contents_of(spec: EngineSpec, model: Path) -> bytes:
+    """Identifies everything that makes the bytes of a block differ for equal tokens.
+
+    The hash of the weights has samples only, and blocks on disk outlive a change of the weights or of the program. So
+    the sizes and times of the files in the folder `model`, if it is one, and the program's build are parts of it.
+    """
+    files = sorted(model.iterdir()) if model.is_dir() else []
+    times = [(file.name, status.st_size, status.st_mtime_ns) for file in files if (status := file.stat())]
+    facts = (spec.kv_dtype, spec.kv_layers, spec.kv_heads, spec.kv_head_dim, spec.block_bytes, times, FULL_VERSION)
     seed = hash_seed(spec.weights_hash, spec.dtype, spec.layout, spec.block_size)
     return blake2b(seed + repr(facts).encode(), digest_size=32).digest()

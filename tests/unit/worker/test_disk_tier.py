@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import threading
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.kv.hashing import block_hashes, chain_key
 from pdserve.core.types import Role
 from pdserve.engine.memory.block_files import BlockFiles
-from pdserve.engine.memory.disk import DiskTier
+from pdserve.engine.memory.disk import DiskTier, contents_of
 from pdserve.engine.toy import answer
 from pdserve.worker.program import RoleProgram
 from pdserve.worker.role_change import change_role
@@ -196,6 +197,19 @@ def test_a_tier_that_cannot_be_is_an_error(
         start(Role.DECODE, **{**disk, **changes})
 
 
+def test_changed_weights_have_other_blocks(start: Any, disk: dict[str, Any], tmp_path: Path) -> None:
+    """The hash of the weights, which has samples only, may be the same."""
+    spec = start(Role.DECODE, **disk).program.engine.spec
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(b"old")
+    before = contents_of(spec, weights.parent)
+    assert contents_of(spec, weights.parent) == before
+    weights.write_bytes(b"new")
+    os.utime(weights, ns=(0, 1))
+    assert contents_of(spec, weights.parent) != before
+
+
 def test_two_workers_cannot_share_a_folder(start: Any, disk: dict[str, Any]) -> None:
     start(Role.DECODE, **disk)
     with pytest.raises(ConfigError, match="another process uses it"):
@@ -209,4 +223,4 @@ def test_a_tier_that_is_slower_than_the_engine_is_off(
     monkeypatch.setattr(BlockFiles, "read_bytes_s", lambda self: 0.001)
     d = start(Role.DECODE, **disk)
     assert d.program.disk is None
-    assert d.program.fetches is None
+    assert "disk" not in d.program.sources
