@@ -184,10 +184,10 @@ class WorkerConfig(TlsSettings):
         2**34,
         within=(1, 2**46),
     )
-    kv_disk_write_bytes_s: float = setting(
+    kv_disk_write_bytes_s: int = setting(
         "most bytes a second that are written to kv_disk_path; blocks that leave memory faster are dropped",
-        2.0**28,
-        within=(2.0**10, 2.0**40),
+        2**28,
+        within=(2**10, 2**40),
     )
     gpu_memory_share: float = setting(
         "share of a GPU's memory for this worker: weights, activations, CUDA graphs and KV pool",

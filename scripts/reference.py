@@ -36,6 +36,7 @@ FOLDER: Final = "docs/reference"
 ROOT: Final = Path(__file__).resolve().parent.parent
 # By the end of a name, as CONTRIBUTING.md has it.
 UNITS: Final[Mapping[str, str]] = {
+    "_bytes_s": "bytes a second",
     "_s": "seconds",
     "_bytes": "bytes",
     "_mib": "MiB",
