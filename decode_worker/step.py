@@ -251,7 +251,7 @@ class DeferredFree:
 
     def release(self, sequence: DecodeSequence) -> None:
         """Frees the sequence's blocks now, or after the last launched step with a row of the sequence."""
-        reuse_within_s = getattr(sequence.attempt, "reuse_within_s", None)
+        reuse_within_s = sequence.attempt.reuse_within_s
         for step, lists in reversed(self._launched):
             if any(one is sequence for one, _ in step.shares()):
                 lists.append((sequence.blocks, reuse_within_s))

@@ -387,5 +387,5 @@ class PrefillScheduler:
         prompt.move(PrefillMove.RELEASED)
         self._waiting.pop(key, None)
         self._computing.pop(key, None)
-        self._kv.release(prompt.blocks, getattr(prompt.attempt, "reuse_within_s", None))
+        self._kv.release(prompt.blocks, prompt.attempt.reuse_within_s)
         return [*self._left(key), Released(key=key)]
