@@ -100,19 +100,23 @@ class WorkerShape:
     max_context_tokens: int = 131_072 + 8192
     host_bytes: int = 0  # memory of the host for KV blocks that have left the pool
     host_bytes_per_s: float = 25e9  # of copies to it and back
+    disk_bytes: int = 0  # for KV blocks that have left memory
+    disk_bytes_per_s: float = 3e9  # of reads
+    disk_latency_s: float = 0.001  # of a read, beside its bytes
 
     def __post_init__(self) -> None:
         """Raises ConfigError, naming the field."""
         for name in ("kv_capacity_tokens", "kv_bytes_per_token", "max_batch", "max_batch_tokens", "inbox_depth"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{self.worker_id}.{name}", getattr(self, name), "at least 1")
-        if self.host_bytes < 0:
-            raise ConfigError(f"{self.worker_id}.host_bytes", self.host_bytes, "at least 0")
-        if not 0.0 < self.host_bytes_per_s < math.inf:
-            expected = "a finite number above 0"
-            raise ConfigError(f"{self.worker_id}.host_bytes_per_s", self.host_bytes_per_s, expected)
-        if not 0.0 < self.slowness < math.inf:
-            raise ConfigError(f"{self.worker_id}.slowness", self.slowness, "a finite number above 0")
+        for name in ("host_bytes", "disk_bytes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{self.worker_id}.{name}", getattr(self, name), "at least 0")
+        if not 0.0 <= self.disk_latency_s < math.inf:
+            raise ConfigError(f"{self.worker_id}.disk_latency_s", self.disk_latency_s, "a finite number, at least 0")
+        for name in ("host_bytes_per_s", "disk_bytes_per_s", "slowness"):
+            if not 0.0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{self.worker_id}.{name}", getattr(self, name), "a finite number above 0")
 
 
 class WorkerFaultKind(Enum):

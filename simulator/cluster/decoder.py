@@ -19,6 +19,7 @@ from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.cost.latency import CostModel
+from pdserve.core.kv.fetch import Fetch
 from pdserve.core.kv.kv_shape import TransferKey
 from pdserve.core.protocol import TokenRow
 from simulator.cluster.machine import Environment, Machine, Order
@@ -128,6 +129,9 @@ class DecodeMachine(Machine[DecodeStep, fx.DecodeEffect]):
         self._chunks = ChunkRule(cost, most=shape.max_batch_tokens)
         self.scheduler = DecodeScheduler(
             kv=self.kv,
+            fetches=self.fetches_with(
+                lambda uncached, cached: self._chunks.cost.prefill_s(uncached, cached, shape.max_batch_tokens)
+            ),
             max_batch=shape.max_batch,
             chunks=self._chunks,
             inbox_depth=shape.inbox_depth,
@@ -219,6 +223,13 @@ class DecodeMachine(Machine[DecodeStep, fx.DecodeEffect]):
         elif stage is DecodeStage.RECEIVING and self.scheduler.has_received(key):
             self.strand(key, self.scheduler.num_held(key))
 
+    def fetched(self, fetch: Fetch, num_blocks: int) -> None:
+        self._settle()  # the prompt may be in the next step
+        super().fetched(fetch, num_blocks)
+
+    def give_up(self) -> None:
+        self._settle()
+
     def cancel(self, key: AttemptKey) -> None:
         if self.scheduler.stage(key) is DecodeStage.RUNNING:
             self._settle()  # the steps so far are applied
@@ -288,6 +299,7 @@ class DecodeMachine(Machine[DecodeStep, fx.DecodeEffect]):
         step, effects = scheduler.plan(now_s)
         if effects:
             self.act(effects)
+        self.expect_give_up()
         if step.is_empty:
             return
         if not self._unreported:

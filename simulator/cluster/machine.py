@@ -6,11 +6,13 @@ events for the routers in the same order, and reports its load on each heartbeat
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Generic, TypeAlias, assert_never, final
+from functools import partial
+from typing import Any, Final, Generic, TypeAlias, assert_never
 
 from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
@@ -18,8 +20,7 @@ from pdserve.core.attempt import AttemptKey, AttemptLedger, EndRule
 from pdserve.core.cost.latency import CostModel
 from pdserve.core.kv.blocks import BlockAllocator, CacheChange
 from pdserve.core.kv.cache import KvCache
-from pdserve.core.kv.fetch import FetchAborted, FetchStarted
-from pdserve.core.kv.host_tier import HostTier, LoadRule
+from pdserve.core.kv.fetch import Fetch, FetchAborted, Fetches, FetchStarted
 from pdserve.core.kv.kv_shape import TransferKey
 from pdserve.core.types import Role
 from pdserve.worker.interface import Effect, Scheduler, Step
@@ -29,6 +30,7 @@ from simulator.cluster.network import Network, SimulatedGrant, Transfer
 from simulator.cluster.prompts import BlockNames, SyntheticAttempt, blank, sampling_of
 from simulator.cluster.speed import Speed
 from simulator.cluster.tally import Tally
+from simulator.cluster.tiers import SimulatedCopies, SimulatedDisk, TierRules
 from simulator.model import SimConfig, WorkerShape
 
 DENSE_SAMPLES: Final = 100  # batches that are reported as often as by a live worker; after learning, fewer are enough
@@ -44,32 +46,7 @@ class Environment:
     routers: list[int]  # the numbers of those that run; a router that starts again gets a new one
     send_event: Callable[[int, interface.Event], None]  # a router, by its number
     cache_changed: Callable[[str, str, CacheChange], None]
-
-
-@final
-class SimulatedCopies:
-    """The copies of a host tier take time before the next step, as those of a live worker do. Their number for one
-    allocation is not limited."""
-
-    def __init__(self, shape: WorkerShape, block_size: int) -> None:
-        block_bytes = block_size * shape.kv_bytes_per_token
-        self.num_slots = shape.host_bytes // block_bytes
-        self._block_s = block_bytes / shape.host_bytes_per_s
-        self._due_s = 0.0
-
-    def tier(self, prefill_s: Callable[[int, int], float]) -> HostTier:
-        return HostTier(self, LoadRule(self._block_s, prefill_s), self.num_slots)
-
-    def save(self, block: int, slot: int) -> None:
-        self._due_s += self._block_s
-
-    def load(self, slot: int, block: int) -> None:
-        self._due_s += self._block_s
-
-    def take_s(self) -> float:
-        """Seconds of the copies since the last call."""
-        due_s, self._due_s = self._due_s, 0.0
-        return due_s
+    tier_rules: TierRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,13 +74,19 @@ class Machine(ABC, Generic[Step, Effect]):
         self.block_size = env.config.block_size
         num_blocks = shape.kv_capacity_tokens // self.block_size
         model = CostModel(shape.prior or shape.cost)
+        rules = env.tier_rules
+        disk = SimulatedDisk(self.agenda, shape, self.block_size, self._disk_changed)
+        self.disk = disk if disk.num_slots else None
         self.copies = SimulatedCopies(shape, self.block_size)
         self.blocks = BlockAllocator(
             num_blocks,
-            tier=self.copies.tier(model.prefill_s) if self.copies.num_slots else None,
+            tier=self.copies.tier(model.prefill_s, self.disk, rules) if self.copies.num_slots else None,
+            lower=self.disk,
             computed_s=lambda first: model.prefill_s(self.block_size, first * self.block_size),
         )
         self.kv = KvCache(self.blocks, self.block_size)
+        self.fetches: Fetches | None = None
+        self._gives_up_at_s = math.inf  # the next event for it
         self.end_rule = EndRule(
             eos_token_ids=frozenset(),
             max_context_tokens=min(shape.max_context_tokens, num_blocks * self.block_size),
@@ -165,7 +148,7 @@ class Machine(ABC, Generic[Step, Effect]):
     @property
     def is_idle(self) -> bool:
         """True if it holds no memory for any request."""
-        return not self.scheduler.live()
+        return not self.scheduler.live() and not self.fetches
 
     def connect(self) -> None:
         """Workers that exist before the first request are known immediately."""
@@ -303,6 +286,39 @@ class Machine(ABC, Generic[Step, Effect]):
             names=order.names,
         )
 
+    # -- blocks of slower tiers ----------------------------------------------------------------------------------
+
+    def fetches_with(self, prefill_s: Callable[[int, int], float]) -> Fetches | None:
+        """As in pdserve/worker/program.py."""
+        if self.disk is not None:
+            self.fetches = Fetches(self.kv, [self.env.tier_rules.disk(self.disk)], prefill_s)
+        return self.fetches
+
+    def fetched(self, fetch: Fetch, num_blocks: int) -> None:
+        """The disk no longer writes to the blocks of the fetch."""
+        assert self.fetches is not None, "a fetch ends without a disk"
+        self.fetches.ended(fetch.number, num_blocks)
+
+    def give_up(self) -> None:
+        """The time of a prompt that waits for the disk may be over, so that the next step may begin with it."""
+
+    def expect_give_up(self) -> None:
+        """Called after each plan."""
+        at_s = math.inf if self.fetches is None else self.fetches.next_give_up_s
+        if at_s < self._gives_up_at_s:
+            self._gives_up_at_s = at_s
+            self.agenda.at(max(at_s, self.agenda.now_s), self._give_up_due, at_s)
+
+    def _give_up_due(self, at_s: float) -> None:
+        if at_s == self._gives_up_at_s:
+            self._gives_up_at_s = math.inf
+            self.deliver(self.give_up)
+
+    def _disk_changed(self, hashes: Sequence[bytes]) -> None:
+        assert self.disk is not None, "a change without a disk"
+        added = [one for one in hashes if one in self.disk]
+        self.blocks.lower_changed(added, [one for one in hashes if one not in self.disk])
+
     # -- events --------------------------------------------------------------------------------------------------
 
     def send_event(self, router: int, event: interface.Event) -> None:
@@ -338,8 +354,12 @@ class Machine(ABC, Generic[Step, Effect]):
                 self.forward(pr.TransferEnded(key=effect.key, is_committed=False, error=effect.error))
             case fx.PromptScored():
                 raise AssertionError("a simulated prompt has no logprobs")
-            case FetchStarted() | FetchAborted():
-                raise AssertionError("a simulated worker has no slower tiers")
+            case FetchStarted():
+                assert self.disk is not None, "a fetch without a disk"
+                self.disk.begin(effect.fetch, partial(self.post, self.fetched, effect.fetch))
+            case FetchAborted():
+                assert self.disk is not None, "a fetch without a disk"
+                self.disk.abort(effect.number)
             case _:
                 assert_never(effect)
 

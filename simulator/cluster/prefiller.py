@@ -33,9 +33,11 @@ class PrefillMachine(Machine[PrefillStep, fx.PrefillEffect]):
         super().__init__(env, shape, speed, tally, incarnation)
         self._step: PrefillStep | None = None
         self._started_s = 0.0
+        order = PromptOrder(CostModel(shape.prior or shape.cost), most=shape.max_batch_tokens)
         self.scheduler = PrefillScheduler(
             kv=self.kv,
-            prompt_order=PromptOrder(CostModel(shape.prior or shape.cost), most=shape.max_batch_tokens),
+            fetches=self.fetches_with(order.remaining_s),
+            prompt_order=order,
             inbox_depth=shape.inbox_depth,
             end_rule=self.end_rule,
             pushing=PushRule(
@@ -84,6 +86,7 @@ class PrefillMachine(Machine[PrefillStep, fx.PrefillEffect]):
         now_s = self.agenda.now_s
         step, effects = self.scheduler.plan(now_s)
         self.act(effects)
+        self.expect_give_up()
         if step.is_empty:
             return
         self._step, self._started_s = step, now_s

@@ -27,6 +27,7 @@ from simulator.cluster.prefiller import PrefillMachine
 from simulator.cluster.prompts import BlockNames, block_names
 from simulator.cluster.speed import Speed
 from simulator.cluster.tally import Samples, Tally
+from simulator.cluster.tiers import TierRules
 from simulator.model import (
     RequestRow,
     Sample,
@@ -141,8 +142,9 @@ class World:
         on_step: OnStep | None = None,
         keeps_rows: bool = True,
         elastic: Elastic | None = None,
+        tier_rules: TierRules | None = None,
     ) -> None:
-        """With `elastic`, `config.workers` are only the first ones."""
+        """With `elastic`, `config.workers` are only the first ones. `tier_rules` None: those of live workers."""
         self.config = config
         self.agenda = Agenda()
         self.network = Network(self.agenda)
@@ -159,6 +161,7 @@ class World:
             routers=list(range(config.num_routers)),
             send_event=self._send_event,
             cache_changed=self._cache_changed,
+            tier_rules=tier_rules or TierRules(),
         )
         self._on_step, self._on_ended = on_step, on_ended
         self._open = set(self._env.routers)  # those that take calls

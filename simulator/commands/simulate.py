@@ -69,6 +69,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--host-gb-per-s", type=float, metavar="X", help="speed of copies to that memory and back, in GB/s (25)"
     )
     where.add_argument(
+        "--disk-gib", type=float, metavar="X", help="disk of each worker for KV that has left memory, in GiB (0)"
+    )
+    where.add_argument("--disk-gb-per-s", type=float, metavar="X", help="speed of reads from that disk, in GB/s (3)")
+    where.add_argument(
         "--routers",
         type=int,
         default=1,

@@ -96,8 +96,9 @@ def make_input(args: argparse.Namespace, on_read: Callable[[int, int], None]) ->
                 raise ConfigError(flag, value, "no --trace beside it: a trace replaces the workload")
     built_in = make_workload(args.workload or "chat", duration_s=args.duration, seed=args.seed)
     trace = Reshaped(file or built_in, *_steps(args, file))
-    cluster_flags = (args.profile, args.prefill, args.decode, args.link, args.host_gib, args.host_gb_per_s)
-    if recorded is not None and all(flag is None for flag in cluster_flags):
+    tiers = _tiers(args)
+    cluster_flags = (args.profile, args.prefill, args.decode, args.link)
+    if recorded is not None and not tiers and all(flag is None for flag in cluster_flags):
         broken = recorded.faults + faults(args, [one.worker_id for one in recorded.workers])
         rules_off = rules_off or recorded.router.rules_off
         base, cluster = recorded.config(**common, faults=broken), "the recorded cluster"
@@ -105,7 +106,7 @@ def make_input(args: argparse.Namespace, on_read: Callable[[int, int], None]) ->
         profile = load_profile(args.profile or flags.PROFILE)
         counts = (flags.WORKERS if count is None else count for count in (args.prefill, args.decode))
         workers = tuple(
-            dataclasses.replace(one, **_host_tier(args)) for one in make_workers(profile, *counts, link=args.link or "")
+            dataclasses.replace(one, **tiers) for one in make_workers(profile, *counts, link=args.link or "")
         )
         base = SimConfig(
             workers=workers,
@@ -126,18 +127,20 @@ def make_input(args: argparse.Namespace, on_read: Callable[[int, int], None]) ->
     )
 
 
-def _host_tier(args: argparse.Namespace) -> dict[str, Any]:
+def _tiers(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of each worker's shape that flags give."""
     found: dict[str, Any] = {}
     for flag, value, field, unit in (
         ("host-gib", args.host_gib, "host_bytes", 2**30),
         ("host-gb-per-s", args.host_gb_per_s, "host_bytes_per_s", 1e9),
+        ("disk-gib", args.disk_gib, "disk_bytes", 2**30),
+        ("disk-gb-per-s", args.disk_gb_per_s, "disk_bytes_per_s", 1e9),
     ):
         if value is not None:
             if not 0.0 <= value < math.inf:
                 raise ConfigError(flag, value, "a finite number, at least 0")
-            found[field] = value * unit
-    return found | ({"host_bytes": int(found["host_bytes"])} if "host_bytes" in found else {})
+            found[field] = int(value * unit) if unit == 2**30 else value * unit
+    return found
 
 
 def _compared(

@@ -1,0 +1,179 @@
+"""The tiers below a simulated worker's pool: host memory, whose copies delay the next step, and a disk, for whose reads
+prompts wait. Pure.
+
+The tables are those of live workers: HostTier and Fetches. Here are only the times of copies and reads, and what the
+disk has. Writes to the disk take no time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, final
+
+from pdserve.core.attempt import Attempt
+from pdserve.core.kv.fetch import BlockSource, Fetch
+from pdserve.core.kv.host_tier import HostTier, LoadRule
+from simulator.cluster.agenda import Agenda
+from simulator.model import WorkerShape
+
+YOUNG_SHARE: Final = 0.75  # of the disk: a block that is evicted again while it is older than that is written anew
+
+
+class TierRules:
+    """What is loaded from the tiers: as in a live worker, what is predicted to be sooner than computing. Benchmarks
+    compare it with other rules, which change what the tiers say of themselves."""
+
+    def host(self, rule: LoadRule) -> LoadRule:
+        return rule
+
+    def disk(self, disk: SimulatedDisk) -> BlockSource:
+        return disk
+
+
+@final
+class SimulatedCopies:
+    """The copies of a host tier take time before the next step, as those of a live worker do. Their number for one
+    allocation is not limited."""
+
+    def __init__(self, shape: WorkerShape, block_size: int) -> None:
+        block_bytes = block_size * shape.kv_bytes_per_token
+        self.num_slots = shape.host_bytes // block_bytes
+        self._block_s = block_bytes / shape.host_bytes_per_s
+        self._due_s = 0.0
+
+    def tier(self, prefill_s: Callable[[int, int], float], disk: SimulatedDisk | None, rules: TierRules) -> HostTier:
+        return HostTier(self, rules.host(LoadRule(self._block_s, prefill_s)), self.num_slots, disk)
+
+    def save(self, block: int, slot: int) -> None:
+        self._due_s += self._block_s
+
+    def load(self, slot: int, block: int) -> None:
+        self._due_s += self._block_s
+
+    def take_s(self) -> float:
+        """Seconds of the copies since the last call."""
+        due_s, self._due_s = self._due_s, 0.0
+        return due_s
+
+
+@dataclass(slots=True)
+class _Read:
+    fetch: Fetch
+    end: Callable[[int], None]
+
+
+@final
+class SimulatedDisk:
+    """The oldest blocks leave. One fetch is read after the other."""
+
+    name = "disk"
+
+    def __init__(
+        self, agenda: Agenda, shape: WorkerShape, block_size: int, changed: Callable[[Sequence[bytes]], None]
+    ) -> None:
+        """`changed` gets the hashes that have been removed, or are added if the disk has them."""
+        self._agenda, self._changed = agenda, changed
+        self._block_s = block_size * shape.kv_bytes_per_token / shape.disk_bytes_per_s
+        self._latency_s = shape.disk_latency_s
+        self.num_slots = shape.disk_bytes // (block_size * shape.kv_bytes_per_token)
+        self._written: dict[bytes, int] = {}  # number of the write of each block, ascending
+        self._num_written = 0
+        self._queue: deque[_Read] = deque()
+        self._reading: _Read | None = None
+        self._began_s = 0.0
+        self._num_queued = 0  # blocks
+        self.num_read = 0
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._written
+
+    # -- blocks that leave memory --------------------------------------------------------------------------------
+
+    @property
+    def room(self) -> int:
+        return self.num_slots
+
+    def take_block(self, block_hash: bytes, block: int) -> None:
+        self._write(block_hash)
+
+    def take_copy(self, block_hash: bytes, slot: int) -> None:
+        self._write(block_hash)
+
+    def drop(self, block_hash: bytes) -> None:
+        self._written.pop(block_hash, None)
+
+    def _write(self, block_hash: bytes) -> None:
+        before = self._written.get(block_hash)
+        if before is not None and self._num_written - before < YOUNG_SHARE * self.num_slots:
+            return
+        self._written.pop(block_hash, None)
+        changed = [block_hash]
+        if len(self._written) >= self.num_slots:
+            oldest = next(iter(self._written))
+            del self._written[oldest]
+            changed.append(oldest)
+        self._num_written += 1
+        self._written[block_hash] = self._num_written
+        self._changed(changed)
+
+    # -- blocks that prompts wait for ----------------------------------------------------------------------------
+
+    def num_found(self, attempt: Attempt, hashes: Sequence[bytes], first: int) -> int:
+        return next((at for at, one in enumerate(hashes) if one not in self._written), len(hashes))
+
+    def predict_s(self, attempt: Attempt, num_blocks: int) -> float:
+        queued_s = len(self._queue) * self._latency_s + self._num_queued * self._block_s
+        if self._reading is not None:
+            queued_s += max(0.0, self._began_s + self._read_s(self._reading.fetch) - self._agenda.now_s)
+        return queued_s + self._latency_s + num_blocks * self._block_s
+
+    def begin(self, fetch: Fetch, end: Callable[[int], None]) -> None:
+        """`end` is called when nothing writes to the blocks any more, with the number of those that were read."""
+        self._queue.append(_Read(fetch, end))
+        self._num_queued += len(fetch.blocks)
+        self._next()
+
+    def abort(self, number: int) -> None:
+        reading = self._reading
+        if reading is not None and reading.fetch.number == number:
+            since_s = self._agenda.now_s - self._began_s - self._latency_s
+            self._end(reading, min(len(reading.fetch.blocks), max(0, int(since_s / self._block_s))))
+            return
+        for one in self._queue:
+            if one.fetch.number == number:
+                self._queue.remove(one)
+                self._num_queued -= len(one.fetch.blocks)
+                one.end(0)
+                return
+
+    def _next(self) -> None:
+        if self._reading is None and self._queue:
+            one = self._reading = self._queue.popleft()
+            self._num_queued -= len(one.fetch.blocks)
+            self._began_s = self._agenda.now_s
+            self._agenda.after(self._read_s(one.fetch), self._read, one)
+
+    def _read(self, one: _Read) -> None:
+        if one is self._reading:  # not aborted
+            self._end(one, len(one.fetch.blocks))
+
+    def _end(self, one: _Read, num_blocks: int) -> None:
+        self._reading = None
+        found = self._count(one.fetch.hashes[:num_blocks])
+        self.num_read += found
+        one.end(found)
+        self._next()
+
+    def _count(self, hashes: Iterable[bytes]) -> int:
+        """The leading blocks that have not left meanwhile."""
+        count = 0
+        for one in hashes:
+            if one not in self._written:
+                break
+            count += 1
+        return count
+
+    def _read_s(self, fetch: Fetch) -> float:
+        return self._latency_s + len(fetch.blocks) * self._block_s
