@@ -7,6 +7,8 @@ those that live at the same time need `--times` as much memory as the pools have
 Of a prompt, the leading full blocks that an earlier prompt had are *reusable*; the worker reports how many it did not
 compute. Bars: at least 97 % of the reusable tokens served, and the 90th percentile of a request's time per output token
 2.5 times better with tiers. `python -m benchmarks.tiers` shows the same on a live cluster.
+
+With `--choice`, it compares the choice between loading and computing with fixed rules (benchmarks/choice.py).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from benchmarks.choice import report
 from benchmarks.harness import table
 from pdserve.core.types import Slo
 from pdserve.profiles import load_profile
@@ -100,7 +103,12 @@ def main() -> None:
     parser.add_argument("--host-gb-per-s", type=float, default=25.0)
     parser.add_argument("--times", type=float, default=4.0, help="working set, in pools")
     parser.add_argument("--seed", type=int, default=100)
+    parser.add_argument("--choice", action="store_true", help="compare load rules, over mixes of tiers and loads")
+    parser.add_argument("--requests", type=int, default=150, help="of each run with --choice")
     arguments = parser.parse_args()
+    if arguments.choice:
+        report(arguments.requests, arguments.seed)
+        return
     trace = coding_agents(
         rate_rps=arguments.rate * arguments.gpus,
         duration_s=arguments.duration,
