@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--times", type=float, default=4.0, help="working set, in pools")
     parser.add_argument("--seed", type=int, default=100)
     parser.add_argument("--choice", action="store_true", help="compare load rules, over mixes of tiers and loads")
-    parser.add_argument("--requests", type=int, default=150, help="of each run with --choice")
+    parser.add_argument("--requests", type=int, default=100, help="of each run with --choice")
     arguments = parser.parse_args()
     if arguments.choice:
         report(arguments.requests, arguments.seed)

@@ -77,6 +77,9 @@ class FixedLoad(LoadRule):
     def loads(self, num_blocks: int, *, cached_tokens: int, block_size: int) -> bool:
         return num_blocks >= self.least_blocks
 
+    def is_worthwhile(self, block_size: int) -> bool:
+        return True
+
 
 @final
 class FixedRules(TierRules):
@@ -85,6 +88,9 @@ class FixedRules(TierRules):
 
     def host(self, rule: LoadRule) -> LoadRule:
         return FixedLoad(rule.block_s, rule.prefill_s, self._least_blocks)
+
+    def has_disk(self, read_s: float, computed_s: float) -> bool:
+        return True
 
     def disk(self, disk: SimulatedDisk) -> BlockSource:
         return FixedSource(disk, self._least_blocks)
@@ -194,6 +200,10 @@ class Mix:
     tier: str
     gb_s: float
 
+    @property
+    def text(self) -> str:
+        return f"{self.length.name}, load {self.load:g}, {self.tier} {self.gb_s:g} GB/s"
+
 
 @dataclass(frozen=True, slots=True)
 class Figure:
@@ -268,17 +278,13 @@ def overall(several: Sequence[Compared], rule: str) -> float:
 def report(count: int, seed: int) -> None:
     began_s, several = time.monotonic(), []
     for one in compare(count=count, seed=seed):
-        mix = one.mix
         several.append(one)
-        print(
-            f"{mix.length.name}, load {mix.load:g}, {mix.tier} {mix.gb_s:g} GB/s: ours {one.figures[OURS].ttft_s:.4f} s, "
-            f"{one.ratio(one.best):.3f} of the best fixed rule, {one.best} ({time.monotonic() - began_s:.0f} s)",
-            flush=True,
-        )
+        ratio, since_s = one.ratio(one.best), time.monotonic() - began_s
+        print(f"{one.mix.text}: ours / best fixed {ratio:.3f}, {one.best} ({since_s:.0f} s)", flush=True)
     head = ["mix", *RULES, "ours / best", "attained: ours", "best"]
     rows = [
         [
-            f"{one.mix.length.name}, {one.mix.load:g}, {one.mix.tier} {one.mix.gb_s:g} GB/s",
+            one.mix.text,
             *(f"{1000.0 * one.figures[rule].ttft_s:.0f}" for rule in RULES),
             f"{one.ratio(one.best):.3f} {one.best}",
             f"{100.0 * one.figures[OURS].attained:.0f} %",

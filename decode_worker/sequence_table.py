@@ -202,10 +202,19 @@ class SequenceTable:
         fetches = self.fetches
         if fetches is None or is_starved:
             return
+        ready: list[DecodeSequence] = []
         spare = len(self.running)
+
+        def ahead_s() -> float:
+            before = [fetches.left_s(len(each.tokens), 0, self._reusable(each)) for each in ready]
+            unfinished = [each for each in self.running if each.remaining > 1]
+            return sum(before) + sum(fetches.left_s(len(each.tokens), each.computed) for each in unfinished)
+
         for sequence in self.waiting:
-            self._effects += fetches.consider(sequence.attempt, self._reusable(sequence), now_s, spare=spare)
+            hashes = self._reusable(sequence)
+            self._effects += fetches.consider(sequence.attempt, hashes, now_s, ahead_s=ahead_s, spare=spare)
             if not fetches.is_waiting(sequence.key):  # it may start in this step
+                ready.append(sequence)
                 spare += blocks_for(len(sequence.tokens), self.block_size) + 1
 
     def _no_fetch(self, sequence: DecodeSequence) -> None:

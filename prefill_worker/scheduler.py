@@ -289,12 +289,20 @@ class PrefillScheduler:
         fetches = self._fetches
         if fetches is None:
             return self._waiting.values()
-        ready, spare = [], 0
+        ready: list[PrefillSequence] = []
+        spare = 0
+
+        def ahead_s() -> float:
+            before = [fetches.left_s(len(each.tokens), 0, self._reusable(each)) for each in ready]
+            computing = self._computing.values()
+            return sum(before) + sum(fetches.left_s(len(each.tokens), each.computed) for each in computing)
+
         for key, prompt in self._waiting.items():
             if (
                 not self._is_full
             ):  # a fetch must not take the memory that an earlier prompt lacks, or takes in this step
-                effects += fetches.consider(prompt.attempt, self._reusable(prompt), now_s, spare=spare)
+                hashes = self._reusable(prompt)
+                effects += fetches.consider(prompt.attempt, hashes, now_s, ahead_s=ahead_s, spare=spare)
             if not fetches.is_waiting(key):
                 ready.append(prompt)
                 spare += blocks_for(len(prompt.tokens), self._block_size)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar, assert_never
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, assert_never
 
 from pdserve.build import FULL_VERSION
 from pdserve.config import WorkerConfig
@@ -31,7 +31,7 @@ from pdserve.core.kv.blocks import BlockAllocator, CacheChange
 from pdserve.core.kv.cache import KvCache
 from pdserve.core.kv.fetch import BlockSource, Fetch, FetchAborted, Fetches, FetchStarted
 from pdserve.core.kv.hashing import hash_seed
-from pdserve.core.kv.host_tier import HostTier, LoadRule
+from pdserve.core.kv.host_tier import LONG_BLOCKS, HostTier, LoadRule
 from pdserve.core.kv.kv_shape import Fingerprint, TransferKey
 from pdserve.core.kv.stamps import BlockStamps
 from pdserve.core.types import Role
@@ -57,7 +57,6 @@ from pdserve.worker.reports import StatusReports
 from pdserve.worker.steps import Begun, Isolation, RowFailed, free_row
 
 log = logging.getLogger(__name__)
-LONG_BLOCKS: Final = 64  # of a prompt that is worth to be loaded
 
 
 class FetchSource(BlockSource, Protocol):
@@ -624,8 +623,8 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
 def _host_tier(copies: HostCopies, cost: CostPrior, block_size: int, lower: DiskTier | None) -> HostTier | None:
     """None if computing is sooner: routers would count on blocks that are computed again. Overwrites the pool."""
     rule = LoadRule(copies.measure_s(), CostModel(cost).prefill_s)
-    if not rule.loads(LONG_BLOCKS, cached_tokens=0, block_size=block_size):
-        log.warning("loading KV blocks would take longer than computing them, so there is no host tier")
+    if not rule.is_worthwhile(block_size):
+        log.warning("copying KV blocks would take longer than computing them, so there is no host tier")
         return None
     return HostTier(copies, rule, copies.most_saved, lower)
 

@@ -21,6 +21,7 @@ from pdserve.core.cost.latency import CostModel
 from pdserve.core.kv.blocks import BlockAllocator, CacheChange
 from pdserve.core.kv.cache import KvCache
 from pdserve.core.kv.fetch import Fetch, FetchAborted, Fetches, FetchStarted
+from pdserve.core.kv.host_tier import LONG_BLOCKS
 from pdserve.core.kv.kv_shape import TransferKey
 from pdserve.core.types import Role
 from pdserve.worker.interface import Effect, Scheduler, Step
@@ -76,11 +77,13 @@ class Machine(ABC, Generic[Step, Effect]):
         model = CostModel(shape.prior or shape.cost)
         rules = env.tier_rules
         disk = SimulatedDisk(self.agenda, shape, self.block_size, self._disk_changed)
-        self.disk = disk if disk.num_slots else None
+        long_s = model.prefill_s(LONG_BLOCKS * self.block_size)
+        is_on = disk.num_slots > 0 and rules.has_disk(disk.read_s(LONG_BLOCKS), long_s)
+        self.disk = disk if is_on else None
         self.copies = SimulatedCopies(shape, self.block_size)
         self.blocks = BlockAllocator(
             num_blocks,
-            tier=self.copies.tier(model.prefill_s, self.disk, rules) if self.copies.num_slots else None,
+            tier=self.copies.tier(model.prefill_s, self.disk, rules),
             lower=self.disk,
             computed_s=lambda first: model.prefill_s(self.block_size, first * self.block_size),
         )

@@ -28,6 +28,10 @@ class TierRules:
     def host(self, rule: LoadRule) -> LoadRule:
         return rule
 
+    def has_disk(self, read_s: float, computed_s: float) -> bool:
+        """Whether to have a disk tier, from the times of a long prompt. As in pdserve/worker/program.py."""
+        return read_s < computed_s
+
     def disk(self, disk: SimulatedDisk) -> BlockSource:
         return disk
 
@@ -38,13 +42,19 @@ class SimulatedCopies:
     allocation is not limited."""
 
     def __init__(self, shape: WorkerShape, block_size: int) -> None:
+        self._block_size = block_size
         block_bytes = block_size * shape.kv_bytes_per_token
         self.num_slots = shape.host_bytes // block_bytes
         self._block_s = block_bytes / shape.host_bytes_per_s
         self._due_s = 0.0
 
-    def tier(self, prefill_s: Callable[[int, int], float], disk: SimulatedDisk | None, rules: TierRules) -> HostTier:
-        return HostTier(self, rules.host(LoadRule(self._block_s, prefill_s)), self.num_slots, disk)
+    def tier(
+        self, prefill_s: Callable[[int, int], float], disk: SimulatedDisk | None, rules: TierRules
+    ) -> HostTier | None:
+        """None if it has no memory, or is not worthwhile."""
+        rule = rules.host(LoadRule(self._block_s, prefill_s))
+        is_on = self.num_slots > 0 and rule.is_worthwhile(self._block_size)
+        return HostTier(self, rule, self.num_slots, disk) if is_on else None
 
     def save(self, block: int, slot: int) -> None:
         self._due_s += self._block_s
@@ -89,6 +99,10 @@ class SimulatedDisk:
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self._written
 
+    def read_s(self, num_blocks: int) -> float:
+        """To read so many blocks, without a queue."""
+        return self._latency_s + num_blocks * self._block_s
+
     # -- blocks that leave memory --------------------------------------------------------------------------------
 
     @property
@@ -126,8 +140,8 @@ class SimulatedDisk:
     def predict_s(self, attempt: Attempt, num_blocks: int) -> float:
         queued_s = len(self._queue) * self._latency_s + self._num_queued * self._block_s
         if self._reading is not None:
-            queued_s += max(0.0, self._began_s + self._read_s(self._reading.fetch) - self._agenda.now_s)
-        return queued_s + self._latency_s + num_blocks * self._block_s
+            queued_s += max(0.0, self._began_s + self.read_s(len(self._reading.fetch.blocks)) - self._agenda.now_s)
+        return queued_s + self.read_s(num_blocks)
 
     def begin(self, fetch: Fetch, end: Callable[[int], None]) -> None:
         """`end` is called when nothing writes to the blocks any more, with the number of those that were read."""
@@ -153,7 +167,7 @@ class SimulatedDisk:
             one = self._reading = self._queue.popleft()
             self._num_queued -= len(one.fetch.blocks)
             self._began_s = self._agenda.now_s
-            self._agenda.after(self._read_s(one.fetch), self._read, one)
+            self._agenda.after(self.read_s(len(one.fetch.blocks)), self._read, one)
 
     def _read(self, one: _Read) -> None:
         if one is self._reading:  # not aborted
@@ -174,6 +188,3 @@ class SimulatedDisk:
                 break
             count += 1
         return count
-
-    def _read_s(self, fetch: Fetch) -> float:
-        return self._latency_s + len(fetch.blocks) * self._block_s

@@ -3,7 +3,8 @@
 A waiting prompt may fetch the blocks that neither the pool nor the host tier has, if that is predicted to be sooner
 than to compute them. It is not planned meanwhile, so later prompts go first. When the fetch has ended, its verified
 blocks are in the prefix cache, where the prompt finds them like any others. A prompt waits for at most the time in
-which it could have computed the blocks, and then computes them. So a slow or broken source is a miss.
+which it could have had its turn and computed the blocks, and then computes them. So a slow or broken source is a miss.
+What is fetched until the turn of a prompt costs it nothing.
 
 The fetch references its blocks until the source has reported that it no longer writes to them. Prompts that lack the
 same blocks wait for the same fetch.
@@ -138,11 +139,17 @@ class Fetches:
             yield one.fetch.blocks
 
     def consider(
-        self, attempt: Attempt, hashes: Sequence[bytes], now_s: float, *, spare: int = 0
+        self,
+        attempt: Attempt,
+        hashes: Sequence[bytes],
+        now_s: float,
+        *,
+        ahead_s: Callable[[], float] = lambda: 0.0,
+        spare: int = 0,
     ) -> Iterable[FetchEffect]:
         """Starts a fetch for a waiting prompt, or lets it wait for one, if that is worthwhile. `hashes` are those of
-        the full blocks that need not be computed. A fetch leaves `spare` blocks available. Costs little if nothing has
-        changed for the prompt."""
+        the full blocks that need not be computed. `ahead_s`: seconds to compute the prompts before it. A fetch leaves
+        `spare` blocks available. Costs little if nothing has changed for the prompt."""
         wait = self._waits.get(attempt.key)
         if wait is not None and (wait.is_over or wait.number is not None or wait.seen == self._num_ended):
             return ()
@@ -152,8 +159,13 @@ class Fetches:
             return self._decide(attempt, wait)
         number = self._number_of.get(missing[0])
         if number is not None:
-            return self._join(self._running[number], attempt, missing, first, wait, now_s)
-        return self._start(attempt, hashes, first, wait, now_s, spare)
+            return self._join(self._running[number], attempt, missing, first, wait, now_s, ahead_s())
+        return self._start(attempt, hashes, first, wait, now_s, ahead_s(), spare)
+
+    def left_s(self, num_tokens: int, computed: int, hashes: Sequence[bytes] = ()) -> float:
+        """Seconds to compute what is left of a text, of which blocks with these hashes need not be computed."""
+        computed = max(computed, self._kv.num_found(hashes) * self._kv.block_size)
+        return self._prefill_s(num_tokens - computed, computed)
 
     def ended(self, number: int, num_blocks: int) -> Fetch:
         """The source no longer writes to the blocks of the fetch, of which the first `num_blocks` are verified. Those
@@ -205,14 +217,21 @@ class Fetches:
     # -- decisions ----------------------------------------------------------------------------------------------
 
     def _start(
-        self, attempt: Attempt, hashes: Sequence[bytes], first: int, wait: _Wait | None, now_s: float, spare: int
+        self,
+        attempt: Attempt,
+        hashes: Sequence[bytes],
+        first: int,
+        wait: _Wait | None,
+        now_s: float,
+        ahead_s: float,
+        spare: int,
     ) -> Iterable[FetchEffect]:
         missing = hashes[first:]
         best: tuple[float, BlockSource, int] | None = None
         for source in self.sources:
             count = source.num_found(attempt, missing, first)
             count = next((at for at in range(count) if missing[at] in self._number_of), count)
-            saved_s = self._saved_s(source, attempt, count, first)
+            saved_s = self._saved_s(source, attempt, count, first, ahead_s)
             # All that the source has: later tokens take longer to compute, and not longer to fetch.
             if saved_s > 0.0 and (best is None or saved_s > best[0]):
                 best = saved_s, source, count
@@ -220,12 +239,12 @@ class Fetches:
             return self._decide(attempt, wait)
         _, source, found = best
         if wait is None:
-            wait = self._waits[attempt.key] = self._wait(found, first, now_s)
+            wait = self._waits[attempt.key] = self._wait(found, first, now_s + ahead_s)
         wait.seen = self._num_ended
-        blocks = self._take_blocks(source, attempt, [*hashes[:first], *missing[:found]], first, spare)
+        blocks = self._take_blocks(source, attempt, [*hashes[:first], *missing[:found]], first, ahead_s, spare)
         if blocks is None:
             if self._kv.num_found(hashes) < first:  # making room has displaced blocks that were found
-                return self._start(attempt, hashes, self._kv.num_found(hashes), wait, now_s, spare)
+                return self._start(attempt, hashes, self._kv.num_found(hashes), wait, now_s, ahead_s, spare)
             if not self._running:  # no end of a fetch will make room, so the prompt waits for memory like others
                 if wait.num_fetches:
                     return self._decide(attempt, wait)
@@ -251,7 +270,13 @@ class Fetches:
         return (FetchStarted(fetch),)
 
     def _take_blocks(
-        self, source: BlockSource, attempt: Attempt, hashes: Sequence[bytes], first: int, spare: int
+        self,
+        source: BlockSource,
+        attempt: Attempt,
+        hashes: Sequence[bytes],
+        first: int,
+        ahead_s: float,
+        spare: int,
     ) -> list[int] | None:
         """The first `first` blocks of `hashes`, then new ones for the rest, or for a part that is worth a fetch."""
         wanted = len(hashes) - first
@@ -261,7 +286,7 @@ class Fetches:
         if blocks is None:
             return None
         count = len(blocks) - first
-        if count < wanted and self._saved_s(source, attempt, count, first) <= 0.0:
+        if count < wanted and self._saved_s(source, attempt, count, first, ahead_s) <= 0.0:
             self._kv.give_back(blocks)
             return None
         return blocks
@@ -274,6 +299,7 @@ class Fetches:
         first: int,
         wait: _Wait | None,
         now_s: float,
+        ahead_s: float,
     ) -> Iterable[FetchEffect]:
         """The fetch `one` already fills the first of the missing blocks."""
         fetch = one.fetch
@@ -282,10 +308,10 @@ class Fetches:
             len(missing),
         )
         computed_s = self._computed_s(shared, first)
-        if one.is_aborted or fetch.started_s + fetch.predicted_s - now_s >= computed_s:
+        if one.is_aborted or fetch.started_s + fetch.predicted_s - now_s >= ahead_s + computed_s:
             return self._decide(attempt, wait)
         if wait is None:
-            wait = self._waits[attempt.key] = self._wait(shared, first, now_s)
+            wait = self._waits[attempt.key] = self._wait(shared, first, now_s + ahead_s)
         wait.number, wait.num_supplied = fetch.number, first + shared
         one.waiting.add(attempt.key)
         return ()
@@ -311,14 +337,15 @@ class Fetches:
         one.prefix = []
         return (FetchAborted(one.fetch.number, one.fetch.source),)
 
-    def _wait(self, num_blocks: int, first: int, now_s: float) -> _Wait:
+    def _wait(self, num_blocks: int, first: int, turn_s: float) -> _Wait:
+        """`turn_s`: when the prompt would be computed."""
         computed_s = self._computed_s(num_blocks, first)
-        return _Wait(now_s + (computed_s if computed_s < math.inf else UNKNOWN_S))
+        return _Wait(turn_s + (computed_s if computed_s < math.inf else UNKNOWN_S))
 
-    def _saved_s(self, source: BlockSource, attempt: Attempt, num_blocks: int, first: int) -> float:
+    def _saved_s(self, source: BlockSource, attempt: Attempt, num_blocks: int, first: int, ahead_s: float) -> float:
         if num_blocks <= 0:
             return 0.0
-        return self._computed_s(num_blocks, first) - source.predict_s(attempt, num_blocks)
+        return self._computed_s(num_blocks, first) - max(0.0, source.predict_s(attempt, num_blocks) - ahead_s)
 
     def _computed_s(self, num_blocks: int, first: int) -> float:
         size = self._kv.block_size

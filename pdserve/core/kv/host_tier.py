@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import Final, Protocol, final
+
+LONG_BLOCKS: Final = 64  # of a prompt that is worth to be loaded
 
 
 class BlockCopies(Protocol):
@@ -59,6 +61,11 @@ class LoadRule:
         """Whether to load `num_blocks` blocks that follow `cached_tokens` tokens."""
         computed_s = self.prefill_s(num_blocks * block_size, cached_tokens)
         return computed_s == 0.0 or num_blocks * self.block_s < computed_s
+
+    def is_worthwhile(self, block_size: int) -> bool:
+        """Whether to have a tier: a block is copied when it leaves the pool, and when it is loaded."""
+        computed_s = self.prefill_s(LONG_BLOCKS * block_size, 0)
+        return computed_s == 0.0 or 2 * LONG_BLOCKS * self.block_s < computed_s
 
 
 @final

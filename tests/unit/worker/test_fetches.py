@@ -309,6 +309,22 @@ def test_a_slow_source_is_not_asked_for_blocks(role: Role) -> None:
 
 
 @ROLES
+def test_a_fetch_may_take_until_the_turn_of_its_prompt(role: Role) -> None:
+    worker = Worker(role)
+    worker.source.keep(TEXT[1:21])
+    worker.source.seconds = 1.5 * SIZE * TOKEN_S
+    worker.offer("a", TEXT[:22])
+    key = worker.offer("b", TEXT[1:23])
+    worker.step()
+    assert list(worker.running) == [1]
+    assert worker.fetches.next_give_up_s == pytest.approx((22 + 20) * TOKEN_S)
+    worker.end(1)
+    worker.run()
+    assert worker.cached[key] == 20
+    worker.close()
+
+
+@ROLES
 def test_a_fetch_follows_the_host_tier(role: Role) -> None:
     worker = Worker(role, num_blocks=10, num_slots=30)
     first = worker.offer("a", TEXT[:25])
