@@ -193,6 +193,8 @@ def test_a_killed_worker_affects_the_result(capsys: pytest.CaptureFixture[str]) 
         (("--noise", "-1"), "noise: got -1.0"),
         (("--host-gib", "-1"), "host-gib: got -1.0"),
         (("--host-gib", "1", "--host-gb-per-s", "0"), "host_bytes_per_s: got 0.0"),
+        (("--disk-gib", "-1"), "disk-gib: got -1.0"),
+        (("--disk-gib", "1", "--disk-gb-per-s", "0"), "disk_bytes_per_s: got 0.0"),
     ],
 )
 def test_wrong_arguments_are_one_line(flags: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]) -> None:
