@@ -183,7 +183,6 @@ class EvictionQueue:
             self._chosen = None
         else:
             live[0] += 1
-            live[1] = len(segment.hashes)
 
     def discard(self, block_hash: bytes) -> None:
         segment = self._segment_of.pop(block_hash, None)
@@ -209,7 +208,7 @@ class EvictionQueue:
         segment = self._choose(now_s)
         live = self._live[segment]
         while True:
-            live[1] -= 1
+            live[1] = (live[1] or len(segment.hashes)) - 1
             block_hash = segment.hashes[live[1]]
             if self._segment_of.get(block_hash) is segment:
                 self.discard(block_hash)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
 from pdserve.core.kv.blocks import BlockAllocator
 from pdserve.core.kv.cache import KvCache
 from pdserve.core.kv.host_tier import HostTier, LoadRule
-from pdserve.core.kv.retention import WATCHED, Kind, Retention, ReuseRates
+from pdserve.core.kv.retention import WATCHED, EvictionQueue, Kind, Retention, ReuseRates, Segment
 
 ONCE, OFTEN = (Kind.PRIVATE, 1), (Kind.PRIVATE, 2)
 
@@ -155,3 +156,26 @@ def test_a_full_host_tier_keeps_what_is_worth_more(ends: bool) -> None:
     use(kv, names(2, 2), 2.0, 0.0 if ends else None)  # the first text moves to the tier
     use(kv, names(3, 2), 3.0)  # the second leaves the pool
     assert set(tier) == set(names(1 if ends else 2, 2))
+
+
+class Read(tuple[bytes, ...]):
+    num_read = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        self.num_read += 1
+        return super().__getitem__(at)
+
+
+def test_blocks_that_come_and_leave_in_turn_cost_the_same_in_long_texts() -> None:
+    hashes = Read(names(1, 1000))
+    queue = EvictionQueue(ReuseRates())
+    segment = Segment(ONCE, 1.0, 1, 1, 1, len(hashes), 1.0, hashes)
+    left = []
+    for at, block_hash in enumerate(reversed(names(1, 1000))):
+        queue.add(block_hash, segment)
+        if at % 2:
+            left.append(queue.pop(2.0))
+    while queue:
+        left.append(queue.pop(2.0))
+    assert sorted(left) == names(1, 1000)
+    assert hashes.num_read <= 3 * 1000
