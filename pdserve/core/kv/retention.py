@@ -57,6 +57,7 @@ class ReuseRates:
         self._used: dict[ReuseClass, list[float]] = defaultdict(lambda: [0.0] * _NUM_AGES)
         self._unused: dict[ReuseClass, list[float]] = defaultdict(lambda: [0.0] * _NUM_AGES)
         self._values: dict[ReuseClass, list[float]] = {}
+        self._common = [0.0] * _NUM_AGES
 
     def used(self, reuse_class: ReuseClass, age_s: float, count: float) -> None:
         self._used[reuse_class][_age(age_s)] += count
@@ -72,7 +73,7 @@ class ReuseRates:
             if reuse_class[0] is Kind.WITHIN:
                 values = self._values[reuse_class] = _values([0.0] * _NUM_AGES, [0.0] * _NUM_AGES, _prior(reuse_class))
             else:
-                return -1.0 if reuse_class[0] is Kind.ENDED else 0.0
+                return -1.0 if reuse_class[0] is Kind.ENDED else self._common[_age(age_s)]
         return values[_age(age_s)]
 
     def learn(self, present: Iterable[tuple[ReuseClass, float, float]]) -> None:
@@ -93,6 +94,7 @@ class ReuseRates:
                 at_risk_of_all[age] += risk[age]
             at_risk[reuse_class] = risk
         common = [used / (risk + 1.0) for used, risk in zip(used_of_all, at_risk_of_all, strict=True)]
+        self._common = _values(nothing, nothing, common)
         for reuse_class, risk in at_risk.items():
             prior = common if reuse_class[0] in (Kind.PRIVATE, Kind.SHARED, Kind.LEFT) else _prior(reuse_class)
             self._values[reuse_class] = _values(self._used.get(reuse_class, nothing), risk, prior)

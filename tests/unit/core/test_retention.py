@@ -179,3 +179,13 @@ def test_blocks_that_come_and_leave_in_turn_cost_the_same_in_long_texts() -> Non
         left.append(queue.pop(2.0))
     assert sorted(left) == names(1, 1000)
     assert hashes.num_read <= 3 * 1000
+
+
+def test_a_class_that_was_not_seen_yet_is_worth_what_all_are() -> None:
+    rates = ReuseRates()
+    for _ in range(200):
+        rates.used(ONCE, 10.0, 1)
+        rates.unused(ONCE, 500.0, 1)
+    rates.learn([])
+    known, unseen = rates.value(ONCE, 0.0), rates.value(OFTEN, 0.0)
+    assert 0.5 * known < unseen < 2.0 * known
