@@ -84,7 +84,7 @@ class ReuseRates:
         nothing = [0.0] * _NUM_AGES
         used_of_all, at_risk_of_all = list(nothing), list(nothing)
         at_risk: dict[ReuseClass, list[float]] = {}
-        for reuse_class in {*unused, *self._used}:
+        for reuse_class in dict.fromkeys((*unused, *self._used)):
             used, left = self._used.get(reuse_class, nothing), unused.get(reuse_class, nothing)
             older, risk = 0.0, list(nothing)
             for age in reversed(range(_NUM_AGES)):

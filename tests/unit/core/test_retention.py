@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -189,3 +192,26 @@ def test_a_class_that_was_not_seen_yet_is_worth_what_all_are() -> None:
     rates.learn([])
     known, unseen = rates.value(ONCE, 0.0), rates.value(OFTEN, 0.0)
     assert 0.5 * known < unseen < 2.0 * known
+
+
+def test_values_do_not_depend_on_the_seed_of_hashes() -> None:
+    script = (
+        "import random\n"
+        "from pdserve.core.kv.retention import Kind, ReuseRates\n"
+        "rates, draw = ReuseRates(), random.Random(0)\n"
+        "for number in range(500):\n"
+        "    reuse_class = (draw.choice((Kind.PRIVATE, Kind.SHARED)), draw.randrange(10))\n"
+        "    draw.choice((rates.used, rates.unused))(reuse_class, 2.0 ** draw.randrange(12), draw.random())\n"
+        "rates.learn([])\n"
+        "print([rates.value((Kind.PRIVATE, number), 2.0 ** age) for number in range(10) for age in range(12)])\n"
+    )
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": os.pathsep.join(sys.path)},
+            check=True,
+            capture_output=True,
+        ).stdout
+        for seed in (1, 2, 3)
+    }
+    assert len(printed) == 1
