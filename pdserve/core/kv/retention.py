@@ -18,8 +18,9 @@ nothing is learned, the least recently used blocks leave first.
 from __future__ import annotations
 
 import math
+import random
 from bisect import bisect_right, insort
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -147,6 +148,7 @@ class Segment:
     hashes: tuple[bytes, ...]
     num_known: int = 0  # its hashes that no newer segment has
     deeper: Segment | None = None  # the next one of the text
+    place: int = -1  # among all with known hashes
 
 
 _LOWEST_RANK: Final = -2000
@@ -210,7 +212,7 @@ class EvictionQueue:
         segment = self._choose(now_s)
         live = self._live[segment]
         while True:
-            live[1] = (live[1] or len(segment.hashes)) - 1
+            live[1] = (min(live[1], len(segment.hashes)) or len(segment.hashes)) - 1
             block_hash = segment.hashes[live[1]]
             if self._segment_of.get(block_hash) is segment:
                 self.discard(block_hash)
@@ -258,6 +260,7 @@ WATCHED: Final = 2  # times the blocks of all tiers: those that have left are wa
 MOST_TURNS: Final = 64
 _FIRST_TEXTS: Final = 256  # before the first update of the rates
 _LEARN_TEXTS: Final = 128  # between later ones
+_MOST_SAMPLED: Final = 4096  # segments, for an update
 
 
 @final
@@ -272,7 +275,10 @@ class Retention:
         self._computed_s = computed_s
         self._most_known = WATCHED * num_blocks
         self._known: dict[bytes, Segment] = {}
-        self._segments: deque[Segment] = deque()  # by the time of their use, nearly
+        self._segments: OrderedDict[Segment, None] = OrderedDict()  # with known hashes, nearly by the time of their use
+        self._places: list[Segment] = []  # the same in any order
+        self._draw = random.Random(0)
+        self._num_added = 0  # segments and their hashes, since some were forgotten
         self._order = 0
         self._num_left = _FIRST_TEXTS  # before the next update of the rates
 
@@ -336,8 +342,13 @@ class Retention:
         self._forget(now_s)
         if self._num_left <= 0:
             self._num_left = _LEARN_TEXTS
-            self._segments = deque(one for one in self._segments if one.num_known)
-            self.rates.learn((one.reuse_class, now_s - one.at_s, one.num_known / one.length) for one in self._segments)
+            sampled = self._places
+            if len(sampled) > _MOST_SAMPLED:
+                sampled = self._draw.choices(sampled, k=_MOST_SAMPLED)
+            weight = len(self._places) / max(1, len(sampled))
+            self.rates.learn(
+                (one.reuse_class, now_s - one.at_s, weight * one.num_known / one.length) for one in sampled
+            )
 
     def may_leave_pool(self, block_hash: bytes, now_s: float) -> None:
         """No text uses the cached block."""
@@ -360,7 +371,7 @@ class Retention:
         self.host.discard(block_hash)
         segment = self._known.pop(block_hash, None)
         if segment is not None:
-            segment.num_known -= 1
+            self._lose(segment)
 
     def check(self) -> None:
         """Raises AssertionError unless the tables agree."""
@@ -368,7 +379,8 @@ class Retention:
         for segment in self._known.values():
             counts[segment] += 1
         assert all(one.num_known == counts[one] for one in self._segments), "numbers of blocks of segments are wrong"
-        assert sum(counts.values()) == sum(one.num_known for one in set(self._segments)), "segments are lost"
+        assert counts.keys() == self._segments.keys(), "segments are lost"
+        assert [one.place for one in self._places] == [*range(len(self._segments))], "places are wrong"
         for queue in (self.pool, self.host):
             assert all(self._known.get(block_hash) is not None for block_hash in queue), "an unknown block"
 
@@ -388,14 +400,27 @@ class Retention:
         for block_hash in segment.hashes:
             old = self._known.get(block_hash)
             if old is not None:
-                old.num_known -= 1
+                self._lose(old)
             self._known[block_hash] = segment
             for queue in queues:
                 if block_hash in queue:
                     queue.add(block_hash, segment)
         segment.num_known = len(segment.hashes)
-        self._segments.append(segment)
+        segment.place = len(self._places)
+        self._places.append(segment)
+        self._segments[segment] = None
+        self._num_added += 1 + len(segment.hashes)
         return segment
+
+    def _lose(self, segment: Segment) -> None:
+        """One of its hashes, which is not known any longer, or has a newer segment."""
+        segment.num_known -= 1
+        if segment.num_known == 0:
+            del self._segments[segment]
+            last = self._places.pop()
+            if last is not segment:
+                self._places[segment.place] = last
+                last.place = segment.place
 
     def _leave_behind(self, segment: Segment | None) -> None:
         """A later turn of the text does not have the other blocks of the segment, and those that follow it."""
@@ -418,24 +443,23 @@ class Retention:
             segment = segment.deeper
 
     def _forget(self, now_s: float) -> None:
-        """Blocks that have left all tiers, those that were used first. Begins late, so that it is rarely done."""
-        if 4 * len(self._known) <= 5 * self._most_known:
-            return
-        for _ in range(len(self._segments)):
-            segment = self._segments.popleft()
-            gone = [
-                one
-                for one in segment.hashes
-                if self._known.get(one) is segment and one not in self.pool and one not in self.host
-            ]
+        """Blocks that have left all tiers, those that were used first. Looks at no more than twice what was added since
+        the last call, so that no text waits for long; more than half of what is known has left."""
+        num_left, self._num_added = 2 * self._num_added, 0
+        while num_left > 0 and len(self._known) > self._most_known:
+            segment = next(iter(self._segments))
+            num_left -= 1 + len(segment.hashes)
+            known = [one for one in segment.hashes if self._known.get(one) is segment]
+            kept = [one for one in known if one in self.pool or one in self.host]
+            gone = [one for one in known if one not in self.pool and one not in self.host]
+            self._segments.move_to_end(segment)
+            if 2 * len(kept) < len(segment.hashes):
+                segment.hashes = tuple(kept)  # so that what is looked at is mostly known
             for one in gone:
                 del self._known[one]
-            self.rates.unused(segment.reuse_class, now_s - segment.at_s, len(gone) / segment.length)
-            segment.num_known -= len(gone)
-            if segment.num_known:
-                self._segments.append(segment)
-            if len(self._known) <= self._most_known:
-                return
+                self._lose(segment)
+            if gone:
+                self.rates.unused(segment.reuse_class, now_s - segment.at_s, len(gone) / segment.length)
 
     def _next_order(self) -> int:
         self._order += 1

@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from pdserve.core.kv.blocks import BlockAllocator
 from pdserve.core.kv.cache import KvCache
 from pdserve.core.kv.host_tier import HostTier, LoadRule
-from pdserve.core.kv.retention import WATCHED, EvictionQueue, Kind, Retention, ReuseRates, Segment
+from pdserve.core.kv.retention import WATCHED, EvictionQueue, Kind, Retention, ReuseClass, ReuseRates, Segment
 
 ONCE, OFTEN = (Kind.PRIVATE, 1), (Kind.PRIVATE, 2)
 
@@ -215,3 +216,20 @@ def test_values_do_not_depend_on_the_seed_of_hashes() -> None:
         for seed in (1, 2, 3)
     }
     assert len(printed) == 1
+
+
+def test_no_text_waits_while_all_others_are_looked_at() -> None:
+    class Watched(ReuseRates):
+        def learn(self, present: Iterable[tuple[ReuseClass, float, float]]) -> None:
+            counts = [count for _, _, count in present]
+            assert len(counts) <= 4096
+            assert sum(counts) == pytest.approx(min(number + 1, len(retention)))
+
+    retention = Retention(3000)
+    retention.rates = Watched()
+    for number in range(8000):
+        before = len(retention)
+        retention.released([number.to_bytes(16, "big")], float(number))
+        assert len(retention) >= before - 4
+    assert len(retention) <= WATCHED * 3000 + 4
+    retention.check()
