@@ -118,7 +118,7 @@ class SequenceTable:
         """Frees the blocks of the sequence, which waits to be recomputed."""
         if sequence.preempted_at_s is None and sequence.decoding_since_s is not None:
             sequence.preempted_at_s = now_s
-        self.deferred_free.release(sequence)
+        self.deferred_free.give_back(sequence)
         sequence.epochs = ()
         sequence.computed = sequence.cached = sequence.plain_until = 0
         sequence.preemptions += 1

@@ -6,9 +6,9 @@ the rows of a long prompt copy its tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import final
 
 from decode_worker.decode_sequence import DecodeSequence, DecodeStage
@@ -230,8 +230,8 @@ class DeferredFree:
 
     def __init__(self, kv: KvCache) -> None:
         self._kv = kv
-        #: Steps, oldest first, with the blocks that wait for them, and for how long those are expected to be unused.
-        self._launched: list[tuple[DecodeStep, list[tuple[list[int], float | None]]]] = []
+        #: Steps, oldest first, with the blocks that wait for them, and what frees those.
+        self._launched: list[tuple[DecodeStep, list[tuple[list[int], Callable[[list[int]], None]]]]] = []
 
     @property
     def held(self) -> list[list[int]]:
@@ -245,17 +245,24 @@ class DeferredFree:
         for index, (one, lists) in enumerate(self._launched):
             if one is step:
                 del self._launched[index]
-                for blocks, reuse_within_s in lists:
-                    self._kv.release(blocks, reuse_within_s)
+                for blocks, free in lists:
+                    free(blocks)
                 return
 
     def release(self, sequence: DecodeSequence) -> None:
-        """Frees the sequence's blocks now, or after the last launched step with a row of the sequence."""
-        reuse_within_s = sequence.attempt.reuse_within_s
+        """The sequence has ended."""
+        self._free(sequence, partial(self._kv.release, reuse_within_s=sequence.attempt.reuse_within_s))
+
+    def give_back(self, sequence: DecodeSequence) -> None:
+        """The sequence will need its blocks again, so this is not the end of a use of its text."""
+        self._free(sequence, self._kv.give_back)
+
+    def _free(self, sequence: DecodeSequence, free: Callable[[list[int]], None]) -> None:
+        """Now, or after the last launched step with a row of the sequence."""
         for step, lists in reversed(self._launched):
             if any(one is sequence for one, _ in step.shares()):
-                lists.append((sequence.blocks, reuse_within_s))
+                lists.append((sequence.blocks, free))
                 break
         else:
-            self._kv.release(sequence.blocks, reuse_within_s)
+            free(sequence.blocks)
         sequence.blocks = []

@@ -385,12 +385,12 @@ class Retention:
             assert all(self._known.get(block_hash) is not None for block_hash in queue), "an unknown block"
 
     def _segment_of(self, block_hash: bytes, now_s: float) -> Segment:
-        """One of its own if it has none: its text was not released as a text, or it was forgotten."""
+        """One of its own, without a use, if it has none: its text has not ended, or it was forgotten."""
         found = self._known.get(block_hash)
         if found is None:
             cost = 1.0 if self._computed_s is None else self._computed_s(0) or 1.0
             found = self._segment(
-                Segment((Kind.PRIVATE, 0), now_s, self._next_order(), 1, 1, 1, cost, (block_hash,)), None
+                Segment((Kind.PRIVATE, 0), now_s, self._next_order(), 0, 0, 1, cost, (block_hash,)), None
             )
         return found
 

@@ -8,6 +8,7 @@ import pytest
 
 from pdserve.core.attempt import RefusalReason
 from pdserve.core.effects import BlocksReserved
+from pdserve.core.kv.retention import Kind
 from pdserve.core.protocol import Granted, Refused, TokenRow
 from pdserve.core.types import FinishReason
 from pdserve.engine.toy import answer
@@ -32,6 +33,16 @@ def test_without_memory_the_youngest_is_preempted(make_bench: Any) -> None:
     assert sum(map(sum, counts.values())) == bench.scheduler.num_preemptions == bench.scheduler.load().preemptions
     assert not any(counts["a"])
     assert any(counts["c"][:-1])  # Reported when it resumes, not only at its end.
+
+
+def test_a_preemption_is_no_use_of_a_text(make_bench: Any) -> None:
+    bench = make_bench(num_blocks=9)
+    for name in "abc":
+        bench.offer(name, [ord(name), 12, 13], max_tokens=20)
+    bench.run()
+    assert bench.scheduler.num_preemptions > 0
+    turns = {one.reuse_class for one in bench.scheduler.blocks._retention._known.values()}
+    assert turns == {(Kind.PRIVATE, 1)}
 
 
 def test_a_preempted_remote_sequence_prefills_locally(make_bench: Any) -> None:
