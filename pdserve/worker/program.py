@@ -533,7 +533,12 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         engine, config, post = self.engine, self.context.config, self.context.post
 
         def changed(added: Sequence[bytes], removed: Sequence[bytes]) -> None:
-            post(lambda: self.blocks.lower_changed(added, removed))
+            def act() -> None:
+                files = () if self.disk is None else self.disk.files
+                # A block that was found to be wrong meanwhile is no longer there.
+                self.blocks.lower_changed([one for one in added if one in files], removed)
+
+            post(act)
 
         disk = disk_tier(engine, config, copies, changed, PhaseReport(config.worker_id, "disk tier", "files"))
         if disk is None:

@@ -182,6 +182,12 @@ async def test_a_role_change_keeps_the_disk_tier(start: Any, attach: Any, ask: A
     assert await d.on_engine(lambda program: set(program.kv.snapshot().stored)) >= kept
 
 
+async def test_a_block_that_left_before_its_write_was_told_is_not_announced(start: Any, disk: dict[str, Any]) -> None:
+    d = start(Role.DECODE, **disk)
+    tier_of(d)._changed([b"written, then dropped"], ())
+    assert await d.on_engine(lambda program: program.kv.snapshot().stored) == ()
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
