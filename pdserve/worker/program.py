@@ -33,6 +33,7 @@ from pdserve.core.kv.fetch import BlockSource, Fetch, FetchAborted, Fetches, Fet
 from pdserve.core.kv.hashing import hash_seed
 from pdserve.core.kv.host_tier import LONG_BLOCKS, HostTier, LoadRule
 from pdserve.core.kv.kv_shape import Fingerprint, TransferKey
+from pdserve.core.kv.retention import block_cost
 from pdserve.core.kv.stamps import BlockStamps
 from pdserve.core.types import Role
 from pdserve.engine.adapters import read_adapter
@@ -165,7 +166,7 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
                 stamps=stamps,
                 tier=tier,
                 lower=disk,
-                computed_s=lambda first: prefill_s(size, first * size),
+                computed_s=block_cost(prefill_s, size),
             )
             self.kv = KvCache(blocks, size)
             if disk is not None:

@@ -23,6 +23,7 @@ from pdserve.core.kv.cache import KvCache
 from pdserve.core.kv.fetch import Fetch, FetchAborted, Fetches, FetchStarted
 from pdserve.core.kv.host_tier import LONG_BLOCKS
 from pdserve.core.kv.kv_shape import TransferKey
+from pdserve.core.kv.retention import block_cost
 from pdserve.core.types import Role
 from pdserve.worker.interface import Effect, Scheduler, Step
 from router.state import interface
@@ -85,7 +86,7 @@ class Machine(ABC, Generic[Step, Effect]):
             num_blocks,
             tier=self.copies.tier(model.prefill_s, self.disk, rules),
             lower=self.disk,
-            computed_s=lambda first: model.prefill_s(self.block_size, first * self.block_size),
+            computed_s=block_cost(model.prefill_s, self.block_size),
         )
         self.kv = KvCache(self.blocks, self.block_size)
         self.fetches: Fetches | None = None

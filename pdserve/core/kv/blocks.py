@@ -129,7 +129,7 @@ class BlockAllocator:
         computed_s: Callable[[int], float] | None = None,
     ) -> None:
         """`lower`: the tier below `tier`, or below the pool if there is no `tier`. `computed_s`: seconds to compute a
-        block that follows so many others; None: the same for all."""
+        block as one of many, after so many others; None: the same for all."""
         self.tier = tier
         self.now_s = 0.0  # set by the schedulers; blocks that were used at the same time leave in their order
         self._lower = lower

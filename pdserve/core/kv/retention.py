@@ -258,9 +258,16 @@ def _order(segment: Segment) -> int:
 CONTINUED: Final = 0.6  # of a text, in a text that is a later turn of it
 WATCHED: Final = 2  # times the blocks of all tiers: those that have left are watched for a while
 MOST_TURNS: Final = 64
+_COST_TOKENS: Final = 2048  # of a prompt, for the cost of one of its blocks
 _FIRST_TEXTS: Final = 256  # before the first update of the rates
 _LEARN_TEXTS: Final = 128  # between later ones
 _MOST_SAMPLED: Final = 4096  # segments, for an update
+
+
+def block_cost(prefill_s: Callable[[int, int], float], block_size: int) -> Callable[[int], float]:
+    """Seconds to compute a block that follows so many others, as one of many: a block alone would mostly take the time
+    to read the weights, whatever its depth."""
+    return lambda first: prefill_s(_COST_TOKENS, first * block_size) * block_size / _COST_TOKENS
 
 
 @final
@@ -269,7 +276,8 @@ class Retention:
     `host`."""
 
     def __init__(self, num_blocks: int, computed_s: Callable[[int], float] | None = None) -> None:
-        """`num_blocks` of all tiers. `computed_s`: to compute a block that follows so many blocks; None: all alike."""
+        """`num_blocks` of all tiers. `computed_s`: to compute a block, with others, that follows so many blocks; None:
+        all alike."""
         self.rates = ReuseRates()
         self.pool, self.host = EvictionQueue(self.rates), EvictionQueue(self.rates)
         self._computed_s = computed_s

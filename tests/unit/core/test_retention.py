@@ -14,7 +14,16 @@ import pytest
 from pdserve.core.kv.blocks import BlockAllocator
 from pdserve.core.kv.cache import KvCache
 from pdserve.core.kv.host_tier import HostTier, LoadRule
-from pdserve.core.kv.retention import WATCHED, EvictionQueue, Kind, Retention, ReuseClass, ReuseRates, Segment
+from pdserve.core.kv.retention import (
+    WATCHED,
+    EvictionQueue,
+    Kind,
+    Retention,
+    ReuseClass,
+    ReuseRates,
+    Segment,
+    block_cost,
+)
 
 ONCE, OFTEN = (Kind.PRIVATE, 1), (Kind.PRIVATE, 2)
 
@@ -233,3 +242,19 @@ def test_no_text_waits_while_all_others_are_looked_at() -> None:
         assert len(retention) >= before - 4
     assert len(retention) <= WATCHED * 3000 + 4
     retention.check()
+
+
+def test_the_cost_of_a_block_grows_with_its_depth() -> None:
+    cost = block_cost(lambda num_tokens, cached: 0.01 + 1e-8 * num_tokens * (1e4 + cached), 16)
+    assert cost(4096) > 4 * cost(0), "one step for each block would hide it"
+
+
+def test_a_block_that_costs_more_stays() -> None:
+    retention = Retention(8, computed_s=lambda first: 1.0 if first == 0 else 10.0)
+    retention.rates.used(ONCE, 50.0, 1)
+    retention.rates.learn([])
+    for at_s, hashes in ((1.0, names(1, 3)), (2.0, names(2, 1))):  # the first text's cost is that of its middle
+        retention.released(hashes, at_s)
+        for block_hash in reversed(hashes):
+            retention.may_leave_pool(block_hash, at_s)
+    assert retention.pool.pop(3.0) == names(2, 1)[0]
