@@ -68,14 +68,15 @@ class ReuseRates:
         self._unused[reuse_class][_age(age_s)] += count
 
     def value(self, reuse_class: ReuseClass, age_s: float) -> float:
-        """Expected uses per second of a block; 0.0 if nothing is known."""
+        """Expected uses per second of a block; 0.0 if nothing is known, and less if a session has ended."""
         values = self._values.get(reuse_class)
         if values is None:
             if reuse_class[0] is Kind.WITHIN:
                 values = self._values[reuse_class] = _values([0.0] * _NUM_AGES, [0.0] * _NUM_AGES, _prior(reuse_class))
             else:
                 return -1.0 if reuse_class[0] is Kind.ENDED else self._common[_age(age_s)]
-        return values[_age(age_s)]
+        value = values[_age(age_s)]
+        return -1.0 if reuse_class[0] is Kind.ENDED and value == 0.0 else value
 
     def learn(self, present: Iterable[tuple[ReuseClass, float, float]]) -> None:
         """Updates the values. `present`: class, age and number of the blocks that are watched."""

@@ -258,3 +258,14 @@ def test_a_block_that_costs_more_stays() -> None:
         for block_hash in reversed(hashes):
             retention.may_leave_pool(block_hash, at_s)
     assert retention.pool.pop(3.0) == names(2, 1)[0]
+
+
+def test_ended_sessions_leave_first_as_long_as_none_was_used() -> None:
+    rates = ReuseRates()
+    for kind in (Kind.PRIVATE, Kind.ENDED):
+        rates.unused((kind, 0), 10.0, 100)
+    rates.learn([])
+    assert rates.value((Kind.ENDED, 0), 0.0) < rates.value((Kind.PRIVATE, 0), 0.0)
+    rates.used((Kind.ENDED, 0), 10.0, 100)
+    rates.learn([])
+    assert rates.value((Kind.ENDED, 0), 0.0) > rates.value((Kind.PRIVATE, 0), 0.0)
