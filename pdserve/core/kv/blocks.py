@@ -134,13 +134,14 @@ class BlockAllocator:
         self.now_s = 0.0  # set by the schedulers; blocks that were used at the same time leave in their order
         self._lower = lower
         self._in_lower: set[bytes] = set()
-        self._retention = Retention(num_blocks + (0 if tier is None else tier.num_slots), computed_s)
         self.stamps = BlockStamps(num_blocks) if stamps is None else stamps
         self._is_cache_on = is_cache_on
         self._free = FreeRuns(num_blocks)
         self._references = [0] * num_blocks
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        num_tiered = num_blocks + (0 if tier is None else tier.num_slots)
+        self._retention = Retention(num_tiered, computed_s, self._block_of)
         self._stored: dict[bytes, None] = {}  # a dict, because it keeps the order
         self._removed: dict[bytes, None] = {}
         self._sequence = 0

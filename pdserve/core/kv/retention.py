@@ -21,7 +21,7 @@ import math
 import random
 from bisect import bisect_right, insort
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
@@ -262,7 +262,7 @@ MOST_TURNS: Final = 64
 _COST_TOKENS: Final = 2048  # of a prompt, for the cost of one of its blocks
 _FIRST_TEXTS: Final = 256  # before the first update of the rates
 _LEARN_TEXTS: Final = 128  # between later ones
-_MOST_SAMPLED: Final = 4096  # segments, for an update
+_MOST_SAMPLED: Final = 1024  # segments, for an update
 
 
 def block_cost(prefill_s: Callable[[int, int], float], block_size: int) -> Callable[[int], float]:
@@ -276,12 +276,14 @@ class Retention:
     """`pool` and `host` have the blocks that may leave each tier. A block that is used is in neither, or only in
     `host`."""
 
-    def __init__(self, num_blocks: int, computed_s: Callable[[int], float] | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, computed_s: Callable[[int], float] | None = None, cached: Container[bytes] = ()
+    ) -> None:
         """`num_blocks` of all tiers. `computed_s`: to compute a block, with others, that follows so many blocks; None:
-        all alike."""
+        all alike. `cached`: the blocks of the pool, also those that are used."""
         self.rates = ReuseRates()
         self.pool, self.host = EvictionQueue(self.rates), EvictionQueue(self.rates)
-        self._computed_s = computed_s
+        self._computed_s, self._cached = computed_s, cached
         self._most_known = WATCHED * num_blocks
         self._known: dict[bytes, Segment] = {}
         self._segments: OrderedDict[Segment, None] = OrderedDict()  # with known hashes, nearly by the time of their use
@@ -356,7 +358,9 @@ class Retention:
                 sampled = self._draw.choices(sampled, k=_MOST_SAMPLED)
             weight = len(self._places) / max(1, len(sampled))
             self.rates.learn(
-                (one.reuse_class, now_s - one.at_s, weight * one.num_known / one.length) for one in sampled
+                (one.reuse_class, now_s - one.at_s, weight * one.num_known / one.length)
+                for one in sampled
+                if not self._is_used(one.hashes[0])
             )
 
     def may_leave_pool(self, block_hash: bytes, now_s: float) -> None:
@@ -459,8 +463,8 @@ class Retention:
             segment = next(iter(self._segments))
             num_left -= 1 + len(segment.hashes)
             known = [one for one in segment.hashes if self._known.get(one) is segment]
-            kept = [one for one in known if one in self.pool or one in self.host]
-            gone = [one for one in known if one not in self.pool and one not in self.host]
+            kept = [one for one in known if one in self._cached or one in self.pool or one in self.host]
+            gone = [one for one in known if one not in self._cached and one not in self.pool and one not in self.host]
             self._segments.move_to_end(segment)
             if 2 * len(kept) < len(segment.hashes):
                 segment.hashes = tuple(kept)  # so that what is looked at is mostly known
@@ -469,6 +473,10 @@ class Retention:
                 self._lose(segment)
             if gone:
                 self.rates.unused(segment.reuse_class, now_s - segment.at_s, len(gone) / segment.length)
+
+    def _is_used(self, block_hash: bytes) -> bool:
+        """Whether a text has the block now: its use is counted already."""
+        return block_hash in self._cached and block_hash not in self.pool
 
     def _next_order(self) -> int:
         self._order += 1

@@ -231,7 +231,7 @@ def test_no_text_waits_while_all_others_are_looked_at() -> None:
     class Watched(ReuseRates):
         def learn(self, present: Iterable[tuple[ReuseClass, float, float]]) -> None:
             counts = [count for _, _, count in present]
-            assert len(counts) <= 4096
+            assert len(counts) <= 1024
             assert sum(counts) == pytest.approx(min(number + 1, len(retention)))
 
     retention = Retention(3000)
@@ -269,3 +269,23 @@ def test_ended_sessions_leave_first_as_long_as_none_was_used() -> None:
     rates.used((Kind.ENDED, 0), 10.0, 100)
     rates.learn([])
     assert rates.value((Kind.ENDED, 0), 0.0) > rates.value((Kind.PRIVATE, 0), 0.0)
+
+
+def test_blocks_that_a_text_uses_are_neither_forgotten_nor_at_risk() -> None:
+    class Watched(ReuseRates):
+        num_seen = 0
+
+        def learn(self, present: Iterable[tuple[ReuseClass, float, float]]) -> None:
+            self.num_seen = sum(1 for _ in present)
+
+    kv = pool(8)
+    kv.blocks._retention.rates = rates = Watched()
+    running = names(1, 4)
+    use(kv, running, 1.0)
+    assert kv.allocate(5, running) is not None
+    for number in range(2, 258):
+        kv.advance(float(number))
+        kv.blocks._retention.released([number.to_bytes(16, "big")], float(number))
+        if number == 256:
+            assert rates.num_seen == len(kv.blocks._retention._segments) - 1
+    assert all(one in kv.blocks._retention._known for one in running)
