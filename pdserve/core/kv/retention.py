@@ -121,15 +121,23 @@ def _values(used: Sequence[float], at_risk: Sequence[float], prior: Sequence[flo
     stays = [1.0]
     for count, risk, expected in zip(used, at_risk, prior, strict=True):
         stays.append(stays[-1] * max(0.0, 1.0 - (count + _PRIOR * expected) / (risk + _PRIOR)))
-    values = []
-    for first in range(_NUM_AGES):
-        best = spent_s = 0.0
-        for age in range(first, _NUM_AGES):
-            spent_s += _WIDTHS_S[age] * 0.5 * (stays[age] + stays[age + 1])
-            if spent_s > 0.0:
-                best = max(best, (stays[first] - stays[age + 1]) / spent_s)
-        values.append(best)
+    # The highest ratio is the steepest descent to a later point, of which only those of the convex hull can be that.
+    values = [0.0] * _NUM_AGES
+    hull = [(0.0, stays[-1])]  # seconds spent until the last age, negative, and what stays; the nearest is the last
+    for age in reversed(range(_NUM_AGES)):
+        spent_s = hull[-1][0] - _WIDTHS_S[age] * 0.5 * (stays[age] + stays[age + 1])
+        if spent_s == hull[-1][0]:
+            continue  # nothing stays
+        point = (spent_s, stays[age])
+        while len(hull) > 1 and _descent(point, hull[-2]) >= _descent(point, hull[-1]):
+            hull.pop()
+        values[age] = _descent(point, hull[-1])
+        hull.append(point)
     return values
+
+
+def _descent(start: tuple[float, float], end: tuple[float, float]) -> float:
+    return (start[1] - end[1]) / (end[0] - start[0])
 
 
 # --- blocks in the order in which they leave ------------------------------------------------------------------

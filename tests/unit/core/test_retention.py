@@ -14,6 +14,7 @@ import pytest
 from pdserve.core.kv.blocks import BlockAllocator
 from pdserve.core.kv.cache import KvCache
 from pdserve.core.kv.host_tier import HostTier, LoadRule
+from pdserve.core.kv.retention import _WIDTHS_S as WIDTHS_S
 from pdserve.core.kv.retention import (
     WATCHED,
     EvictionQueue,
@@ -24,6 +25,7 @@ from pdserve.core.kv.retention import (
     Segment,
     block_cost,
 )
+from pdserve.core.kv.retention import _values as values_of
 
 ONCE, OFTEN = (Kind.PRIVATE, 1), (Kind.PRIVATE, 2)
 
@@ -289,3 +291,19 @@ def test_blocks_that_a_text_uses_are_neither_forgotten_nor_at_risk() -> None:
         if number == 256:
             assert rates.num_seen == len(kv.blocks._retention._segments) - 1
     assert all(one in kv.blocks._retention._known for one in running)
+
+
+def test_values_are_the_highest_ratios() -> None:
+    draw = random.Random(0)
+    for _ in range(50):
+        used = [draw.choice((0.0, draw.random())) for _ in WIDTHS_S]
+        risk = [sum(used[age:]) + draw.random() for age in range(len(used))]
+        stays = [1.0]
+        for count, at_risk in zip(used, risk, strict=True):
+            stays.append(stays[-1] * (1.0 - count / (at_risk + 4.0)))
+        for first, value in enumerate(values_of(used, risk, [0.0] * len(used))):
+            spent_s, ratios = 0.0, []
+            for age in range(first, len(used)):
+                spent_s += WIDTHS_S[age] * 0.5 * (stays[age] + stays[age + 1])
+                ratios.append((stays[first] - stays[age + 1]) / spent_s)
+            assert value == pytest.approx(max(ratios))
