@@ -265,7 +265,7 @@ def _order(segment: Segment) -> int:
 # --- what is known of texts -----------------------------------------------------------------------------------
 
 CONTINUED: Final = 0.6  # of a text, in a text that is a later turn of it
-WATCHED: Final = 2  # times the blocks of all tiers: those that have left are watched for a while
+WATCHED: Final = 2.5  # times the blocks of all tiers: those that have left are watched for a while
 MOST_TURNS: Final = 64
 _COST_TOKENS: Final = 2048  # of a prompt, for the cost of one of its blocks
 _FIRST_TEXTS: Final = 256  # before the first update of the rates
@@ -292,7 +292,7 @@ class Retention:
         self.rates = ReuseRates()
         self.pool, self.host = EvictionQueue(self.rates), EvictionQueue(self.rates)
         self._computed_s, self._cached = computed_s, cached
-        self._most_known = WATCHED * num_blocks
+        self._most_known = round(WATCHED * num_blocks)
         self._known: dict[bytes, Segment] = {}
         self._segments: OrderedDict[Segment, None] = OrderedDict()  # with known hashes, nearly by the time of their use
         self._places: list[Segment] = []  # the same in any order

@@ -137,7 +137,7 @@ def test_what_is_watched_is_limited() -> None:
     draw = random.Random(0)
     for number in range(400):
         use(kv, names(draw.randrange(200), draw.randrange(1, 20)), now_s=float(number))
-        assert len(kv.blocks._retention) <= 1.25 * WATCHED * 50 + 20
+        assert len(kv.blocks._retention) <= WATCHED * 50 + 20
     assert kv.blocks.num_free + kv.blocks.num_evictable == 50
 
 
