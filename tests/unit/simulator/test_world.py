@@ -135,7 +135,7 @@ def test_a_host_tier_is_used_if_it_is_sooner() -> None:
     assert (without.cached_tokens, fast.cached_tokens, slow.cached_tokens) == (512, 1024, 512)
     without_s, fast_s, slow_s = (one.ttft_s or 0.0 for one in (without, fast, slow))
     assert 0.0 < fast_s < without_s - 0.03, "51 ms less to compute, and 7 ms for each copy"
-    assert slow_s > without_s, "copies to the tier take time also if none is loaded"
+    assert slow_s == pytest.approx(without_s), "a tier whose copies take longer than computing is off"
 
 
 def test_concurrent_transfers_share_bandwidth() -> None:
