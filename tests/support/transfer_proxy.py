@@ -64,6 +64,9 @@ class Proxy:
         self._spawn(self._serve, door, upstream, is_shm)
         return answer
 
+    async def Pull(self, request: Any, context: Any) -> Any:
+        return await self._receiver.servicer.Pull(request, context)
+
     def close(self) -> None:
         self._shut(*self._sockets)
         for thread in self._threads:

@@ -10,13 +10,14 @@ import pytest
 from kvtransfer.protocol.frames import Frame, Kind, encode_text, tag_of
 from kvtransfer.protocol.lease import Lease
 from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
+from pdserve.v1 import transfer_pb2_grpc
 from tests.unit.kvtransfer.harness import GrpcHost, Heard, Pair, wait_for
 from tests.unit.kvtransfer.raw import assert_still_serves
 
 MakePair = Callable[..., Pair]
 
 
-class Answering:
+class Answering(transfer_pb2_grpc.TransferServiceServicer):
     """A receiver's servicer whose answer to Open is changed."""
 
     def __init__(self, pair: Pair, **changes: Any) -> None:

@@ -14,6 +14,7 @@ from kvtransfer.protocol.frames import Frame, Kind
 from kvtransfer.protocol.lease import Lease
 from kvtransfer.protocol.plan import DEFAULT_CHUNK_BYTES
 from kvtransfer.protocol.transport import ReceiveOutcome, SendOutcome
+from pdserve.v1 import transfer_pb2_grpc
 from tests.support.transfer_ends import endpoint_config
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Clock, GrpcHost, Heard, HostPool, Pair, wait_for
 from tests.unit.kvtransfer.process import Process
@@ -364,11 +365,7 @@ def test_a_dead_receiver_thread_fails_all_transfers(
 
 
 def test_a_server_without_the_transfer_service_is_rejected(pair: Pair) -> None:
-    class Empty:
-        async def Open(self, request: Any, context: Any) -> Any:
-            raise NotImplementedError
-
-    host = GrpcHost(Empty())
+    host = GrpcHost(transfer_pb2_grpc.TransferServiceServicer())
     sent = Heard()
     pair.sender.start(pair.grant((1,), endpoint=host.endpoint), sent)
     assert sent.wait().outcome is SendOutcome.FAILED

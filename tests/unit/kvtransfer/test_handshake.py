@@ -369,7 +369,7 @@ def test_a_ticket_admits_only_the_caller(pair: Pair) -> None:
 def test_nothing_is_sent_to_an_unproven_data_port(pair: Pair) -> None:
     """A process that took over a decode worker's port receives the greeting, but no KV and no pool."""
 
-    class Elsewhere:
+    class Elsewhere(transfer_pb2_grpc.TransferServiceServicer):
         async def Open(self, request: transfer_pb2.OpenRequest, context: Any) -> transfer_pb2.OpenResponse:
             answer = await pair.receiver.servicer.Open(request, context)
             answer.address = address
