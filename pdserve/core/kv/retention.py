@@ -52,11 +52,15 @@ _KEPT: Final = 0.92  # of the counts, at each update of the rates
 _PROMISED: Final = 0.9  # probability that an announced use comes, before anything is learned
 
 
+def _no_counts() -> list[float]:
+    return [0.0] * _NUM_AGES
+
+
 @final
 class ReuseRates:
     def __init__(self) -> None:
-        self._used: dict[ReuseClass, list[float]] = defaultdict(lambda: [0.0] * _NUM_AGES)
-        self._unused: dict[ReuseClass, list[float]] = defaultdict(lambda: [0.0] * _NUM_AGES)
+        self._used: dict[ReuseClass, list[float]] = defaultdict(_no_counts)
+        self._unused: dict[ReuseClass, list[float]] = defaultdict(_no_counts)
         self._values: dict[ReuseClass, list[float]] = {}
         self._common = [0.0] * _NUM_AGES
 
