@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Final
 
 from decode_worker.speculation import NgramProposer
-from pdserve.core.attempt import Attempt, AttemptKey, blocks_for
+from pdserve.core.attempt import Attempt, AttemptKey, blocks_for, shareable_blocks
 from pdserve.engine.interface import Row
 
 # --- stages of an attempt -------------------------------------------------------------------------------------
@@ -108,6 +108,10 @@ class DecodeSequence:
         """Whether prompt logprobs are needed. The prompt is then computed completely, because a cache has no
         logprobs."""
         return self.is_local and self.num_output == 0 and self.attempt.num_top_of_prompt is not None
+
+    def reusable(self, block_size: int) -> Sequence[bytes]:
+        """The hashes of the blocks that need not be computed."""
+        return () if self.is_scored else self.hashes[: shareable_blocks(len(self.tokens), block_size)]
 
     def move(self, move: DecodeMove) -> None:
         """Changes the stage. Raises KeyError if the lifecycle has no such move."""

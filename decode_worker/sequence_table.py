@@ -11,7 +11,7 @@ from typing import final
 
 from decode_worker.decode_sequence import DecodeMove, DecodeSequence, DecodeStage
 from decode_worker.step import DeferredFree
-from pdserve.core.attempt import AttemptKey, blocks_for, shareable_blocks
+from pdserve.core.attempt import AttemptKey, shareable_blocks
 from pdserve.core.effects import BlocksDone, SendAborted
 from pdserve.core.kv.cache import KvCache
 from pdserve.core.kv.fetch import FetchEffect, Fetches
@@ -202,30 +202,18 @@ class SequenceTable:
         fetches = self.fetches
         if fetches is None or is_starved:
             return
-        ready: list[DecodeSequence] = []
-        spare = len(self.running)
+        spare = len(self.running)  # one block more for each
+        self._effects += fetches.consider_all(
+            self.waiting, now_s, running_s=lambda: self._running_s(fetches), spare=spare, growth=1
+        )
 
-        def ahead_s() -> float:
-            before = [fetches.left_s(len(each.tokens), 0, self._reusable(each)) for each in ready]
-            unfinished = [each for each in self.running if each.remaining > 1]
-            return sum(before) + sum(fetches.left_s(len(each.tokens), each.computed) for each in unfinished)
-
-        for sequence in self.waiting:
-            hashes = self._reusable(sequence)
-            self._effects += fetches.consider(sequence.attempt, hashes, now_s, ahead_s=ahead_s, spare=spare)
-            if not fetches.is_waiting(sequence.key):  # it may start in this step
-                ready.append(sequence)
-                spare += blocks_for(len(sequence.tokens), self.block_size) + 1
+    def _running_s(self, fetches: Fetches) -> float:
+        """Seconds to compute what is left of the prompts that have started."""
+        return sum(fetches.left_s(len(each.tokens), each.computed) for each in self.running if each.remaining > 1)
 
     def _no_fetch(self, sequence: DecodeSequence) -> None:
         if self.fetches is not None:
             self._effects += self.fetches.leave(sequence.key)
-
-    def _reusable(self, sequence: DecodeSequence) -> list[bytes]:
-        """The hashes of the blocks that need not be computed."""
-        if sequence.is_scored:
-            return []
-        return sequence.hashes[: shareable_blocks(len(sequence.tokens), self.block_size)]
 
     def take_effects(self) -> list[FetchEffect]:
         """What must be carried out for fetches."""
@@ -236,7 +224,7 @@ class SequenceTable:
 
     def take_blocks(self, sequence: DecodeSequence, spare: int | None = None) -> bool:
         """Allocates blocks for all of the sequence's tokens, using the prefix cache first, if `spare` more are left."""
-        hashes = self._reusable(sequence)
+        hashes = sequence.reusable(self.block_size)
         if spare is None:  # one for each running sequence; otherwise the new one would only cause preemptions
             spare = len(self.running)
         allocation = self.kv.allocate(len(sequence.tokens), hashes, spare=spare)

@@ -3,12 +3,13 @@ Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from typing import Final
 
-from pdserve.core.attempt import Attempt, AttemptKey, blocks_for
+from pdserve.core.attempt import Attempt, AttemptKey, blocks_for, shareable_blocks
 from pdserve.core.effects import StepAccount
 from pdserve.engine.interface import Row
 from prefill_worker.pushing import BY_CHUNK, PushPlan
@@ -77,6 +78,13 @@ class PrefillSequence:
     @property
     def remaining(self) -> int:
         return len(self.tokens) - self.computed
+
+    def reusable(self, block_size: int) -> Sequence[bytes]:
+        """The hashes of the blocks that need not be computed. With prompt logprobs, a prompt is computed completely,
+        because a cache has no logprobs."""
+        if self.attempt.num_top_of_prompt is not None:
+            return ()
+        return self.hashes[: shareable_blocks(len(self.tokens), block_size)]
 
     def content_hashes(self, block_size: int) -> tuple[int, ...]:
         """The content hashes of the prompt's blocks."""

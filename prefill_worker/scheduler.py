@@ -22,7 +22,6 @@ from pdserve.core.attempt import (
     RefusalReason,
     blocks_for,
     grant_error,
-    shareable_blocks,
 )
 from pdserve.core.cost.step_rule import Pending, PromptOrder, divide, due_at_s
 from pdserve.core.effects import (
@@ -289,35 +288,20 @@ class PrefillScheduler:
         fetches = self._fetches
         if fetches is None:
             return self._waiting.values()
-        ready: list[PrefillSequence] = []
-        spare = 0
+        if not self._is_full:  # a fetch must not take the memory that an earlier prompt lacks
+            waiting = self._waiting.values()
+            effects += fetches.consider_all(
+                waiting, now_s, running_s=lambda: self._running_s(fetches), spare=0, growth=0
+            )
+        return [prompt for key, prompt in self._waiting.items() if not fetches.is_waiting(key)]
 
-        def ahead_s() -> float:
-            before = [fetches.left_s(len(each.tokens), 0, self._reusable(each)) for each in ready]
-            computing = self._computing.values()
-            return sum(before) + sum(fetches.left_s(len(each.tokens), each.computed) for each in computing)
-
-        for key, prompt in self._waiting.items():
-            if (
-                not self._is_full
-            ):  # a fetch must not take the memory that an earlier prompt lacks, or takes in this step
-                hashes = self._reusable(prompt)
-                effects += fetches.consider(prompt.attempt, hashes, now_s, ahead_s=ahead_s, spare=spare)
-            if not fetches.is_waiting(key):
-                ready.append(prompt)
-                spare += blocks_for(len(prompt.tokens), self._block_size)
-        return ready
+    def _running_s(self, fetches: Fetches) -> float:
+        """Seconds to compute what is left of the prompts that have started."""
+        return sum(fetches.left_s(len(each.tokens), each.computed) for each in self._computing.values())
 
     def _left(self, key: AttemptKey) -> Iterable[PrefillEffect]:
         """A prompt has started or ended, so no fetch runs for it."""
         return () if self._fetches is None else self._fetches.leave(key)
-
-    def _reusable(self, prompt: PrefillSequence) -> Sequence[bytes]:
-        """The hashes of the blocks that need not be computed. With prompt logprobs, a prompt is computed completely,
-        because a cache has no logprobs."""
-        if prompt.attempt.num_top_of_prompt is not None:
-            return ()
-        return prompt.hashes[: shareable_blocks(len(prompt.tokens), self._block_size)]
 
     def _pending(self, prompt: PrefillSequence) -> Pending[PrefillSequence]:
         remaining_s = self.order.remaining_s(prompt.remaining, prompt.computed)
@@ -331,7 +315,7 @@ class PrefillScheduler:
         return [start, *self._done(prompt)]
 
     def _start(self, prompt: PrefillSequence, now_s: float) -> bool:
-        allocation = self._kv.allocate(len(prompt.tokens), self._reusable(prompt))
+        allocation = self._kv.allocate(len(prompt.tokens), prompt.reusable(self._block_size))
         if allocation is None:
             return False
         key = prompt.attempt.key

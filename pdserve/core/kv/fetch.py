@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol, final
 
-from pdserve.core.attempt import Attempt, AttemptKey
+from pdserve.core.attempt import Attempt, AttemptKey, blocks_for
 from pdserve.core.kv.cache import KvCache
 
 MOST_SHARE: Final = 0.25  # of the pool, for the blocks of several fetches
@@ -42,6 +42,20 @@ class BlockSource(Protocol):
 
     def predict_s(self, attempt: Attempt, num_blocks: int) -> float:
         """Seconds to supply so many of them, with the fetches that the source does before; infinite if it hangs."""
+        ...
+
+
+class WaitingText(Protocol):
+    """A prompt that waits on a worker of either role."""
+
+    @property
+    def attempt(self) -> Attempt: ...
+
+    @property
+    def tokens(self) -> Sequence[int]: ...
+
+    def reusable(self, block_size: int) -> Sequence[bytes]:
+        """The hashes of the leading blocks that need not be computed."""
         ...
 
 
@@ -138,6 +152,29 @@ class Fetches:
             yield one.prefix
             yield one.fetch.blocks
 
+    def consider_all(
+        self, waiting: Iterable[WaitingText], now_s: float, *, running_s: Callable[[], float], spare: int, growth: int
+    ) -> list[FetchEffect]:
+        """Considers all waiting prompts in their order. `running_s`: seconds to compute those that have started.
+
+        A fetch leaves `spare` blocks available, and those of each earlier prompt that may start now with `growth` more.
+        """
+        effects: list[FetchEffect] = []
+        ready: list[WaitingText] = []
+        size = self._kv.block_size
+
+        def ahead_s() -> float:
+            return running_s() + sum(self.left_s(len(each.tokens), 0, each.reusable(size)) for each in ready)
+
+        for each in waiting:
+            key = each.attempt.key
+            if not self._is_settled(self._waits.get(key)):
+                effects += self.consider(each.attempt, each.reusable(size), now_s, ahead_s=ahead_s, spare=spare)
+            if not self.is_waiting(key):
+                ready.append(each)
+                spare += blocks_for(len(each.tokens), size) + growth
+        return effects
+
     def consider(
         self,
         attempt: Attempt,
@@ -151,7 +188,7 @@ class Fetches:
         the full blocks that need not be computed. `ahead_s`: seconds to compute the prompts before it. A fetch leaves
         `spare` blocks available. Costs little if nothing has changed for the prompt."""
         wait = self._waits.get(attempt.key)
-        if wait is not None and (wait.is_over or wait.number is not None or wait.seen == self._num_ended):
+        if self._is_settled(wait):
             return ()
         first = self._kv.num_found(hashes)
         missing = hashes[first:]
@@ -161,6 +198,10 @@ class Fetches:
         if number is not None:
             return self._join(self._running[number], attempt, missing, first, wait, now_s, ahead_s())
         return self._start(attempt, hashes, first, wait, now_s, ahead_s(), spare)
+
+    def _is_settled(self, wait: _Wait | None) -> bool:
+        """Whether nothing has changed for a prompt since it was considered."""
+        return wait is not None and (wait.is_over or wait.number is not None or wait.seen == self._num_ended)
 
     def left_s(self, num_tokens: int, computed: int, hashes: Sequence[bytes] = ()) -> float:
         """Seconds to compute what is left of a text, of which blocks with these hashes need not be computed."""
