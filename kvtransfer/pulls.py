@@ -1,9 +1,9 @@
 """Cached KV that moves between workers: pulled from another worker into this one's pool, and given to those that ask.
 
 A router names the source in the message of an attempt (PrefixSource). The worker that lacks the prefix grants pool
-blocks for it, as for any transfer, and asks the source directly (TransferService.Pull). The source answers at once. If
-it has all of the blocks, it references them, and sends them like the KV of a prompt. Otherwise it refuses, which is a
-miss: the prompt is computed. A pull never fails a request.
+blocks for it, as for any transfer, and asks the source directly (TransferService.Pull). The source answers after its
+running step. If it has all of the blocks, it references them, and sends them like the KV of a prompt. Otherwise it
+refuses, which is a miss: the prompt is computed. A pull never fails a request.
 
 All methods run on the engine thread, except `give`, which runs on the gRPC thread.
 """

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -488,7 +487,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
         slo = self._runtime.state.targets(arrival, prepared.stated, now_s)
         if slo is not arrival.slo:
-            arrival = dataclasses.replace(arrival, slo=slo)
+            arrival = replace(arrival, slo=slo)
             sequence.ttft_s, sequence.tpot_s = slo.ttft_s, slo.tpot_s
         facts = RequestFacts(
             span=span,
