@@ -31,7 +31,7 @@ from pdserve.core.kv.blocks import BlockAllocator, CacheChange
 from pdserve.core.kv.cache import KvCache
 from pdserve.core.kv.fetch import BlockSource, Fetch, FetchAborted, Fetches, FetchStarted
 from pdserve.core.kv.hashing import hash_seed
-from pdserve.core.kv.host_tier import LONG_BLOCKS, HostTier, LoadRule
+from pdserve.core.kv.host_tier import LONG_BLOCKS, HostTier, LoadRule, is_sooner
 from pdserve.core.kv.kv_shape import Fingerprint, TransferKey
 from pdserve.core.kv.retention import block_cost
 from pdserve.core.kv.stamps import BlockStamps
@@ -545,7 +545,7 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         if disk is None:
             return None
         computed_s = CostModel(self.cost).prefill_s(LONG_BLOCKS * engine.spec.block_size)
-        if 0.0 < computed_s <= disk.read_s(LONG_BLOCKS):
+        if not is_sooner(disk.read_s(LONG_BLOCKS), computed_s):
             log.warning("reading KV blocks would take longer than computing them, so there is no disk tier")
             disk.close()
             return None

@@ -14,7 +14,7 @@ from typing import Final, final
 
 from pdserve.core.attempt import Attempt
 from pdserve.core.kv.fetch import BlockSource, Fetch
-from pdserve.core.kv.host_tier import HostTier, LoadRule
+from pdserve.core.kv.host_tier import HostTier, LoadRule, is_sooner
 from simulator.cluster.agenda import Agenda
 from simulator.model import WorkerShape
 
@@ -29,8 +29,8 @@ class TierRules:
         return rule
 
     def has_disk(self, read_s: float, computed_s: float) -> bool:
-        """Whether to have a disk tier, from the times of a long prompt. As in pdserve/worker/program.py."""
-        return read_s < computed_s
+        """Whether to have a disk tier, from the times of a long prompt."""
+        return is_sooner(read_s, computed_s)
 
     def disk(self, disk: SimulatedDisk) -> BlockSource:
         return disk

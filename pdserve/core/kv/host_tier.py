@@ -50,6 +50,11 @@ class LowerTier(Protocol):
         ...
 
 
+def is_sooner(load_s: float, computed_s: float) -> bool:
+    """Whether to load what takes `computed_s` to compute; 0.0: that is unknown."""
+    return computed_s == 0.0 or load_s < computed_s
+
+
 @dataclass(frozen=True, slots=True)
 class LoadRule:
     """Blocks are loaded where that is sooner than computing them, and where nothing is known about computing."""
@@ -59,13 +64,11 @@ class LoadRule:
 
     def loads(self, num_blocks: int, *, cached_tokens: int, block_size: int) -> bool:
         """Whether to load `num_blocks` blocks that follow `cached_tokens` tokens."""
-        computed_s = self.prefill_s(num_blocks * block_size, cached_tokens)
-        return computed_s == 0.0 or num_blocks * self.block_s < computed_s
+        return is_sooner(num_blocks * self.block_s, self.prefill_s(num_blocks * block_size, cached_tokens))
 
     def is_worthwhile(self, block_size: int) -> bool:
         """Whether to have a tier: a block is copied when it leaves the pool, and when it is loaded."""
-        computed_s = self.prefill_s(LONG_BLOCKS * block_size, 0)
-        return computed_s == 0.0 or 2 * LONG_BLOCKS * self.block_s < computed_s
+        return is_sooner(2 * LONG_BLOCKS * self.block_s, self.prefill_s(LONG_BLOCKS * block_size, 0))
 
 
 @final
