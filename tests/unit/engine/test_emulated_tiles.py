@@ -51,9 +51,9 @@ def run(command: list[str], cache: Path) -> str:
     "tests",
     [
         [f"{FOLDER}/test_amx_gemm.py"],
-        [f"{FOLDER}/test_amx_attention.py"],
+        [f"{FOLDER}/test_amx_attention.py", "-k", "not no_tiles"],
         pytest.param(
-            [f"{FOLDER}/test_int4.py", "-k", "rounded_numbers or overflow or any_batch"],
+            [f"{FOLDER}/test_int4.py", "-k", "amx and (rounded_numbers or overflow) or any_batch"],
             marks=pytest.mark.skipif(not has_int4_kernel(), reason="some of them need AVX-512 VNNI or AVX2"),
         ),
     ],
