@@ -187,6 +187,8 @@ class BlockAllocator:
                 self._save(block)
             self._forget(block)
             self._free.add(block)
+        if self.tier is not None and num_evicted > 0:
+            self.tier.flush()
         for block_hash in reversed(staying):
             self._retention.entered_host(block_hash, self.now_s)
         blocks = self._free.take(count)
@@ -257,6 +259,14 @@ class BlockAllocator:
             self._forget(block)
             if self._references[block] == 0:
                 self._free.add(block)
+
+    def drop_copy(self, block_hash: bytes) -> None:
+        """The contents of the copy in the host tier are wrong."""
+        if self.tier is not None and block_hash in self.tier:
+            self.tier.drop(block_hash)
+            self._retention.host.discard(block_hash)
+            if not self._is_found(block_hash):
+                self._note(block_hash, self._removed, self._stored)
 
     def release(self, blocks: Sequence[int], reuse_within_s: float | None = None) -> None:
         """A text no longer uses its blocks, given in its order. `reuse_within_s`: a later text is announced to use them

@@ -70,7 +70,8 @@ class KvCache:
         num_loaded = first - len(cached)
         copied = hashes[len(cached) : first]
         num_new = min(num_loaded + most, self.blocks.num_available - spare)
-        new = self.blocks.allocate(num_new, copied) if num_new > num_loaded else None
+        staying = copied if self._loads_at_once else self._in_tier(hashes[first:])
+        new = self.blocks.allocate(num_new, staying) if num_new > num_loaded else None
         if new is None:
             self.blocks.give_back(cached)
             return None
@@ -79,18 +80,27 @@ class KvCache:
         return [*cached, *new]
 
     def _copied(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
-        """The leading blocks that the host tier has. What is evicted for them must not displace their copies."""
+        """The leading blocks that are loaded at once. What is evicted for them must not displace their copies."""
+        return self._in_tier(hashes) if self._loads_at_once else ()
+
+    def _in_tier(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
         tier = self.blocks.tier
         return () if tier is None else hashes[: tier.num_found(hashes)]
 
+    @property
+    def _loads_at_once(self) -> bool:
+        """False: a fetch source reads the host tier."""
+        return self.blocks.tier is None or self.blocks.tier.loads_at_once
+
     def lend(self, key: TransferKey, hashes: Sequence[bytes], *, spare: int = 0) -> list[int] | None:
         """References to exactly these blocks, which `take_back` ends; those that the pool lacks are loaded from the
-        host tier. Holds nothing otherwise, and returns None if one is missing, or if that is more than one allocation
-        saves; an empty list if it would take one of the last `spare` available blocks."""
+        host tier, if it loads at once. Holds nothing otherwise, and returns None if one is missing, or if that is more
+        than one allocation saves; an empty list if it would take one of the last `spare` available blocks."""
         kept = min(spare, self.blocks.num_available)
         cached = self.blocks.match(hashes)
         rest, tier = hashes[len(cached) :], self.blocks.tier
-        if rest and (tier is None or len(rest) > min(tier.num_found(rest), tier.most_saved)):
+        found = 0 if tier is None or not tier.loads_at_once else min(tier.num_found(rest), tier.most_saved)
+        if len(rest) > found:
             self.blocks.give_back(cached)
             return None
         has_room = len(rest) + kept <= self.blocks.num_available
@@ -110,7 +120,7 @@ class KvCache:
 
     def _num_loadable(self, hashes: Sequence[bytes], cached_tokens: int) -> int:
         tier = self.blocks.tier
-        count = 0 if tier is None else tier.num_found(hashes)
+        count = 0 if tier is None or not tier.loads_at_once else tier.num_found(hashes)
         if tier is None or not count:
             return 0
         is_sooner = tier.rule.loads(count, cached_tokens=cached_tokens, block_size=self.block_size)

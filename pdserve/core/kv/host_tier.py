@@ -29,6 +29,20 @@ class BlockCopies(Protocol):
         ...
 
 
+class QueuedCopies(BlockCopies, Protocol):
+    """Copies that another thread or a device makes, behind the engine. A fetch source reads them (fetch.py)."""
+
+    @property
+    def room(self) -> int:
+        """How many blocks it can save now."""
+        ...
+
+    def flush(self) -> None:
+        """The saves since the last call read their blocks before anything that is queued from now on writes to them.
+        Returns at once."""
+        ...
+
+
 class LowerTier(Protocol):
     """A tier below memory. It takes copies, and returns at once."""
 
@@ -73,12 +87,21 @@ class LoadRule:
 
 @final
 class HostTier:
-    def __init__(self, copies: BlockCopies, rule: LoadRule, most_saved: int, lower: LowerTier | None = None) -> None:
-        """`most_saved`: copies for one allocation, because each takes time. `lower` gets what leaves."""
+    def __init__(
+        self,
+        copies: BlockCopies,
+        rule: LoadRule,
+        most_saved: int,
+        lower: LowerTier | None = None,
+        *,
+        queued: QueuedCopies | None = None,
+    ) -> None:
+        """`most_saved`: copies for one allocation, because each takes time. `lower` gets what leaves. `queued`: the
+        copies, if they are made behind the engine; then nothing is loaded at once."""
         self.rule = rule
         self._lower = lower
-        self.most_saved = most_saved
-        self._copies = copies
+        self._most_saved = most_saved
+        self._copies, self._queued = copies, queued
         self._free = list(range(copies.num_slots))
         self._slot_of: dict[bytes, int] = {}  # by block hash
         self.num_saved = 0
@@ -87,6 +110,15 @@ class HostTier:
     @property
     def num_slots(self) -> int:
         return self._copies.num_slots
+
+    @property
+    def most_saved(self) -> int:
+        """Copies for one allocation."""
+        return self._most_saved if self._queued is None else min(self._most_saved, self._queued.room)
+
+    @property
+    def loads_at_once(self) -> bool:
+        return self._queued is None
 
     @property
     def copies(self) -> dict[str, int]:
@@ -106,6 +138,9 @@ class HostTier:
         """The length of the longest prefix of `hashes` that has copies."""
         return next((index for index, one in enumerate(hashes) if one not in self._slot_of), len(hashes))
 
+    def slot_of(self, block_hash: bytes) -> int | None:
+        return self._slot_of.get(block_hash)
+
     @property
     def is_full(self) -> bool:
         return not self._free
@@ -122,6 +157,11 @@ class HostTier:
         self._copies.save(block, slot)
         self._slot_of[block_hash] = slot
         self.num_saved += 1
+
+    def flush(self) -> None:
+        """After the saves of one allocation, before its blocks are used."""
+        if self._queued is not None:
+            self._queued.flush()
 
     def load(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> None:
         """Copies the kept blocks `hashes` of a text, in its order, into `blocks`."""
