@@ -69,7 +69,7 @@ def make_pool(memory: Memory, num_blocks: int, block_bytes: int, seed: int) -> A
 
 def device_of(memory: Memory, pool: Any) -> Any:
     if memory == "stand-in":
-        return TRANSPORTS[CUDA_IPC]._device(pool)  # type: ignore[attr-defined]
+        return TRANSPORTS[CUDA_IPC].device(pool)  # type: ignore[attr-defined]
     from kvtransfer.devices.cuda import device_of
 
     return device_of(pool)

@@ -103,6 +103,16 @@ def moved(
     return sums
 
 
+def neighbours(numbers: Sequence[int], slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(first number, first slot, count) of each run in which both grow by one."""
+    first = 0
+    for at in range(1, len(numbers) + 1):
+        before = at - 1
+        if at == len(numbers) or (numbers[at], slots[at]) != (numbers[before] + 1, slots[before] + 1):
+            yield numbers[first], slots[first], at - first
+            first = at
+
+
 # --- copies in progress ---------------------------------------------------------------------------------------
 # They are watched by a thread that wakes their waiters.
 
@@ -135,6 +145,15 @@ class CudaCopying:
     def digest(self) -> bytes:
         assert self._sums is not None
         return hashlib.blake2b(self._sums.numpy().tobytes(), digest_size=8).digest()
+
+    def sums(self) -> Sequence[int]:
+        assert self._sums is not None
+        found: list[int] = self._sums.numpy().view("uint64").tolist()
+        return found
+
+    def let_wait(self, stream: torch.cuda.Stream) -> None:
+        """Work that is queued on the stream from now on runs after the copy."""
+        stream.wait_event(self._event)
 
 
 def poll_s(waited_s: float) -> float:
@@ -325,6 +344,39 @@ class CudaDevice:
             else:
                 there.copy_(here, non_blocking=True)
             return self._watched(index, num_bytes, None, wake)
+
+    def move_blocks(
+        self,
+        blocks: Blocks,
+        numbers: Sequence[int],
+        host: Pinned,
+        slots: Sequence[int],
+        wake: Wake,
+        *,
+        is_to_host: bool,
+        after: torch.cuda.Event | None = None,
+        behind: Copying | None = None,
+    ) -> CudaCopying:
+        """One copy for each run of neighbours, by the copy engines, which leave the processors to the engine."""
+        assert isinstance(blocks, CudaBlocks)
+        assert isinstance(host, PinnedBytes)
+        assert host.tensor is not None, "closed"
+        there, size = blocks.tensor, blocks.block_bytes
+        here = host.tensor[: len(host.tensor) // size * size].view(-1, size)
+        with self._queued(len(numbers) * size, behind) as (index, num_bytes):
+            if after is not None:
+                self.streams[index].wait_event(after)
+            for number, slot, count in neighbours(numbers, slots):
+                if is_to_host:
+                    here[slot : slot + count].copy_(there[number : number + count], non_blocking=True)
+                else:
+                    there[number : number + count].copy_(here[slot : slot + count], non_blocking=True)
+            return self._watched(index, num_bytes, None, wake)
+
+    def hold_engine(self, copying: Copying) -> None:
+        assert isinstance(copying, CudaCopying)
+        with torch.cuda.device(self.device):
+            copying.let_wait(torch.cuda.default_stream(self.device))  # the engine's stream
 
     def watched(self, wake: Wake, stream: Any, limit_s: float) -> CudaCopying:
         """Watches the work queued so far on a stream that is not one of the device's copy streams."""

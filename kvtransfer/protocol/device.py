@@ -34,6 +34,10 @@ class Copying(Protocol):
         """The checksum (8 bytes) of all blocks, in order; available once the copy is done."""
         ...
 
+    def sums(self) -> Sequence[int]:
+        """The checksum of each block, in order; available once the copy is done."""
+        ...
+
 
 class Blocks(Protocol):
     """Blocks of equal size in device memory: of this process's pool, of staging, or of another process's pool."""
@@ -111,6 +115,25 @@ class Device(Protocol):
         behind: Copying | None = None,
     ) -> Copying:
         """Copies the first bytes of the staging to or from host memory."""
+        ...
+
+    def move_blocks(
+        self,
+        blocks: Blocks,
+        numbers: Sequence[int],
+        host: Pinned,
+        slots: Sequence[int],
+        wake: Wake,
+        *,
+        is_to_host: bool,
+        after: Fence | None = None,
+        behind: Copying | None = None,
+    ) -> Copying:
+        """Copies blocks to or from slots of their size in host memory, in the order given."""
+        ...
+
+    def hold_engine(self, copying: Copying) -> None:
+        """What the engine queues from now on runs after the copy. Does not block. Called on the engine's thread."""
         ...
 
     def drain(self) -> None:

@@ -148,11 +148,11 @@ class CudaIpc(OnDevice, UnixListener):
     def prepare(self, pool: KvPool, runs: Sequence[StridedExtent] = (), limits: CopyLimits | None = None) -> None:
         super().prepare(pool, runs, limits)
         with suppress(TransferFailed):  # the next connection raises this error again
-            self._device(pool).export()
+            self.device(pool).export()
 
     def sender(self, sock: socket.socket, pool: KvPool) -> tuple[socket.socket, SendHalf]:
         try:
-            device = self._device(pool)
+            device = self.device(pool)
             exported = device.export()
         except TransferFailed as failed:  # another transport may work
             raise OSError(failed.message) from failed
@@ -166,7 +166,7 @@ class CudaIpc(OnDevice, UnixListener):
         expected = link.source.block_bytes
         if magic != _MAGIC or block_bytes != expected or not num_blocks or not 0 < size <= MAX_EXPORT_BYTES:
             raise BadFrame(f"a pool of {num_blocks} blocks of {block_bytes} bytes, expected {expected}")
-        device = self._device(link.pool)
+        device = self.device(link.pool)
         try:
             source = device.open(receive_within(link, size, HANDSHAKE_S))
         except TransferFailed as failed:

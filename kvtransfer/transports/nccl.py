@@ -312,7 +312,7 @@ class Nccl(OnDevice, TcpListener):
         pair_slot: PairSlot | None = None
         share: StagingShare | None = None
         try:
-            device, connector, pair_slot = self._device(pool), self._connector(), self.pair_slots.take()
+            device, connector, pair_slot = self.device(pool), self._connector(), self.pair_slots.take()
             share = device.budget.take(slot_size(pool.block_bytes, SLOT_BYTES), MAX_SLOTS)
             unique_id = connector.new_id()
             hello = _HELLO.pack(_MAGIC, _padded(connector.version), pool.block_bytes, share.num_slots, len(unique_id))
@@ -346,7 +346,7 @@ class Nccl(OnDevice, TcpListener):
         if theirs != connector.version:
             raise BadFrame(f"NCCL {theirs}, expected {connector.version}: both ranks must have the same")
         unique_id = receive_within(link, size, HANDSHAKE_S)
-        device, pair_slot = self._device(link.pool), self.pair_slots.take()
+        device, pair_slot = self.device(link.pool), self.pair_slots.take()
         share = device.budget.take(slot_size(link.block_bytes, SLOT_BYTES), slots)
         try:
             link.channel.post(TAKEN + _SLOTS.pack(share.num_slots))

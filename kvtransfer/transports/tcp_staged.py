@@ -163,11 +163,14 @@ class Done:
 
     is_done = True
 
-    def __init__(self, digest: bytes = b"") -> None:
-        self._digest = digest
+    def __init__(self, sums: Sequence[int] = ()) -> None:
+        self._sums = sums
 
     def digest(self) -> bytes:
-        return self._digest
+        return digest_of(self._sums) if self._sums else b""
+
+    def sums(self) -> Sequence[int]:
+        return self._sums
 
 
 @final
@@ -222,18 +225,26 @@ class HostDevice:
     ) -> Done:
         assert isinstance(staging, HostBlocks)
         move_bytes(staging, host, num_bytes, is_to_host=is_to_host)
-        return self._done(b"", wake)
+        return self._done((), wake)
+
+    def move_blocks(self, *arguments: Any, **options: Any) -> Done:
+        raise InternalError("a pool in host memory has no pinned copies")
+
+    def hold_engine(self, copying: Copying) -> None:
+        """Nothing is ever in progress."""
 
     def drain(self) -> None:
         """Nothing is ever in progress."""
 
-    def _done(self, digest: bytes, wake: Wake) -> Done:
+    def _done(self, sums: Sequence[int], wake: Wake) -> Done:
         wake()
-        return Done(digest)
+        return Done(sums)
 
 
-def copy_and_sum(source: HostBlocks, sources: Sequence[int], target: Blocks | None, targets: Sequence[int]) -> bytes:
-    """Device.copy in host memory; returns the digest of the bytes read."""
+def copy_and_sum(
+    source: HostBlocks, sources: Sequence[int], target: Blocks | None, targets: Sequence[int]
+) -> list[int]:
+    """Device.copy in host memory; returns the checksums of the bytes read."""
     sums = []
     for index, block in enumerate(sources):
         data = source.read(block)
@@ -241,7 +252,7 @@ def copy_and_sum(source: HostBlocks, sources: Sequence[int], target: Blocks | No
             target.write(targets[index], data)
             data = target.read(targets[index])
         sums.append(word_sum(memoryview(data)))
-    return digest_of(sums)
+    return sums
 
 
 def move_bytes(staging: HostBlocks, host: Any, num_bytes: int, *, is_to_host: bool) -> None:
@@ -395,7 +406,7 @@ class TcpStaged(OnDevice, TcpListener):
 
     def _end(self, pool: KvPool, memory: memoryview, block_bytes: int) -> Device:
         if not pool.is_on_host:
-            return self._device(pool)
+            return self.device(pool)
         return HostDevice(memory, block_bytes, self._host_budget, pool.runs_per_block)
 
 

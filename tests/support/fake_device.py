@@ -2,8 +2,10 @@
 
 It behaves like the real one in these ways. A call returns before the bytes have moved, after an unpredictable time.
 Streams run concurrently: work of one overtakes earlier work of another unless it was ordered behind it. Another process
-opens a pool by the handle from `export`, and may be unable to read it after its owner was killed. `Trouble` adds every
-failure that a real device may show.
+opens a pool by the handle from `export`, and may be unable to read it after its owner was killed. The engine waits only
+for the copies that hold it (`run_step`), so a block that is used again too early has other bytes in its copy. Work
+that uses the same slot of pinned memory, or the same block of staging, as other work in progress on another stream is
+an error at once, if one of both writes. `Trouble` adds every failure that a real device may show.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from kvtransfer.devices.copy_limits import CopyLimits, StagingBudget, StreamLoads
 from kvtransfer.protocol.device import COPY_S, Blocks, Copying, Wake
@@ -78,11 +82,24 @@ class HiddenPool:
     def __init__(self, pool: Any) -> None:
         self.num_blocks, self.block_bytes = pool.num_blocks, pool.block_bytes
         self.on_device, self.handle = pool.buffer, pool.descriptor
+        self.device: FakeDevice | None = None
         self._pool = pool  # which owns the descriptor
 
     @property
     def buffer(self) -> memoryview:
         raise InternalError("the KV pool lies on a device: it has no host buffer")
+
+
+class DeviceEngine:
+    """An engine whose pool seems to be on a device, which may hold its steps."""
+
+    def __init__(self, engine: Any) -> None:
+        self._step, self.spec, self.close = engine.step, engine.spec, engine.close
+        self.pool = HiddenPool(engine.pool)
+
+    def step(self, *arguments: Any) -> Any:
+        device = self.pool.device
+        return self._step(*arguments) if device is None else device.run_step(lambda: self._step(*arguments))
 
 
 class FakeBlocks(HostBlocks):
@@ -134,6 +151,7 @@ class FakeCopying:
     def __init__(self, limit_s: float = COPY_S, stream: int | None = None) -> None:
         self.state: tuple[bool, str, bytes] = (False, "", b"")
         self.stream = stream  # the number of the device's that it is queued on
+        self.block_sums: list[int] = []
         self._limit_s, self._ends_s = limit_s, time.monotonic() + limit_s
 
     @property
@@ -149,6 +167,10 @@ class FakeCopying:
         assert self.state[0]
         return self.state[2]
 
+    def sums(self) -> Sequence[int]:
+        assert self.state[0]
+        return self.block_sums
+
 
 class Stream:
     """One thread that runs its work in order. It ends with the object, or thousands would be left after the tests."""
@@ -163,9 +185,9 @@ class Stream:
         weakref.finalize(self, self._work.put, None).atexit = False
 
     def queue(
-        self, work: Callable[[], bytes], wake: Wake, limit_s: float = COPY_S, number: int | None = None
+        self, work: Callable[[], bytes], wake: Wake, limit_s: float | None = None, number: int | None = None
     ) -> FakeCopying:
-        copying = FakeCopying(limit_s, number)
+        copying = FakeCopying(COPY_S if limit_s is None else limit_s, number)
 
         def run() -> None:
             try:
@@ -200,6 +222,8 @@ class FakeDevice:
     def __init__(self, pool: Any, trouble: Trouble = PLAIN, limits: CopyLimits | None = None) -> None:
         limits = limits or CopyLimits()
         self._pool, self.trouble = pool, trouble
+        if isinstance(pool, HiddenPool):
+            pool.device = self
         self.streams = [Stream(f"device {number}", trouble) for number in range(limits.num_streams)]
         self.loads, self.budget = StreamLoads(limits.num_streams), StagingBudget(limits.staging_bytes)
         self._under_way: set[int] = set()  # numbers of copies that have not ended
@@ -208,7 +232,10 @@ class FakeDevice:
         self.num_overtakings = 0  # copies that ended before an earlier one, which was on another stream
         self._rng = random.Random(f"{trouble.seed} kills")
         self._steps: list[threading.Event] = []  # of the engine, that may not have ended
-        self.num_copies = 0
+        self._held: list[FakeCopying] = []  # for which the engine waits
+        self._uses: dict[int, tuple[int, Sequence[Use]]] = {}  # number of work in progress -> its stream and uses
+        self._copyings: dict[int, FakeCopying] = {}  # the same work
+        self.num_copies = self.num_moved = 0
 
     def pool(self) -> FakeBlocks:
         return FakeBlocks(self._pool.on_device, self._pool.num_blocks, self._pool.block_bytes)
@@ -229,9 +256,24 @@ class FakeDevice:
         self._steps.append(step)
         return step
 
-    def fence(self) -> tuple[threading.Event, ...]:
+    def fence(self) -> tuple[Any, ...]:
+        """What the engine has queued, and the copies for which it waits."""
         self._steps = [step for step in self._steps if not step.is_set()]
-        return tuple(self._steps)
+        return (*self._steps, *self._held)
+
+    def hold_engine(self, copying: Copying) -> None:
+        assert isinstance(copying, FakeCopying)
+        self._held.append(copying)
+
+    def run_step(self, step: Callable[[], Any]) -> Any:
+        """Work of an engine that computes at once."""
+        wait_for(self.take_held())
+        return step()
+
+    def take_held(self) -> list[FakeCopying]:
+        """The copies for which work that the engine queues now waits."""
+        held, self._held = self._held, []
+        return held
 
     def copy(
         self,
@@ -249,9 +291,8 @@ class FakeDevice:
         dies_at = self._rng.randrange(len(sources)) if self._rng.random() < self.trouble.killed else -1
 
         def work() -> bytes:
-            for step in after or ():
-                step.wait(DRAIN_S)
-            sums = []
+            wait_for(after)
+            sums: list[int] = []
             for index, block in enumerate(sources):
                 source.check()
                 if index == dies_at:
@@ -260,9 +301,15 @@ class FakeDevice:
                 sums.append(word_sum(memoryview(data)))
                 if isinstance(target, FakeBlocks):
                     target.write(targets[index], data)
+            block_sums.extend(sums)
             return digest_of(sums)
 
-        return self._queue(work, wake, len(sources) * source.block_bytes, behind)
+        block_sums: list[int] = []
+        uses = [] if target is None else [Use(_address(target), number, True) for number in targets]
+        uses += [Use(_address(source), number, False) for number in sources]
+        copying = self._queue(work, wake, len(sources) * source.block_bytes, behind, uses, after)
+        copying.block_sums = block_sums
+        return copying
 
     def pinned(self, num_bytes: int) -> PlainBytes:
         return PlainBytes(num_bytes)
@@ -285,6 +332,39 @@ class FakeDevice:
 
         return self._queue(work, wake, num_bytes, behind)
 
+    def move_blocks(
+        self,
+        blocks: Blocks,
+        numbers: Sequence[int],
+        host: Any,
+        slots: Sequence[int],
+        wake: Wake,
+        *,
+        is_to_host: bool,
+        after: Any | None = None,
+        behind: Copying | None = None,
+    ) -> FakeCopying:
+        assert isinstance(blocks, FakeBlocks)
+        assert isinstance(host, PlainBytes), "pinned memory of this device"
+        assert len(numbers) == len(slots)
+        size = blocks.block_bytes
+        assert all(0 <= slot < len(host.view) // size for slot in slots)
+        self.num_moved += len(slots)
+
+        def work() -> bytes:
+            wait_for(after)
+            for number, slot in zip(numbers, slots, strict=True):
+                there, here = blocks.view(number), host.view[slot * size : (slot + 1) * size]
+                if is_to_host:
+                    here[:] = there
+                else:
+                    there[:] = here
+            return b""
+
+        uses = [Use(_address(blocks), number, not is_to_host, True) for number in numbers]
+        uses += [Use(_address(host.view), slot, is_to_host, True) for slot in slots]
+        return self._queue(work, wake, len(slots) * size, behind, uses, after)
+
     def drain(self) -> None:
         for stream in self.streams:
             stream.drain()
@@ -300,8 +380,30 @@ class FakeDevice:
         assert isinstance(behind, FakeCopying)
         return self.loads.begin(num_bytes, behind.stream)
 
-    def _queue(self, work: Callable[[], bytes], wake: Wake, num_bytes: int, behind: Copying | None) -> FakeCopying:
+    def _check(self, uses: Sequence[Use], stream: int, after: Sequence[Any]) -> None:
+        """Raises InternalError if work in progress on another stream has one of these uses, and one of both writes.
+        Only if one is of `move_blocks`: transports also read blocks that others may be writing, and notice it."""
+        for number, (other_stream, others) in list(self._uses.items()):
+            copying = self._copyings.get(number)
+            has_ended = copying is not None and (copying.state[0] or copying.state[1])
+            if other_stream != stream and copying not in after and not has_ended:
+                for one in uses:
+                    for other in others:
+                        is_same = (one.memory, one.number) == (other.memory, other.number)
+                        if is_same and (one.writes or other.writes) and (one.is_strict or other.is_strict):
+                            raise InternalError(f"{one} and {other} are not ordered")
+
+    def _queue(
+        self,
+        work: Callable[[], bytes],
+        wake: Wake,
+        num_bytes: int,
+        behind: Copying | None,
+        uses: Sequence[Use] = (),
+        after: Sequence[Any] | None = None,
+    ) -> FakeCopying:
         index = self.stream_for(num_bytes, behind)
+        self._check(uses, index, after or ())
         with self._lock:
             self._num_queued += 1
             number = self._num_queued
@@ -312,6 +414,38 @@ class FakeDevice:
                 self._under_way.remove(number)
                 self.num_overtakings += min(self._under_way, default=number) < number
             self.loads.end(index, num_bytes)
+            self._uses.pop(number, None)
+            self._copyings.pop(number, None)
             wake()
 
-        return self.streams[index].queue(work, ended, number=index)
+        self._uses[number] = index, uses
+        copying = self.streams[index].queue(work, ended, number=index)
+        if number in self._uses:
+            self._copyings[number] = copying
+        return copying
+
+
+def wait_for(fence: Sequence[Any] | None) -> None:
+    """Waits for steps of the engine and for copies."""
+    ends_s = time.monotonic() + DRAIN_S
+    for one in fence or ():
+        if isinstance(one, threading.Event):
+            one.wait(DRAIN_S)
+        else:
+            while not (one.state[0] or one.state[1]) and time.monotonic() < ends_s:
+                time.sleep(0.0001)
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Of one block of memory."""
+
+    memory: int  # its address
+    number: int
+    writes: bool
+    is_strict: bool = False
+
+
+def _address(memory: Any) -> int:
+    whole = memory.memory if isinstance(memory, FakeBlocks) else memory
+    return int(np.frombuffer(whole, np.uint8).ctypes.data)

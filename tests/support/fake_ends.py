@@ -49,11 +49,10 @@ def install(device_of: DeviceOf, trouble: Trouble = PLAIN) -> None:
 
 
 @contextmanager
-def stand_ins() -> Iterator[dict[int, FakeDevice]]:
+def stand_ins(trouble: Trouble = PLAIN) -> Iterator[dict[int, FakeDevice]]:
     """Stand-ins for both ends in this process; gives the devices by the id of their pool."""
-    made: dict[int, FakeDevice] = {}
     before = dict(TRANSPORTS)
-    install(lambda pool: made.setdefault(id(pool), FakeDevice(pool)))
+    made = stand_in_each(trouble)
     try:
         yield made
     finally:

@@ -47,7 +47,7 @@ class OnDevice:
         assumed dead. A kernel is compiled for each combination of alignments, so one run of each is copied: to its
         place in another block, and into a block of its own size and back.
         """
-        device = self._device(pool, limits)
+        device = self.device(pool, limits)
         source, scratch = device.pool(), device.staging(2)
         last: Copying | None = None  # copies run one after the other, because they share scratch memory
         try:
@@ -65,9 +65,9 @@ class OnDevice:
 
     def fence(self, pool: KvPool) -> Fence:
         """The current point of the engine's stream."""
-        return self._device(pool).fence()
+        return self.device(pool).fence()
 
-    def _device(self, pool: KvPool, limits: CopyLimits | None = None) -> Device:
+    def device(self, pool: KvPool, limits: CopyLimits | None = None) -> Device:
         """`limits` are set by the first call for a pool."""
         if self._device_of is not None:
             return self._device_of(pool)

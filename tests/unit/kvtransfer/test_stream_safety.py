@@ -327,6 +327,32 @@ def test_staging_moves_to_pinned_memory_and_back(streams: Streams, device: CudaD
         device.move(staging, host, 100, nobody, is_to_host=True)
 
 
+def test_blocks_move_to_pinned_memory_and_back(streams: Streams, device: CudaDevice) -> None:
+    """As in the host tier: gathered behind the engine, which waits for that, moved out, in again, and summed."""
+    pool, staging, host = device.pool(), device.staging(3), device.pinned(256)
+    pool.tensor.copy_(torch.arange(512).to(torch.uint8).view(8, 64))
+    seen = bytes(pool.tensor[1:3].numpy())
+    staging.tensor.copy_(pool.tensor[:3])  # the stand-in for the gathering moves no bytes
+    streams.is_held = True
+    gathering = device.copy(pool, [1, 2], staging, [1, 2], nobody, device.fence())
+    with pytest.raises(AssertionError, match="read on copy 0, written on engine without a wait"):
+        pool.tensor[1].copy_(torch.zeros(64, dtype=torch.uint8))
+    device.hold_engine(gathering)
+    saving = device.move_blocks(staging, [1, 2], host, [0, 3], nobody, is_to_host=True, behind=gathering)
+    pool.tensor[1:3].copy_(torch.zeros((2, 64), dtype=torch.uint8))
+    with pytest.raises(AssertionError, match=r"written on copy \d, read on copy \d without a wait"):
+        device.move_blocks(pool, [5], host, [3], nobody, is_to_host=False)
+    streams.is_held = False
+    assert saving.is_done  # the host has seen it
+    assert bytes(host.view[:64]) + bytes(host.view[192:]) == seen
+    fence = device.fence()
+    moving = device.move_blocks(pool, [2, 1], host, [3, 0], nobody, is_to_host=False, after=fence)
+    summing = device.copy(pool, [2, 1], None, (), nobody, None, behind=moving)
+    assert summing.is_done
+    assert list(summing.sums()) == [0, 0]
+    assert bytes(pool.tensor[1:3].numpy()) == seen
+
+
 def test_prepare_uses_own_memory(streams: Streams, device: CudaDevice) -> None:
     streams.is_held = True
     limits = CopyLimits(num_streams=2)

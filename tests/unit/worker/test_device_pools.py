@@ -18,7 +18,7 @@ from pdserve.engine.interface import Engine
 from pdserve.engine.load import build_engine
 from pdserve.engine.load_engine import load_engine
 from pdserve.v1 import worker_pb2
-from tests.support.fake_device import FakeDevice, HiddenPool
+from tests.support.fake_device import DeviceEngine, FakeDevice
 from tests.support.fake_ends import stand_ins
 
 pytestmark = pytest.mark.gpu_checks
@@ -36,14 +36,6 @@ COMMON: Final[dict[str, Any]] = {
     "profile": "h100-sxm.llama-3.1-8b.bf16",
 }
 PATHS = pytest.mark.parametrize("transport", ["cuda_ipc", "nccl", "tcp"])
-
-
-class DeviceEngine:
-    """An engine whose pool seems to be on a device."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.step, self.spec, self.close = engine.step, engine.spec, engine.close
-        self.pool = HiddenPool(engine.pool)
 
 
 def load_on_host(config: Any, role: Role) -> Engine:
