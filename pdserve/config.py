@@ -170,9 +170,10 @@ class WorkerConfig(TlsSettings):
     )
     kv_host_bytes: int = setting(
         "memory for KV blocks that leave the pool, from which later prompts load them where that is sooner than "
-        "computing them; 0: none. For pools on a CPU only",
-        0,
-        within=(0, 2**46),
+        "computing them; 0: none; -1: on a GPU an eighth of the host's free memory, on a CPU none. For workers of one "
+        "rank",
+        -1,
+        within=(-1, 2**46),
     )
     kv_disk_path: str = setting(
         "folder for KV blocks that leave memory, with one for each worker in it, which only this user may enter; they "
@@ -231,7 +232,7 @@ class WorkerConfig(TlsSettings):
     )
     kv_pull: bool = setting(
         "pull KV that another worker has cached where that is sooner than computing it, and give it to others; for "
-        "pools on a CPU only",
+        "workers of one rank",
         True,
     )
     kv_staging_bytes: int = setting(

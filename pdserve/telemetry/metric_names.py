@@ -329,8 +329,8 @@ KV_DISK_EVENTS: Final = _metric(
     "damaged when they were read; and writes and reads that failed",
     {"event": ("written", "dropped", "damaged", "failed_writes", "failed_reads")},
 )
-#: Tiers below host memory, for whose blocks prompts wait.
-SLOW_TIERS: Final = ("disk", "peer", "shared")
+#: Tiers for whose blocks prompts wait. Host memory is one of a pool on a GPU.
+SLOW_TIERS: Final = ("host", "disk", "peer", "shared")
 KV_FETCHED_BLOCKS: Final = _metric(
     "pdserve_kv_fetched_blocks_total",
     "counter",

@@ -26,20 +26,20 @@ from pdserve.core import protocol as pr
 from pdserve.core.adapters import Adapter, AdapterLimits
 from pdserve.core.attempt import Attempt, AttemptKey, AttemptLedger, EndRule, FailureKind, RefusalReason
 from pdserve.core.cost.latency import CostModel, CostPrior
-from pdserve.core.errors import InternalError, InvalidRequest
+from pdserve.core.errors import InternalError, InvalidRequest, TransferFailed
 from pdserve.core.kv.blocks import BlockAllocator, CacheChange
 from pdserve.core.kv.cache import KvCache
 from pdserve.core.kv.fetch import BlockSource, Fetch, FetchAborted, Fetches, FetchStarted
 from pdserve.core.kv.hashing import hash_seed
-from pdserve.core.kv.host_tier import LONG_BLOCKS, HostTier, LoadRule, is_sooner
+from pdserve.core.kv.host_tier import LONG_BLOCKS, HostTier, LoadRule, QueuedCopies, is_sooner
 from pdserve.core.kv.kv_shape import Fingerprint, TransferKey
 from pdserve.core.kv.retention import block_cost
 from pdserve.core.kv.stamps import BlockStamps
 from pdserve.core.types import Role
 from pdserve.engine.adapters import read_adapter
-from pdserve.engine.interface import Engine, PlainOuts, RowOut, compacted
+from pdserve.engine.interface import Engine, KvPool, PlainOuts, RowOut, compacted
 from pdserve.engine.memory.disk import DiskTier, disk_tier
-from pdserve.engine.memory.host import HostCopies, host_copies
+from pdserve.engine.memory.host import HostCopies, host_bytes_of, host_copies
 from pdserve.engine.memory.plan import with_device_defaults
 from pdserve.engine.ranks.rejected_joins import rejected_joins
 from pdserve.outage_log import PeerLog
@@ -78,6 +78,24 @@ class FetchSource(BlockSource, Protocol):
         ...
 
 
+class DeviceTier(QueuedCopies, FetchSource, Protocol):
+    """The host tier of a pool on a GPU."""
+
+    @property
+    def most_saved(self) -> int:
+        """Copies for one allocation."""
+        ...
+
+    def measure_s(self) -> float:
+        """Seconds to copy a block, the mean of both directions. Overwrites the first blocks of the pool. Raises
+        TransferFailed if copies go wrong."""
+        ...
+
+    def serve(self, tier: HostTier, drop: Callable[[bytes], None]) -> None:
+        """`tier` says where blocks are. `drop` is called on any thread, with blocks whose copy is wrong."""
+        ...
+
+
 class Giver(Protocol):
     """Sends cached KV to other workers that ask for it. Called on the engine thread."""
 
@@ -110,6 +128,8 @@ class ProgramContext:
     now: Callable[[], float] = time.monotonic
     metrics: Metrics = field(default_factory=Metrics.off)
     kept: Kept | None = None  # of the worker's program in the other role; None: the process has just started
+    #: Takes the memory of a host tier for a pool on a GPU: so many bytes or AUTO, with progress. None: there is none.
+    device_tier: Callable[[KvPool, int, Callable[[int, int], None]], DeviceTier | None] = lambda *_: None
 
 
 class TransferEndpoint(Protocol):
@@ -155,11 +175,17 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         self.received_s = 0.0  # arrival time of the message that is being handled
         self.sources: dict[str, FetchSource] = {} if context.kept is None else context.kept.sources  # by name
         if (kept := context.kept) is None:
-            copies = host_copies(engine, config, PhaseReport(config.worker_id, "host tier", "bytes"))
+            report = PhaseReport(config.worker_id, "host tier", "bytes")
+            copies = host_copies(engine, config, report)
+            on_device = None
+            if not engine.pool.is_on_host and (num_bytes := host_bytes_of(engine, config)):
+                on_device = context.device_tier(engine.pool, num_bytes, report)
             self.cost = calibrate.calibrate(engine, context.role, config)
             disk = self._disk_tier(copies)
             size, prefill_s = spec.block_size, CostModel(self.cost).prefill_s
             tier = None if copies is None else _host_tier(copies, self.cost, size, disk)
+            if on_device is not None:
+                tier = self._device_tier(on_device, disk)
             blocks = BlockAllocator(
                 spec.num_blocks,
                 is_cache_on=config.is_prefix_cache_on,
@@ -552,6 +578,19 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         self.sources[disk.name] = disk
         return disk
 
+    def _device_tier(self, copies: DeviceTier, lower: DiskTier | None) -> HostTier | None:
+        try:
+            tier = _host_tier(copies, self.cost, self.engine.spec.block_size, lower, queued=copies)
+        except TransferFailed as failed:
+            log.warning("there is no host tier", extra={"reason": failed.message})
+            tier = None
+        if tier is None:
+            copies.close()
+            return None
+        copies.serve(tier, lambda block_hash: self.context.post(lambda: self.blocks.drop_copy(block_hash)))
+        self.sources[copies.name] = copies
+        return tier
+
     @property
     def disk(self) -> DiskTier | None:
         disk = self.sources.get(DiskTier.name)
@@ -626,13 +665,19 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         return replace(load, steps=self.num_steps, is_draining=self.scheduler.is_draining, is_drained=self.is_drained)
 
 
-def _host_tier(copies: HostCopies, cost: CostPrior, block_size: int, lower: DiskTier | None) -> HostTier | None:
+def _host_tier(
+    copies: HostCopies | DeviceTier,
+    cost: CostPrior,
+    block_size: int,
+    lower: DiskTier | None,
+    queued: QueuedCopies | None = None,
+) -> HostTier | None:
     """None if computing is sooner: routers would count on blocks that are computed again. Overwrites the pool."""
     rule = LoadRule(copies.measure_s(), CostModel(cost).prefill_s)
     if not rule.is_worthwhile(block_size):
         log.warning("copying KV blocks would take longer than computing them, so there is no host tier")
         return None
-    return HostTier(copies, rule, copies.most_saved, lower)
+    return HostTier(copies, rule, copies.most_saved, lower, queued=queued)
 
 
 #: For the host, which runs a program of either role, and sees neither its steps nor its effects.

@@ -151,6 +151,7 @@ def _lines(path: Path) -> list[str]:
 # --- host tier ------------------------------------------------------------------------------------------------
 # Memory for blocks that have left a pool on the host (core/kv/host_tier.py), and the time of a copy.
 
+AUTO: Final = -1  # of kv_host_bytes: left to the device
 TIMED_BLOCKS: Final = 8
 MOST_SHARE: Final = 0.9  # of the memory that is free
 MOST_HASHES: Final = 2**19  # of pool and tier together: a router that attaches gets all of them in one message
@@ -169,17 +170,7 @@ class HostCopies:
         with the bytes so far. Raises ConfigError if not one block fits, or if the memory is not free."""
         import numpy as np  # workers load it anyway, and the commands of clients import this file
 
-        pool_bytes = pool.num_blocks * pool.block_bytes
-        self.num_slots = min(num_bytes // pool.block_bytes, MOST_HASHES - pool.num_blocks)
-        if self.num_slots < 1:
-            expected = (
-                f"0, or at least {pool.block_bytes}, one block of this model, with a pool of fewer than {MOST_HASHES}"
-            )
-            raise ConfigError("kv_host_bytes", num_bytes, expected)
-        free = free_bytes()
-        left = None if free is None else int(MOST_SHARE * (free - pool_bytes))  # the pool gets its pages later
-        if left is not None and num_bytes > left:
-            raise ConfigError("kv_host_bytes", num_bytes, f"at most {max(left, 0)}: {free} bytes are free")
+        self.num_slots = check_room(pool, num_bytes)
         self.most_saved = max(1, BURST_BYTES // pool.block_bytes)
         self._pool = pool_blocks(pool)
         num_bytes = self.num_slots * pool.block_bytes
@@ -213,6 +204,22 @@ class HostCopies:
         return (time.perf_counter() - began_s) / num_blocks
 
 
+def check_room(pool: KvPool, num_bytes: int) -> int:
+    """Number of slots in `num_bytes`. Raises ConfigError if not one block fits, or if the memory is not free."""
+    num_slots = min(num_bytes // pool.block_bytes, MOST_HASHES - pool.num_blocks)
+    if num_slots < 1:
+        expected = (
+            f"0, or at least {pool.block_bytes}, one block of this model, with a pool of fewer than {MOST_HASHES}"
+        )
+        raise ConfigError("kv_host_bytes", num_bytes, expected)
+    free = free_bytes()
+    pool_bytes = pool.num_blocks * pool.block_bytes if pool.is_on_host else 0  # it gets its pages later
+    left = None if free is None else int(MOST_SHARE * (free - pool_bytes))
+    if left is not None and num_bytes > left:
+        raise ConfigError("kv_host_bytes", num_bytes, f"at most {max(left, 0)}: {free} bytes are free")
+    return num_slots
+
+
 def pool_blocks(pool: KvPool) -> Any:
     """The blocks of a pool on the host, an array of (runs, blocks, bytes of a run)."""
     import numpy as np  # workers load it anyway, and the commands of clients import this file
@@ -225,11 +232,19 @@ def pool_blocks(pool: KvPool) -> Any:
 def host_copies(
     engine: Engine, config: WorkerConfig, report: Callable[[int, int], None] = lambda done, of: None
 ) -> HostCopies | None:
-    """None if the tier is off. Raises ConfigError if the engine's pool cannot have one."""
-    if not config.kv_host_bytes:
-        return None
-    if not config.is_prefix_cache_on:
-        raise ConfigError("kv_host_bytes", config.kv_host_bytes, "0 while is_prefix_cache_on is false")
-    if not engine.pool.is_on_host or engine.spec.tp_degree > 1:
-        raise ConfigError("kv_host_bytes", config.kv_host_bytes, "0 for a pool on GPUs, or of several ranks")
-    return HostCopies(engine.pool, config.kv_host_bytes, report)
+    """None if the tier is off, or if the pool is on a GPU. Raises ConfigError if the engine cannot have one."""
+    num_bytes = host_bytes_of(engine, config)
+    return HostCopies(engine.pool, num_bytes, report) if num_bytes and engine.pool.is_on_host else None
+
+
+def host_bytes_of(engine: Engine, config: WorkerConfig) -> int:
+    """The size of the tier; 0: off; AUTO: what a worker on a GPU takes by default. Raises ConfigError."""
+    num_bytes = config.kv_host_bytes
+    is_possible = config.is_prefix_cache_on and engine.spec.tp_degree == 1
+    if num_bytes == AUTO:
+        return AUTO if is_possible and not engine.pool.is_on_host else 0
+    if num_bytes and not config.is_prefix_cache_on:
+        raise ConfigError("kv_host_bytes", num_bytes, "0 while is_prefix_cache_on is false")
+    if num_bytes and not is_possible:
+        raise ConfigError("kv_host_bytes", num_bytes, "0 for a pool of several ranks")
+    return num_bytes
