@@ -369,9 +369,9 @@ def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] 
     receiver = make_receiver(endpoint, config.host)
     add_servicers = partial(add_TransferServiceServicer_to_server, receiver.servicer)
     joined = joined_receiver(receiver, engine, endpoint)
-    # A sender is idle until the first answer leaves. Sending from pools on GPUs, or of several ranks, has not been run
-    # from a decode worker.
-    can_send = config.is_prefix_cache_on and engine.pool.is_on_host and engine.spec.tp_degree == 1
+    # A sender is idle until the first answer leaves. Sending from pools of several ranks has not been run from a decode
+    # worker.
+    can_send = config.is_prefix_cache_on and engine.spec.tp_degree == 1
     sender = joined_sender(make_sender(endpoint), engine, endpoint) if can_send else None
     peers = Peers(endpoint, receiver) if can_pull(config, engine) else None
     return DecodeProgram(context, engine, joined, add_servicers, stamps, sender, peers)

@@ -65,9 +65,8 @@ ANSWERS: Final = {
 
 
 def can_pull(config: WorkerConfig, engine: Engine) -> bool:
-    """Pulls between pools on GPUs, and of several ranks, have not been run."""
-    spec = engine.spec
-    return config.kv_pull and config.is_prefix_cache_on and engine.pool.is_on_host and spec.tp_degree == 1
+    """Pulls between pools of several ranks have not been run."""
+    return config.kv_pull and config.is_prefix_cache_on and engine.spec.tp_degree == 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,8 @@ from tests.support.fake_ends import stand_ins
 from tests.support.tooled_model import BUNDLED
 from tests.unit.worker.conftest import Running
 from tests.unit.worker.test_disk_tier import hashes_of
+from tests.unit.worker.test_pulls import from_, idle
+from tests.unit.worker.test_sending import MAX_TOKENS, SLOW, begin, finish, order
 
 pytestmark = pytest.mark.gpu_checks
 
@@ -236,3 +238,44 @@ def test_copies_that_go_wrong_at_start_turn_the_tier_off(start: Any, monkeypatch
     d = start(Role.DECODE, load_on_device, model="toy", kv_blocks=NUM_BLOCKS, kv_host_bytes=2**20)
     assert d.program.blocks.tier is None
     assert "host" not in d.program.sources
+
+
+# -- pulls -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["cuda_ipc", "nccl", "tcp"])
+async def test_pools_on_devices_pull_from_each_other(start: Any, attach: Any, ask: Any, transport: str) -> None:
+    """Into blocks whose copies are under way: the pulling worker's pool is full."""
+    settings: dict[str, Any] = {"model": "toy", "transport": transport, "kv_blocks": NUM_BLOCKS}
+    p, d0, d1 = (
+        start(role, load_on_device, **settings, worker_id=name, kv_host_bytes=2**20)
+        for role, name in ((Role.PREFILL, "p"), (Role.DECODE, "d0"), (Role.DECODE, "d1"))
+    )
+    expected = answer(PROMPT, 8)
+    assert await (await attach(p, d0)).remote(ask("before", PROMPT)) == expected
+    router = await attach(d1, name="router of d1")
+    for number, other in enumerate(others(4)):
+        assert await router.local(ask(f"other-{number}", other)) == answer(other, 8)
+    for source in (p, d0):  # the second time, it has the prefix
+        name = f"of {source.program.context.config.worker_id}"
+        assert await router.local(from_(source, ask(name, PROMPT))) == expected
+        assert [one.num_tokens for one in router.all("pull_ended", name)] == ([32] if source is p else [])
+    turn = [*PROMPT, *expected, *b"next"]
+    other = await attach(p, d1, name="router of p")
+    assert await other.remote(from_(d0, ask("turn", turn), 40)) == answer(turn, 8)
+    assert other.all("pull_ended", "turn")[0].num_tokens == 8
+    await idle(p, d0, d1)
+
+
+@pytest.mark.parametrize("transport", ["cuda_ipc", "nccl", "tcp"])
+async def test_an_answer_moves_between_devices(start: Any, attach: Any, ask: Any, transport: str) -> None:
+    settings: dict[str, Any] = {"transport": transport, "kv_host_bytes": 2**20}
+    p, d0 = start(Role.PREFILL, load_on_device, **settings), start(Role.DECODE, load_on_device, **settings, **SLOW)
+    d1 = start(Role.DECODE, load_on_device, **settings, worker_id="decode-1")
+    source, target = await attach(p, d0), await attach(d1)
+    assert source.hellos[Role.DECODE].sends_kv
+    before = await begin(source, ask("r", PROMPT, max_tokens=MAX_TOKENS), 9)
+    await order(source, target, ask("r", PROMPT, attempt=2, output=before, max_tokens=MAX_TOKENS))
+    assert [*before, *await finish(source, target, "r")] == answer(PROMPT, MAX_TOKENS, prefilled=len(PROMPT))
+    [committed] = target.all("transfer_ended", "r")
+    assert committed.num_bytes == -(-(len(PROMPT) + 9) // 4) * d1.program.engine.spec.block_bytes
