@@ -7,11 +7,12 @@
              model, and two times two families, in three processes
   engine     the eager engine against transformers, every family (check_engine)
   transfer   cuda_ipc and nccl between two processes, one of which is killed (check_transfer)
+  tiers      the host tier of a pool: bytes, rates, a step beside them (check_tiers)
   times      every kernel's time against floors (check_kernels --times)
 
 Each check runs in a process of its own, so that an error in one does not affect the others, and is killed when its time
-is over. `transfer` and `times` have deadlines or measure time, so nothing else runs beside them. Output lines are
-printed as they arrive, with the name of their check, and are also written to DIR/checks.log ($OUT if it is set).
+is over. `transfer`, `tiers` and `times` have deadlines or measure time, so nothing else runs beside them. Output lines
+are printed as they arrive, with the name of their check, and are also written to DIR/checks.log ($OUT if it is set).
 Failures are repeated at the end and written to DIR/checks.md, tracebacks to DIR/traces.txt. Exit code 1 if a check
 failed, 2 without a CUDA device. --rehearse runs them on a CPU. scripts/gpu has the checks of a first run, in an order
 for fifteen minutes.
@@ -42,10 +43,15 @@ TOGETHER: Final = {  # that run at once; mostly compilers, which share a GPU wel
     "graphs-2": module("tests.gpu.check_graphs", "--only", "gemma2,mistral-window"),
     "engine": module("tests.gpu.check_engine"),
 }
-ALONE: Final = {"transfer": module("tests.gpu.check_transfer"), "times": module("tests.gpu.check_kernels", "--times")}
+ALONE: Final = {
+    "transfer": module("tests.gpu.check_transfer"),
+    "tiers": module("tests.gpu.check_tiers"),
+    "times": module("tests.gpu.check_kernels", "--times"),
+}
 REHEARSED: Final = {
     "kernels": module("tests.gpu.check_kernels", "--rehearse", "--errors"),
     "transfer": module("tests.gpu.check_transfer", "--rehearse"),
+    "tiers": module("tests.gpu.check_tiers", "--rehearse"),
     "graphs": module("tests.gpu.check_graphs", "--rehearse"),
 }
 BUDGET_S: Final = 420.0

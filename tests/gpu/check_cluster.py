@@ -4,6 +4,7 @@
 
   bundled     1 prefill and 2 decode workers, the bundled model: every token is that of float64 (tests/oracle.py), for
               greedy, seeded and penalised answers, JSON schemas, and while a decode worker is killed
+  tiers       one decode worker whose pool holds a third of the texts: what left it comes back from the host's memory
   FAMILY      the same for greedy answers of a tiny model of each other family
   serve       Llama-3.1-8B's shape with made-up weights: `pdserve bench` at several loads; a prefill and a decode
               worker share the device, and one worker alone has it
@@ -44,6 +45,7 @@ CASE_S: Final = 150.0
 #: One caller at a time gets through few requests, hence the duration.
 LOAD: Final = "--concurrency 1,32,128 --requests 256 --duration 6 --input-tokens 512:1536 --output-tokens 64:192"
 LOAD_REHEARSED: Final = "--concurrency 1,2 --requests 4 --input-tokens 16:32 --output-tokens 4:8"
+NO_TIER: Final = ("--set", "worker.kv_host_bytes=0")  # to pin its memory takes seconds
 SCHEMA: Final = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "size": {"type": "integer"}},
@@ -54,7 +56,7 @@ SCHEMA: Final = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_flags(parser, "bundled, a family, or serve")
+    add_flags(parser, "bundled, tiers, a family, or serve")
     parser.add_argument("--rehearse", action="store_true")
     args = parser.parse_args()
     if not args.rehearse and not torch.cuda.is_available():
@@ -62,10 +64,10 @@ def main() -> int:
         return 2
     device = ("--device", "cpu" if args.rehearse else "cuda", "--log-level", "warning")
     print("| case | result | s |\n|---|---|---|")
-    cases = cases_of(args, ["bundled", "serve", *OTHERS], None, CASE_S)
+    cases = cases_of(args, ["bundled", "serve", *OTHERS, "tiers"], None, CASE_S)
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent)
-        bodies: dict[str, Callable[[], str]] = {"bundled": lambda: bundled(device)}
+        bodies: dict[str, Callable[[], str]] = {"bundled": lambda: bundled(device), "tiers": lambda: tiers(device)}
         bodies["serve"] = lambda: serve(folder / "serve", device, is_rehearsal=args.rehearse)
         bodies |= {name: lambda name=name: family(name, folder / name, device) for name in OTHERS}  # type: ignore[misc]
         for name, body in bodies.items():
@@ -87,7 +89,7 @@ def bundled(device: Sequence[str]) -> str:
     greedy = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
     seeded = {"max_tokens": 48, "temperature": 0.8, "top_p": 0.95, "top_k": 50, "seed": 1234, "ignore_eos": True}
     penalised = {**seeded, "bad_words": ["return"], "logit_bias": {10: -1.5}, "repetition_penalty": 1.1}
-    with Cluster(*device, "--decode", "2", "--dtype", "float32", "--set", "worker.kv_blocks=512") as cluster:
+    with Cluster(*device, *NO_TIER, "--decode", "2", "--dtype", "float32", "--set", "worker.kv_blocks=512") as cluster:
         ids = [cluster.client.tokenize(text) for text in TEXTS]
         done = generate_all(cluster, TEXTS, **greedy)
         oracle.assert_exact(ids, tokens_of(done, TOKENS))
@@ -120,10 +122,36 @@ def bundled(device: Sequence[str]) -> str:
     return f"exact, {' and '.join(paths)}, over {', '.join(transports)}; a killed worker's answers too"
 
 
+def tiers(device: Sequence[str]) -> str:
+    """Each text comes three times, after all others. By the profile, computing takes as long as for a large model."""
+    oracle, num_blocks = Oracle(BUNDLED), 128
+    settings = {
+        "kv_blocks": num_blocks,
+        "kv_host_bytes": 2**28,
+        "block_size": 16,
+        "profile": "h100-sxm.llama-3.1-8b.bf16",
+    }
+    flags = [part for name, value in settings.items() for part in ("--set", f"worker.{name}={value}")]
+    with Cluster(*device, "--prefill", "0", "--dtype", "float32", *flags) as cluster:
+        texts = [f"# file {number}\n" + TEXTS[-1] * 4 for number in range(8)]
+        ids = [cluster.client.tokenize(text) for text in texts]
+        working = sum(len(each) // 16 for each in ids)
+        cached = 0
+        for turn in range(3):
+            for text, tokens in zip(texts, ids, strict=True):
+                done = generate_all(cluster, [text], max_tokens=16, temperature=0, ignore_eos=True)
+                oracle.assert_exact([tokens], tokens_of(done, 16))
+                cached += done[0].usage.cached_prompt_tokens if turn else 0
+    if cached // 16 <= 2 * num_blocks:
+        raise AssertionError(f"only {cached} tokens were cached, which the pool alone may have had")
+    return f"exact, {cached / 2 / 16 / working:.0%} of {working} blocks cached, with a pool of {num_blocks}"
+
+
 def family(name: str, folder: Path, device: Sequence[str]) -> str:
     build(name, folder)
     texts = prompts(LENGTHS)
-    with Cluster(*device, "--model", str(folder), "--dtype", "float32", "--set", "worker.kv_blocks=1024") as cluster:
+    flags = ("--model", str(folder), "--dtype", "float32", "--set", "worker.kv_blocks=1024")
+    with Cluster(*device, *NO_TIER, *flags) as cluster:
         done = generate_all(cluster, texts, max_tokens=TOKENS, temperature=0, ignore_eos=True)
         Oracle(folder).assert_exact(texts, tokens_of(done, TOKENS))
     return f"exact, {sum(one.timings.path == 'remote' for one in done)} of {len(done)} remote"
