@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar, assert_never
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, assert_never, cast
 
 from pdserve.build import FULL_VERSION
 from pdserve.config import WorkerConfig
@@ -543,8 +543,10 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
             case FetchStarted():
                 self._begin_fetch(effect.fetch)
             case FetchAborted():
-                self._aborted_s[effect.number] = self.context.now()
-                self.sources[effect.source].abort(effect.number)
+                source, pulls = self.sources[effect.source], cast(object, self.giver)
+                if source is not pulls:  # a pull ends by the rules of transfers, which cut off a peer that hangs
+                    self._aborted_s[effect.number] = self.context.now()
+                source.abort(effect.number)
             case _:
                 assert_never(effect)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -300,3 +303,30 @@ async def test_a_worker_gives_to_few_at_a_time(pair: Any) -> None:
         return str(refusal)
 
     assert await p0.on_engine(fill) == pulls.BUSY
+
+
+async def test_a_pull_that_ends_late_ends_no_worker(pair: Any, ask: Any) -> None:
+    """Transfers have their own rules for a peer that hangs: those of a tier that hangs do not count it."""
+    p0, p1, router, _ = pair
+    await waits(p1, 0.05)
+    held = threading.Event()
+    receiver = p1.program._peers.receiver
+    abort = receiver.abort
+
+    def late(key: Any) -> None:
+        threading.Thread(target=lambda: (held.wait(20.0), abort(key)), daemon=True).start()
+
+    receiver.abort = late
+    await p0.on_engine(lambda program: setattr(program._sender, "push", lambda *_, **__: None))
+    await p1.on_engine(
+        lambda program: setattr(
+            program, "context", replace(program.context, config=replace(program.context.config, stall_s=0.01))
+        )
+    )
+    assert await router.remote(from_(p0, ask("r", PROMPT))) == answer(PROMPT, 8, prefilled=len(PROMPT))
+    assert await p1.on_engine(lambda program: len(program.fetches)) == 1
+    await asyncio.sleep(0.02)  # longer than that
+    assert p1.program.is_healthy
+    held.set()
+    await idle(p0, p1)
+    assert p1.host.is_healthy()
