@@ -1,9 +1,10 @@
 """Cached KV that moves between workers: pulled from another worker into this one's pool, and given to those that ask.
 
 A router names the source in the message of an attempt (PrefixSource). The worker that lacks the prefix grants pool
-blocks for it, as for any transfer, and asks the source directly (TransferService.Pull). The source answers after its
-running step. If it has all of the blocks, it references them, and sends them like the KV of a prompt. Otherwise it
-refuses, which is a miss: the prompt is computed. A pull never fails a request.
+blocks for it, as for any transfer, and asks the source directly (TransferService.Pull). The source answers between two
+of its steps, or between two layers of a long step. If it has all of the blocks, it references them, and sends them like
+the KV of a prompt. What it has on its disk, it reads first. If it has only the leading blocks, it says how many, and
+the worker grants and asks again for those. A refusal is a miss: the prompt is computed. A pull never fails a request.
 
 All methods run on the engine thread, except `give`, which runs on the gRPC thread.
 """
@@ -12,14 +13,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
-import threading
-from collections.abc import Callable, Sequence
+import math
+import mmap
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final, final
 
-from kvtransfer.link.dial import ask
+from kvtransfer.link.dial import PullClient
 from kvtransfer.link.endpoint_config import EndpointConfig
 from kvtransfer.link.receiver import PlainReceiver
 from kvtransfer.protocol.grants import compare, grant_from_proto, grant_to_proto
@@ -27,14 +33,16 @@ from kvtransfer.protocol.transport import Received, ReceiveOutcome, Sender, Sent
 from pdserve.config import WorkerConfig
 from pdserve.core import protocol as pr
 from pdserve.core.access.proof import caller_name
-from pdserve.core.attempt import PULLS_GIVEN, PULLS_TAKEN, Attempt
+from pdserve.core.attempt import PULLS_GIVEN, PULLS_TAKEN, Attempt, AttemptKey, PrefixSource
 from pdserve.core.durations import clamped_s
 from pdserve.core.errors import PdserveError, TransferFailed
+from pdserve.core.kv.blocks import runs_of
 from pdserve.core.kv.fetch import Fetch
 from pdserve.core.kv.hashing import HASH_BYTES
 from pdserve.core.kv.kv_shape import Grant, TransferKey, is_same_bytes
 from pdserve.core.kv.stamps import content_hash64
-from pdserve.engine.interface import Engine
+from pdserve.core.types import Sampling
+from pdserve.engine.interface import Engine, KvPool
 from pdserve.telemetry import metric_names
 from pdserve.v1 import transfer_pb2
 from pdserve.worker.program import RoleProgram
@@ -43,7 +51,10 @@ log = logging.getLogger(__name__)
 
 MAX_BYTES: Final = 2**30  # on their way in one direction; a pull alone may have more
 LONGEST_S: Final = 60.0  # of one pull, also if its prompt waits longer
-ASK_S: Final = 10.0  # for the source's answer, which comes after its running step
+ASK_S: Final = 10.0  # for the source's answer, which may wait for its running step and its disk
+READER: Final = -1  # the session of attempts for which this worker reads its disk to give the blocks
+PAGED_BYTES: Final = 2 * 2**20  # of memory that gets its pages at a time
+_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14 and later
 
 SENT: Final = ""
 DRAINING: Final = "it drains"
@@ -79,7 +90,9 @@ class Peers:
 
 def add_pulls(program: RoleProgram[Any, Any, Any], peers: Peers | None, sender: Sender | None) -> None:
     """Before the program makes its scheduler. None: it neither pulls nor gives."""
-    program.sources.pop(Pulls.name, None)  # of the program in the other role
+    former = program.sources.pop(Pulls.name, None)  # of the program in the other role
+    if former is not None:
+        former.close()
     if peers is not None and sender is not None:
         pulls = Pulls(program, peers, sender)
         program.sources[Pulls.name], program.giver = pulls, pulls
@@ -92,9 +105,25 @@ class _Taken:
 
     fetch: Fetch
     end: Callable[[int], None]
-    grant: Grant
+    source: PrefixSource
+    ends_at_s: float  # by the context's clock
+    key: TransferKey | None = None  # of the present grant, for the first `num_blocks` blocks of the fetch
+    num_blocks: int = 0
+    num_found: int = 0  # of these, as many as the source has said it has
+    is_part: bool = False  # those that it had are asked for
     error: str = ""  # why the source sends nothing
     is_unreachable: bool = False
+    is_given_up: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """What another worker asks for, until it is answered."""
+
+    request: transfer_pb2.PullRequest
+    reply: Callable[[str, int], None]
+    is_gone: Callable[[], bool]  # nobody waits for the answer
+    reader: Attempt | None = None  # reads this worker's disk
 
 
 @final
@@ -108,9 +137,16 @@ class Pulls:
         self._block_bytes = peers.config.pool.block_bytes
         self._taken: dict[int, _Taken] = {}  # by the number of the fetch
         self._num_granted = 0
+        self._client = PullClient(peers.config)
+        self._threads = ThreadPoolExecutor(PULLS_TAKEN + 1, thread_name_prefix="kv-pull")
+        self._asked: deque[_Asked] = deque()  # appended to on the gRPC thread
+        self._reading: list[_Asked] = []
+        self._num_readers = 0
 
     def close(self) -> None:
         """The receiver is closed with the program, so nothing writes to the pool."""
+        self._client.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     # -- what this worker takes ---------------------------------------------------------------------------------
 
@@ -129,9 +165,27 @@ class Pulls:
         return attempt.source.predicted_s
 
     def begin(self, fetch: Fetch, end: Callable[[int], None]) -> None:
-        program, context = self._program, self._program.context
-        source = fetch.attempt.source
+        source, deadline_at_s = fetch.attempt.source, fetch.attempt.deadline_at_s
         assert source is not None, "something was found"
+        ends_at_s = self._program.context.now() + LONGEST_S
+        taken = _Taken(fetch, end, source, ends_at_s if deadline_at_s is None else min(ends_at_s, deadline_at_s))
+        self._ask_for(taken, len(fetch.blocks))
+
+    def abort(self, number: int) -> None:
+        taken = self._taken.get(number)
+        if taken is not None:
+            taken.is_given_up = True
+            taken.error = taken.error or "it was given up"
+            self._abort(taken)
+
+    def _abort(self, taken: _Taken) -> None:
+        """On any thread."""
+        if taken.key is not None:
+            self._receiver.abort(taken.key)
+
+    def _ask_for(self, taken: _Taken, num_blocks: int) -> None:
+        """Grants the first blocks of the fetch to the source, and asks it for them."""
+        program, context, fetch = self._program, self._program.context, taken.fetch
         self._num_granted += 1
         name = f"{context.config.worker_id}.{context.incarnation}.pull.{self._num_granted}"
         grant = Grant(
@@ -140,45 +194,41 @@ class Pulls:
             worker_id=context.config.worker_id,
             incarnation=context.incarnation,
             fingerprint=program.fingerprint,
-            blocks=fetch.blocks,
+            blocks=fetch.blocks[:num_blocks],
             num_cached_blocks=fetch.first,
             hash_seed=program.limits.hash_seed,
         )
-        deadline_at_s = fetch.attempt.deadline_at_s
-        left_s = LONGEST_S if deadline_at_s is None else clamped_s(deadline_at_s - context.now(), 0.0, LONGEST_S)
-        post = context.post
+        left_s = clamped_s(taken.ends_at_s - context.now(), 0.0, LONGEST_S)
+        hashes = fetch.hashes[:num_blocks]
         request = transfer_pb2.PullRequest(
             grant=grant_to_proto(grant),
-            block_hashes=b"".join(fetch.hashes),
+            block_hashes=b"".join(hashes),
             deadline_s=left_s,
-            source_incarnation=source.incarnation,
+            source_incarnation=taken.source.incarnation,
         )
+
+        def received(one: Received) -> None:
+            ended_s = context.now()  # the engine may be in a step
+            context.post(lambda: self._received(taken, one, ended_s))
+
         # Before the source is asked, which may send at once. Raises Unavailable after the end of the receiver.
-        self._receiver.expect(
-            grant,
-            lambda received: post(partial(self._received, fetch.number, received)),
-            left_s,
-            tuple(map(content_hash64, fetch.hashes)),
-        )
-        taken = self._taken[fetch.number] = _Taken(fetch, end, grant)
+        self._receiver.expect(grant, received, left_s, tuple(map(content_hash64, hashes)))
+        taken.key, taken.num_blocks = grant.key, num_blocks
+        self._taken[fetch.number] = taken
         try:
-            threading.Thread(
-                target=self._ask, args=(taken, request, source.endpoint, left_s), name="kv-pull", daemon=True
-            ).start()
+            self._threads.submit(self._ask, taken, request, left_s)
+            if not taken.is_part:
+                self._threads.submit(populate, self._config.pool, fetch.blocks)
         except Exception as error:  # such as too many threads: a miss
             taken.error = str(error) or type(error).__name__
-            self._receiver.abort(grant.key)  # which reports the end
+            self._abort(taken)  # which reports the end
 
-    def abort(self, number: int) -> None:
-        taken = self._taken.get(number)
-        if taken is not None:
-            taken.error = taken.error or "it was given up"
-            self._receiver.abort(taken.grant.key)
-
-    def _ask(self, taken: _Taken, request: transfer_pb2.PullRequest, endpoint: str, timeout_s: float) -> None:
+    def _ask(self, taken: _Taken, request: transfer_pb2.PullRequest, timeout_s: float) -> None:
         """On a thread of its own."""
+        endpoint = taken.source.endpoint
         try:
-            refusal = ask(self._config, request, endpoint, min(timeout_s, ASK_S))
+            answer = self._client.ask(request, endpoint, min(timeout_s, ASK_S))
+            refusal, taken.num_found = answer.refusal, answer.num_found
         except TransferFailed as error:
             refusal = error.message
             # Says nothing of the source if it was given up, or had no time because the request's deadline was near.
@@ -188,19 +238,18 @@ class Pulls:
             refusal = str(error) or type(error).__name__
         if refusal:
             taken.error = taken.error or refusal
-            self._receiver.abort(taken.grant.key)  # nothing writes yet, or the transfer has ended already
+            self._abort(taken)  # nothing writes yet, or the transfer has ended already
 
-    def _received(self, number: int, received: Received) -> None:
-        program = self._program
+    def _received(self, taken: _Taken, received: Received, ended_s: float) -> None:
+        program, fetch, source = self._program, taken.fetch, taken.source
         if received.outcome is ReceiveOutcome.QUARANTINED:
             program.counts["quarantined transfer"] += 1  # the blocks stay reserved until DRAINED follows
             return
-        taken = self._taken.pop(number)
-        fetch = taken.fetch
-        source = fetch.attempt.source
-        assert source is not None, "it was pulled from somewhere"
         is_whole = received.outcome is ReceiveOutcome.VERIFIED
-        num_blocks = len(fetch.blocks) if is_whole else 0
+        if not is_whole and self._asks_for_a_part(taken):
+            return
+        del self._taken[fetch.number]
+        num_blocks = taken.num_blocks if is_whole else 0
         error = "" if is_whole else taken.error or received.error
         if error:
             extra = {"source": source.worker_id, "error": error, **program.log_fields.of(fetch.attempt.key)}
@@ -212,46 +261,101 @@ class Pulls:
                 num_tokens=num_blocks * program.kv.block_size,
                 num_bytes=received.num_bytes,
                 busy_s=received.busy_s,
-                pull_s=max(0.0, program.context.now() - fetch.started_s),
+                pull_s=max(0.0, ended_s - fetch.started_s),
                 error=error,
                 is_unreachable=taken.is_unreachable,
             )
         )
         taken.end(num_blocks)
 
+    def _asks_for_a_part(self, taken: _Taken) -> bool:
+        """Asks the source once more, for the leading blocks that it has, if that is predicted to be sooner than to
+        compute them. Nothing writes to the blocks now."""
+        program, fetch, count, fetches = self._program, taken.fetch, taken.num_found, self._program.fetches
+        if taken.is_given_up or taken.is_part or not 0 < count < taken.num_blocks or fetches is None:
+            return False
+        now_s, size = program.context.now(), program.kv.block_size
+        asked_s = now_s - fetch.started_s
+        pull_s = asked_s + fetch.predicted_s * count / len(fetch.blocks)
+        computed_s = fetches.left_s((fetch.first + count) * size, fetch.first * size) or math.inf
+        if not pull_s < min(computed_s, taken.ends_at_s - now_s):
+            return False
+        taken.is_part, taken.error = True, ""
+        try:
+            self._ask_for(taken, count)
+        except PdserveError as error:  # the receiver has ended
+            taken.error = error.message
+            return False
+        return True
+
     # -- what this worker gives ---------------------------------------------------------------------------------
 
-    async def give(self, request: transfer_pb2.PullRequest, caller: str) -> str:
+    async def give(self, request: transfer_pb2.PullRequest, caller: str) -> transfer_pb2.PullResponse:
         """Why it sends nothing; empty if it does. `caller` is the name in the proof of the worker that asks."""
         if not self._is_plausible(request, caller):
-            metrics = self._program.context.metrics
-            self._program.context.post(lambda: metrics.add(metric_names.KV_PULL_REQUESTS, answer=ANSWERS[INVALID]))
-            return INVALID
+            self._program.context.post(partial(self._count, INVALID))
+            return transfer_pb2.PullResponse(refusal=INVALID)
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[str] = loop.create_future()
+        answer: asyncio.Future[transfer_pb2.PullResponse] = loop.create_future()
 
-        def reply(refusal: str) -> None:
+        def set_result(refusal: str, num_found: int) -> None:
             if not answer.done():
-                answer.set_result(refusal)
+                answer.set_result(transfer_pb2.PullResponse(refusal=refusal, num_found=num_found))
 
-        def decide() -> None:
-            if not answer.done():  # the caller may have left
-                refusal = self._decide(request)
-                self._program.context.metrics.add(metric_names.KV_PULL_REQUESTS, answer=ANSWERS[refusal])
-                with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
-                    loop.call_soon_threadsafe(reply, refusal)
+        def reply(refusal: str, num_found: int) -> None:
+            with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
+                loop.call_soon_threadsafe(set_result, refusal, num_found)
 
-        self._program.context.post(decide)
+        self._asked.append(_Asked(request, reply, answer.done))  # done also if the caller has left
+        self._program.context.post(self.answer)
         try:
             async with asyncio.timeout(ASK_S):
                 return await answer
         except TimeoutError:
-            return BUSY
+            return transfer_pb2.PullResponse(refusal=BUSY)
+
+    def answer(self) -> None:
+        while self._asked:
+            self._consider(self._asked.popleft())
+        for asked in [one for one in self._reading if not self._is_reading(one)]:
+            self._reading.remove(asked)
+            self._consider(asked)
 
     def end_given(self) -> None:
         """The worker drains: what it gives is no longer sent."""
         for key in self._program.kv.lent:
             self._sender.abort(key)
+        reading, self._reading = self._reading, []
+        for asked in reading:
+            self._consider(asked)
+
+    def _count(self, refusal: str) -> None:
+        self._program.context.metrics.add(metric_names.KV_PULL_REQUESTS, answer=ANSWERS[refusal])
+
+    def _is_reading(self, asked: _Asked) -> bool:
+        fetches = self._program.fetches
+        assert asked.reader is not None
+        assert fetches is not None
+        return not asked.is_gone() and fetches.is_waiting(asked.reader.key)
+
+    def _consider(self, asked: _Asked) -> None:
+        """Begins to send, or to read the disk, or refuses. May run between two layers of a step, so it must not
+        raise."""
+        refusal: str | None = BUSY
+        num_found = 0
+        try:
+            if not asked.is_gone():
+                refusal, num_found = self._decide(asked)
+        except Exception:  # an error here must not end the step of others
+            log.exception("a request for KV could not be considered")
+        if refusal is None:
+            self._reading.append(asked)
+            return
+        if asked.reader is not None and self._program.fetches is not None:
+            self._program.act(self._program.fetches.leave(asked.reader.key))
+        if not asked.is_gone():
+            self._count(refusal)
+            asked.reply(refusal, num_found)
 
     def _is_plausible(self, request: transfer_pb2.PullRequest, caller: str) -> bool:
         """Costs little, whatever the request says: a few bytes can name millions of blocks. On any thread."""
@@ -266,29 +370,46 @@ class Pulls:
             and sum(each.num_blocks for each in grant.extents) == num_blocks
         )
 
-    def _decide(self, request: transfer_pb2.PullRequest) -> str:
-        """Begins to send, or returns why not."""
-        program = self._program
+    def _decide(self, asked: _Asked) -> tuple[str | None, int]:
+        """Begins to send, or returns why not, and how many of the leading blocks are here. None: the disk is read."""
+        program, request = self._program, asked.request
         if program.scheduler.is_draining:
-            return DRAINING
+            return DRAINING, 0
         if request.source_incarnation != program.context.incarnation:
-            return RESTARTED
+            return RESTARTED, 0
         try:
             grant = grant_from_proto(request.grant)
             compare(grant.fingerprint, program.fingerprint)
         except PdserveError:
-            return FOREIGN
+            return FOREIGN, 0
         if grant.rank_endpoints or grant.key in program.kv.lent:
-            return INVALID
+            return INVALID, 0
         is_alike = is_same_bytes(program.fingerprint.shape, grant.fingerprint.shape)
         if not is_alike or grant.hash_seed != program.limits.hash_seed:
-            return FOREIGN
-        lent_bytes = sum(map(len, program.kv.lent.values())) * self._block_bytes
-        is_much = lent_bytes and lent_bytes + len(grant.blocks) * self._block_bytes > MAX_BYTES
-        if len(program.kv.lent) >= PULLS_GIVEN or is_much:
-            return BUSY
+            return FOREIGN, 0
+        sizes = [*map(len, program.kv.lent.values()), *(one.request.grant.num_blocks for one in self._reading)]
+        if len(sizes) >= PULLS_GIVEN or (sizes and (sum(sizes) + len(grant.blocks)) * self._block_bytes > MAX_BYTES):
+            return BUSY, 0
         joined = request.block_hashes
-        return self._send(grant, [joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES)], request)
+        hashes = [joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES)]
+        refusal = self._send(grant, hashes, request)
+        if refusal != MISSING:
+            return refusal, 0
+        return (None, 0) if self._reads(asked, hashes) else (MISSING, program.kv.num_lendable(hashes))
+
+    def _reads(self, asked: _Asked, hashes: list[bytes]) -> bool:
+        """Whether blocks of this worker's disk are read. A fetch like those for its own prompts: of the same bounds,
+        and only if that is predicted to be sooner than to compute them."""
+        program, fetches = self._program, self._program.fetches
+        if fetches is None or program.disk is None:
+            return False
+        if asked.reader is None:
+            self._num_readers += 1
+            key = AttemptKey(READER, str(self._num_readers), 1)
+            asked.reader = Attempt(key=key, prompt_ids=(), sampling=Sampling())
+        spare = program.scheduler.load().running
+        program.act(fetches.consider(asked.reader, hashes, program.context.now(), spare=spare))
+        return fetches.is_waiting(asked.reader.key)
 
     def _send(self, grant: Grant, hashes: list[bytes], request: transfer_pb2.PullRequest) -> str:
         program = self._program
@@ -312,3 +433,38 @@ class Pulls:
     def _sent(self, sent: Sent) -> None:
         if sent.key in self._program.kv.lent:
             self._program.kv.take_back(sent.key)
+
+
+def populate(pool: KvPool, blocks: Iterable[int]) -> None:
+    """Lets the system supply the memory of the blocks, which are about to be written, and changes no byte of it. On any
+    thread.
+
+    A pool gets its pages when they are first written. With pages of 4 KiB that costs several times the copy, during
+    which the receiving thread competes with the engine for a core. So it is done while the source is asked.
+    """
+    madvise = _madvise()
+    if madvise is None or not pool.is_on_host:
+        return
+    memory = (ctypes.c_char * 0).from_buffer(pool.buffer)
+    begin = ctypes.addressof(memory)
+    run_bytes = pool.block_bytes // pool.runs_per_block
+    for part in range(pool.runs_per_block):
+        for first, count in runs_of(sorted(blocks)):
+            at = begin + (part * pool.num_blocks + first) * run_bytes
+            end = at + count * run_bytes
+            at -= at % mmap.PAGESIZE
+            while at < end:
+                if madvise(at, min(PAGED_BYTES, end - at), _MADV_POPULATE_WRITE):
+                    return  # an older system, or no memory, which the transfer will find out
+                at += PAGED_BYTES
+
+
+@cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    """Without the GIL, unlike mmap's method."""
+    if sys.platform != "linux":
+        return None
+    call = ctypes.CDLL(None).madvise
+    call.argtypes, call.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_int
+    found: Callable[[int, int, int], int] = call
+    return found

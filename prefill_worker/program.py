@@ -110,10 +110,15 @@ class PrefillProgram(RoleProgram[PrefillStep, PrefillEffect, OutgoingTransfer]):
         step = begun.step
         if not self.scheduler.wants_layers(step):
             return super().compute(begun)
-        of = self.engine.spec.num_layers
-        return self.isolation.step(
-            list(step.rows), lambda num_layers: self.act(self.scheduler.stored(step, num_layers, of))
-        )
+        of, rows = self.engine.spec.num_layers, list(step.rows)
+        answer = self.between_layers(rows)
+
+        def on_layer(num_layers: int) -> None:
+            self.act(self.scheduler.stored(step, num_layers, of))
+            if answer is not None:
+                answer(num_layers)
+
+        return self.isolation.step(rows, on_layer)
 
     def observe(self, account: fx.StepAccount, step_s: float) -> None:
         self.scheduler.order.observe(account, step_s)

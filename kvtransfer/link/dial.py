@@ -10,10 +10,12 @@ import hmac
 import logging
 import secrets
 import socket
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, final
 
 import grpc
 
@@ -34,7 +36,7 @@ from kvtransfer.protocol.plan import MAX_CHUNK_BYTES
 from kvtransfer.transports.common.interface import SendHalf, Transport
 from kvtransfer.transports.common.slots import host_id
 from pdserve.build import FULL_VERSION
-from pdserve.core.access.proof import NONCE_BYTES, ClusterSecret
+from pdserve.core.access.proof import NONCE_BYTES, ClusterSecret, Introduction
 from pdserve.core.errors import TransferFailed, Unauthenticated
 from pdserve.core.installation import is_compatible, mismatch
 from pdserve.tls.reasons import connection_failure, tls_failure
@@ -46,6 +48,7 @@ from pdserve.wire.protocol import FINGERPRINT
 log = logging.getLogger(__name__)
 
 DIAL_S: Final = 5.0
+MAX_CHANNELS: Final = 64  # connections to sources of pulls that are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +120,58 @@ def open_request(config: EndpointConfig, transports: Sequence[Transport]) -> tra
     )
 
 
-def ask(config: EndpointConfig, request: transfer_pb2.PullRequest, endpoint: str, timeout_s: float) -> str:
-    """Asks a worker to send blocks that it has cached. Returns why it does not; empty if it does. Blocking. Raises
-    TransferFailed if it does not answer."""
-    answer = _call(config, peers.PULL, lambda stub: stub.Pull, request, endpoint, time.monotonic() + timeout_s)
-    return str(answer.refusal)
+@final
+class PullClient:
+    """Asks workers to send blocks that they have cached. Blocking, on any threads.
+
+    Connections are kept, because a new one takes as long as the transfer of a short prefix.
+    """
+
+    def __init__(self, config: EndpointConfig) -> None:
+        self._config = config
+        self._lock = threading.Lock()
+        self._channels: OrderedDict[str, grpc.Channel] = OrderedDict()  # by endpoint, the most recently used last
+        self._is_closed = False
+
+    def ask(self, request: transfer_pb2.PullRequest, endpoint: str, timeout_s: float) -> transfer_pb2.PullResponse:
+        """Raises TransferFailed if the worker does not answer."""
+        ends_s = time.monotonic() + timeout_s
+        introduction = peers.introduce(self._config.identity, peers.PULL, endpoint)
+        channel = self._channel(endpoint, introduction.target)
+        try:
+            answer: transfer_pb2.PullResponse = _proven(
+                channel, introduction, lambda stub: stub.Pull, request, endpoint, ends_s
+            )
+        except TransferFailed:
+            self._drop(endpoint, channel)  # a new one reads new certificates, and connects at once
+            raise
+        return answer
+
+    def close(self) -> None:
+        """Calls that run fail."""
+        with self._lock:
+            self._is_closed = True
+            channels = list(self._channels.values())
+            self._channels.clear()
+        for channel in channels:
+            channel.close()
+
+    def _channel(self, endpoint: str, target: str) -> grpc.Channel:
+        with self._lock:
+            if self._is_closed:
+                raise TransferFailed("the worker ends")
+            channel = self._channels.pop(endpoint, None) or peer_channel(target, self._config.tls)
+            self._channels[endpoint] = channel
+            old = self._channels.popitem(last=False)[1] if len(self._channels) > MAX_CHANNELS else None
+        if old is not None:
+            old.close()
+        return channel
+
+    def _drop(self, endpoint: str, channel: grpc.Channel) -> None:
+        with self._lock:
+            if self._channels.get(endpoint) is channel:
+                del self._channels[endpoint]
+        channel.close()
 
 
 def _open(
@@ -145,19 +195,32 @@ def _call(
     """The answer of a worker that has proven itself. Raises TransferFailed."""
     introduction = peers.introduce(config.identity, method, endpoint)
     with peer_channel(introduction.target, config.tls) as channel:
-        try:
-            metadata = peers.prove_blocking(channel, introduction, max(0.1, ends_s - time.monotonic()))
-            answer, call = of(transfer_pb2_grpc.TransferServiceStub(channel)).with_call(
-                request, timeout=max(0.1, ends_s - time.monotonic()), metadata=metadata
-            )
-            peers.check_answer(introduction, call.initial_metadata())
-        except Unauthenticated as error:
-            raise TransferFailed(error.message) from error
-        except grpc.RpcError as error:
-            why = connection_failure(str(error.details()))
-            if error.code() is grpc.StatusCode.UNAVAILABLE and why:
-                raise TransferFailed(f"no connection to {endpoint}: {why}") from error
-            raise TransferFailed(f"{endpoint} refused: {error.code().name}: {error.details()}") from error
+        return _proven(channel, introduction, of, request, endpoint, ends_s)
+
+
+def _proven(
+    channel: grpc.Channel,
+    introduction: Introduction,
+    of: Callable[[transfer_pb2_grpc.TransferServiceStub], Any],
+    request: Any,
+    endpoint: str,
+    ends_s: float,
+) -> Any:
+    try:
+        metadata = peers.prove_blocking(channel, introduction, max(0.1, ends_s - time.monotonic()))
+        answer, call = of(transfer_pb2_grpc.TransferServiceStub(channel)).with_call(
+            request, timeout=max(0.1, ends_s - time.monotonic()), metadata=metadata
+        )
+        peers.check_answer(introduction, call.initial_metadata())
+    except Unauthenticated as error:
+        raise TransferFailed(error.message) from error
+    except grpc.RpcError as error:
+        why = connection_failure(str(error.details()))
+        if error.code() is grpc.StatusCode.UNAVAILABLE and why:
+            raise TransferFailed(f"no connection to {endpoint}: {why}") from error
+        raise TransferFailed(f"{endpoint} refused: {error.code().name}: {error.details()}") from error
+    except ValueError as error:  # the channel was closed meanwhile
+        raise TransferFailed(f"no call to {endpoint}: {error}") from error
     return answer
 
 

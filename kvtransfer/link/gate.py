@@ -217,7 +217,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServiceServicer):
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
         #: Answers Pull; the second argument is the name in the caller's proof. None: this worker gives no KV.
-        self.give: Callable[[transfer_pb2.PullRequest, str], Awaitable[str]] | None = None
+        self.give: Callable[[transfer_pb2.PullRequest, str], Awaitable[transfer_pb2.PullResponse]] | None = None
 
     async def Open(self, request: transfer_pb2.OpenRequest, context: Any) -> transfer_pb2.OpenResponse:
         try:
@@ -228,7 +228,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServiceServicer):
     async def Pull(self, request: transfer_pb2.PullRequest, context: Any) -> transfer_pb2.PullResponse:
         if self.give is None:
             return transfer_pb2.PullResponse(refusal=GIVES_NOTHING)
-        return transfer_pb2.PullResponse(refusal=await self.give(request, proven_caller(context)))
+        return await self.give(request, proven_caller(context))
 
 
 def host_of(peer: str) -> str:

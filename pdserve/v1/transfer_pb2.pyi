@@ -154,7 +154,9 @@ class PullRequest(_message.Message):
     def __init__(self, grant: _Optional[_Union[Grant, _Mapping]] = ..., block_hashes: _Optional[bytes] = ..., deadline_s: _Optional[float] = ..., source_incarnation: _Optional[str] = ...) -> None: ...
 
 class PullResponse(_message.Message):
-    __slots__ = ("refusal",)
+    __slots__ = ("refusal", "num_found")
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    NUM_FOUND_FIELD_NUMBER: _ClassVar[int]
     refusal: str
-    def __init__(self, refusal: _Optional[str] = ...) -> None: ...
+    num_found: int
+    def __init__(self, refusal: _Optional[str] = ..., num_found: _Optional[int] = ...) -> None: ...

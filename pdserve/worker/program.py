@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar, assert_never, cast
+from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar, assert_never, cast
 
 from pdserve.build import FULL_VERSION
 from pdserve.config import WorkerConfig
@@ -37,7 +37,7 @@ from pdserve.core.kv.retention import block_cost
 from pdserve.core.kv.stamps import BlockStamps
 from pdserve.core.types import Role
 from pdserve.engine.adapters import read_adapter
-from pdserve.engine.interface import Engine, KvPool, PlainOuts, RowOut, compacted
+from pdserve.engine.interface import Engine, OnLayer, PlainOuts, Row, RowOut, compacted
 from pdserve.engine.memory.disk import DiskTier, disk_tier
 from pdserve.engine.memory.host import HostCopies, host_bytes_of, host_copies
 from pdserve.engine.memory.plan import with_device_defaults
@@ -58,6 +58,10 @@ from pdserve.worker.reports import StatusReports
 from pdserve.worker.steps import Begun, Isolation, RowFailed, free_row
 
 log = logging.getLogger(__name__)
+
+#: A step with a row of so many tokens takes long enough to answer other workers in the middle of it. Shorter rows are
+#: left to the engines' kernels for whole steps.
+LONG_QUERIES: Final = 64
 
 
 class FetchSource(BlockSource, Protocol):
@@ -98,6 +102,10 @@ class DeviceTier(QueuedCopies, FetchSource, Protocol):
 
 class Giver(Protocol):
     """Sends cached KV to other workers that ask for it. Called on the engine thread."""
+
+    def answer(self) -> None:
+        """Answers those that have asked. Also called between two layers of a long step. Never raises."""
+        ...
 
     def end_given(self) -> None:
         """Stops what is being sent."""
@@ -275,7 +283,15 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
 
     def compute(self, begun: Begun[Step]) -> Sequence[RowOut | RowFailed]:
         """One entry per row of the step. Raises EngineBroken."""
-        return self.isolation.step(list(begun.step.rows))
+        rows = list(begun.step.rows)
+        return self.isolation.step(rows, self.between_layers(rows))
+
+    def between_layers(self, rows: Sequence[Row]) -> OnLayer | None:
+        """What is done between two layers of a step; None: the step is short, or nothing asks."""
+        giver = self.giver
+        if giver is None or max((row.num_queries for row in rows), default=0) < LONG_QUERIES:
+            return None
+        return lambda num_layers: giver.answer()
 
     # -- called by the host -------------------------------------------------------------------------------------
 
@@ -437,6 +453,8 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         if not self.is_in_flight:
             self.adapters.change_engine()
         self.act(self.scheduler.expire(now_s))
+        if self.giver is not None:
+            self.giver.answer()  # of fetches that have expired
         load = self.reports.due_load(now_s, self.scheduler.load)
         if load is not None:
             self._report(load)
@@ -615,6 +633,8 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         fetch = self.fetches.ended(number, num_blocks)
         self._aborted_s.pop(number, None)
         self.reports.metrics.fetched(fetch, num_blocks, self.context.now() - fetch.started_s)
+        if self.giver is not None:
+            self.giver.answer()  # it may have read for another worker
 
     def _failed(self, effect: pr.AttemptFailed) -> None:
         extra = {"kind": effect.kind.value, **self.log_fields.of(effect.key)}

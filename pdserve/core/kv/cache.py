@@ -114,6 +114,11 @@ class KvCache:
         self.lent[key] = cached
         return cached
 
+    def num_lendable(self, hashes: Sequence[bytes]) -> int:
+        """How many of the leading blocks `lend` would find."""
+        matched, tier = self.blocks.num_matched(hashes), self.blocks.tier
+        return matched + (0 if tier is None else min(tier.num_found(hashes[matched:]), tier.most_saved))
+
     def take_back(self, key: TransferKey) -> None:
         """Nobody reads the lent blocks any more."""
         self.blocks.give_back(self.lent.pop(key))

@@ -240,6 +240,7 @@ def test_all_blocks_are_lent_or_none(kv: KvCache) -> None:
     kv.release(computed(kv, 2 * SIZE, HASHES[:2]))
     assert kv.lend(PULL, HASHES) is None
     assert not kv.lent
+    assert kv.num_lendable(HASHES) == 2
     kv.blocks.check(holders=[])
 
 
@@ -263,6 +264,7 @@ def test_blocks_are_lent_from_the_tier(most_saved: int) -> None:
     kv.release(computed(kv, 3 * SIZE, HASHES))
     while kv.blocks.num_matched(HASHES):
         evict_all(kv)
+    assert kv.num_lendable(HASHES) == most_saved
     if most_saved < 3:  # more than one allocation may load
         assert kv.lend(PULL, HASHES) is None
     else:

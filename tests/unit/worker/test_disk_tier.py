@@ -19,6 +19,7 @@ from pdserve.core.types import Role
 from pdserve.engine.memory.block_files import BlockFiles
 from pdserve.engine.memory.disk import DiskTier, contents_of
 from pdserve.engine.toy import answer
+from pdserve.v1 import worker_pb2
 from pdserve.worker.program import RoleProgram
 from pdserve.worker.role_change import change_role
 from tests.unit.worker.conftest import Running
@@ -116,6 +117,38 @@ async def test_blocks_outlive_the_process(start: Any, attach: Any, ask: Any, dis
 def hashes_of(worker: Running, prompt: list[int]) -> list[bytes]:
     key = chain_key(b"", worker.program.limits.hash_seed)
     return block_hashes(prompt[:-1], 4, key)
+
+
+@pytest.mark.parametrize("role", list(Role))
+async def test_blocks_on_disk_are_given(start: Any, attach: Any, ask: Any, disk: dict[str, Any], role: Role) -> None:
+    """Another worker pulls them: the source reads them first."""
+    p = start(Role.PREFILL, model="toy", **(disk if role is Role.PREFILL else {}))
+    d = start(Role.DECODE, model="toy", **(disk if role is Role.DECODE else {}))
+    tiered = p if role is Role.PREFILL else d
+    router = await attach(p, d) if role is Role.PREFILL else await attach(d)
+    run = router.remote if role is Role.PREFILL else router.local
+    assert await run(ask("first", PROMPT)) == answer(PROMPT, 8)
+    for number, other in enumerate(others(4)):
+        await run(ask(f"other-{number}", other))
+    hashes = hashes_of(tiered, PROMPT)
+    await tiered.until(lambda program: all(one in tier_of(tiered).files for one in hashes), "blocks on disk")
+    assert await tiered.on_engine(lambda program: program.blocks.num_matched(hashes)) < len(hashes)
+    puller = start(Role.DECODE, model="toy", worker_id="decode-1")
+    sequence = ask("r", PROMPT)
+    context = tiered.program.context
+    sequence.source.CopyFrom(
+        worker_pb2.PrefixSource(
+            worker_id=context.config.worker_id,
+            incarnation=context.incarnation,
+            endpoint=tiered.address,
+            num_tokens=32,
+        )
+    )
+    other_router = await attach(puller, name="router-1")
+    assert await other_router.local(sequence) == answer(PROMPT, 8)
+    assert [one.num_tokens for one in other_router.all("pull_ended", "r")] == [32]
+    assert num_read(tiered) > 0
+    await tiered.until(lambda program: program.is_idle, "nothing is given")
 
 
 async def test_damaged_files_are_misses(start: Any, attach: Any, ask: Any, disk: dict[str, Any]) -> None:

@@ -15,8 +15,11 @@ from kvtransfer.protocol.grants import grant_to_proto
 from pdserve.core.access.proof import caller_name
 from pdserve.core.kv.kv_shape import Grant, TransferKey
 from pdserve.core.types import Role
+from pdserve.engine.load_engine import load_engine
+from pdserve.engine.memory.host import HostMemory
 from pdserve.engine.toy import answer
 from pdserve.v1 import transfer_pb2, worker_pb2
+from pdserve.worker.program import LONG_QUERIES
 from tests.support.slow import slow_except
 
 PROMPT = list(b"The quick brown fox jumps over it")  # 33 bytes: 8 blocks can be reused
@@ -92,19 +95,78 @@ async def test_a_prefill_worker_pulls_an_answer(start: Any, attach: Any, ask: An
     await idle(p, d)
 
 
-async def test_a_decode_worker_pulls_a_local_prompt(start: Any, attach: Any, ask: Any) -> None:
+@pytest.mark.parametrize("of", list(Role))
+async def test_a_decode_worker_pulls_a_local_prompt(start: Any, attach: Any, ask: Any, of: Role) -> None:
     p, d0 = start(Role.PREFILL, model="toy"), start(Role.DECODE, model="toy")
     d1 = start(Role.DECODE, model="toy", worker_id="decode-1")
     await (await attach(p, d0)).remote(ask("before", PROMPT))
     await waits(d1)
-    for name, source in (("of-prefill", p), ("of-decode", d0)):
-        router = await attach(d1, name=f"router of {name}")
-        prompt = PROMPT if name == "of-prefill" else [*PROMPT[:-1], *answer(PROMPT, 8)]
-        source = from_(source, ask(name, prompt))
-        assert await router.local(source) == answer(prompt, 8)
-        assert [one.num_tokens for one in router.all("pull_ended", name)] == ([REUSED] if name == "of-prefill" else [])
-        assert router.rows(name)[0].cached_tokens == REUSED
+    router = await attach(d1, name="router-1")
+    assert await router.local(from_(p if of is Role.PREFILL else d0, ask("r", PROMPT))) == answer(PROMPT, 8)
+    assert [one.num_tokens for one in router.all("pull_ended", "r")] == [REUSED]
+    assert router.rows("r")[0].cached_tokens == REUSED
     await idle(p, d0, d1)
+
+
+async def test_the_leading_part_is_given(pair: Any, ask: Any) -> None:
+    """The index was late: the source has only the first blocks of what the router expects."""
+    p0, p1, router, _ = pair
+    longer = [*PROMPT[:REUSED], *b"and something else"]
+    assert await router.remote(from_(p0, ask("r", longer), 48)) == answer(longer, 8, prefilled=len(longer))
+    [ended] = router.all("pull_ended", "r")
+    assert (ended.num_tokens, ended.error) == (REUSED, "")
+    assert router.all("first_token", "r")[0].cached_tokens == REUSED
+    await idle(p0, p1)
+
+
+async def test_a_part_that_is_soon_computed_is_not_pulled(pair: Any, ask: Any) -> None:
+    p0, p1, router, _ = pair
+
+    def computes_a_part_at_once(program: Any) -> None:
+        program.fetches._prefill_s = lambda tokens, cached: 60.0 if tokens > REUSED else 1e-9
+
+    await p1.on_engine(computes_a_part_at_once)
+    longer = [*PROMPT[:REUSED], *b"and something else"]
+    assert await router.remote(from_(p0, ask("r", longer), 48)) == answer(longer, 8, prefilled=len(longer))
+    [ended] = router.all("pull_ended", "r")
+    assert (ended.num_tokens, ended.error) == (0, pulls.MISSING)
+    await idle(p0, p1)
+
+
+async def test_a_long_step_does_not_delay_the_answer(start: Any, attach: Any, ask: Any) -> None:
+    """The source answers between two layers of a step, which lasts until the pull has ended."""
+    is_running, has_ended = threading.Event(), threading.Event()
+
+    def load(config: Any, role: Role) -> Any:
+        engine = load_engine(config, role)
+        step = engine.step
+
+        def stepped(rows: Any, on_layer: Any = None) -> Any:
+            while on_layer is not None and not has_ended.wait(0.005):
+                is_running.set()
+                on_layer(0)
+            return step(rows, on_layer)
+
+        engine.step = stepped
+        return engine
+
+    p0 = start(Role.PREFILL, load, max_batch_tokens=128)
+    p1, d = start(Role.PREFILL, worker_id="prefill-1"), start(Role.DECODE)
+    expected = answer(PROMPT, 8, prefilled=len(PROMPT))
+    before = await attach(p0, d)
+    assert await before.remote(ask("before", PROMPT)) == expected
+    await waits(p1)
+    long = [*range(3, 3 + 2 * LONG_QUERIES)]
+    router = await attach(p1, d, name="router-1")
+    running = asyncio.create_task(before.remote(ask("long", long)))
+    try:
+        await asyncio.to_thread(is_running.wait, 20.0)
+        assert await router.remote(from_(p0, ask("r", PROMPT))) == expected
+    finally:
+        has_ended.set()
+    assert router.all("pull_ended", "r")[0].num_tokens == REUSED
+    assert await running == answer(long, 8, prefilled=len(long))
+    await idle(p0, p1)
 
 
 async def test_what_the_host_tier_has_is_given(start: Any, attach: Any, ask: Any) -> None:
@@ -173,10 +235,10 @@ async def test_a_dead_source_is_a_miss(pair: Any, ask: Any) -> None:
 async def test_without_a_thread_nothing_is_pulled(pair: Any, ask: Any, monkeypatch: Any) -> None:
     p0, p1, router, _ = pair
 
-    def no_thread(**facts: Any) -> Any:
+    def no_thread(*arguments: Any) -> Any:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(pulls, "threading", SimpleNamespace(Thread=no_thread))
+    monkeypatch.setattr(p1.program.giver._threads, "submit", no_thread)
     assert await router.remote(from_(p0, ask("r", PROMPT))) == answer(PROMPT, 8, prefilled=len(PROMPT))
     [ended] = router.all("pull_ended", "r")
     assert (ended.num_tokens, ended.error) == (0, "can't start new thread")
@@ -246,19 +308,20 @@ async def test_requests_of_strangers_are_refused(pair: Any) -> None:
     good.source_incarnation = p0.program.context.incarnation
     caller = caller_name("prefill-1", context.incarnation)
     give = p0.program.giver.give
-    assert await give(good, caller) == pulls.MISSING
-    assert await give(good, caller_name("prefill-2", "x")) == pulls.INVALID
+    assert (await give(good, caller)).refusal == pulls.MISSING
+    assert (await give(good, caller_name("prefill-2", "x"))).refusal == pulls.INVALID
     for changes in ({"block_hashes": b""}, {"block_hashes": bytes(33)}, {"block_hashes": bytes(16)}):
         bad = transfer_pb2.PullRequest(grant=good.grant, deadline_s=1.0, **changes)
-        assert await give(bad, caller) == pulls.INVALID
+        assert (await give(bad, caller)).refusal == pulls.INVALID
     for deadline_s in (0.0, -1.0, float("nan"), 1e9):
         bad = transfer_pb2.PullRequest(grant=good.grant, block_hashes=bytes(32), deadline_s=deadline_s)
-        assert await give(bad, caller) == pulls.INVALID
-    assert await give(transfer_pb2.PullRequest(block_hashes=bytes(32), deadline_s=1.0), caller) == pulls.INVALID
+        assert (await give(bad, caller)).refusal == pulls.INVALID
+    empty = transfer_pb2.PullRequest(block_hashes=bytes(32), deadline_s=1.0)
+    assert (await give(empty, caller)).refusal == pulls.INVALID
     good.grant.fingerprint.model = "another"
-    assert await give(good, caller) == pulls.FOREIGN
+    assert (await give(good, caller)).refusal == pulls.FOREIGN
     good.source_incarnation = "of a process before"
-    assert await give(good, caller) == pulls.RESTARTED
+    assert (await give(good, caller)).refusal == pulls.RESTARTED
 
 
 async def test_a_small_request_names_no_millions_of_blocks(pair: Any, monkeypatch: Any) -> None:
@@ -274,7 +337,7 @@ async def test_a_small_request_names_no_millions_of_blocks(pair: Any, monkeypatc
     requests.append(transfer_pb2.PullRequest(grant=grant, block_hashes=bytes(16), deadline_s=1.0))
     monkeypatch.setattr(pulls, "grant_from_proto", None)  # it would count the blocks, on the engine thread
     for request in requests:
-        assert await p0.program.giver.give(request, caller_name("w", "i")) == pulls.INVALID
+        assert (await p0.program.giver.give(request, caller_name("w", "i"))).refusal == pulls.INVALID
 
 
 async def test_a_worker_gives_to_few_at_a_time(pair: Any) -> None:
@@ -297,7 +360,7 @@ async def test_a_worker_gives_to_few_at_a_time(pair: Any) -> None:
             hash_seed=program.limits.hash_seed,
         )
         request.grant.CopyFrom(grant_to_proto(grant))
-        refusal = program.giver._decide(request)
+        refusal, _ = program.giver._decide(pulls._Asked(request, lambda *_: None, lambda: False))
         for number in range(pulls.PULLS_GIVEN):
             program.kv.take_back(number)
         return str(refusal)
@@ -330,3 +393,15 @@ async def test_a_pull_that_ends_late_ends_no_worker(pair: Any, ask: Any) -> None
     held.set()
     await idle(p0, p1)
     assert p1.host.is_healthy()
+
+
+@pytest.mark.parametrize("num_runs", [1, 2])
+def test_memory_is_supplied_without_a_change(num_runs: int) -> None:
+    memory = HostMemory(64 * 3000)
+    pool = SimpleNamespace(
+        buffer=memory.buffer, block_bytes=3000, num_blocks=64, runs_per_block=num_runs, is_on_host=True
+    )
+    memory.buffer[:] = bytes(range(250)) * 768
+    before = bytes(memory.buffer)
+    pulls.populate(pool, [63, 0, 1, 7])  # type: ignore[arg-type]
+    assert bytes(memory.buffer) == before
