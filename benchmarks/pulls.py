@@ -1,14 +1,18 @@
 """What a pull of a prefix from another worker costs and saves, for `python -m benchmarks.tiers --pull`.
 
 A cluster of two decode workers, processes of their own, which also compute prompts; each decodes two answers at a time.
-In each round a long prompt is computed on one worker, where two answers then run, and one answer runs on the other.
-The next request with the same prompt can only start on the other worker, which pulls the prompt's KV. Clusters with
+In each round a long prompt is computed on one worker, where its answer then runs, and another answer starts. Then
+requests with the same prompt come, until one is placed on the other worker, which pulls the prompt's KV. Clusters with
 `kv_pull` off alternate with it: there it computes the prompt.
 
+Beside the engines' work, which needs both cores of a small machine, nothing is as fast as alone. So each round also
+sends the same bytes over a plain socket between two processes of their own, while the same answers run.
+
 - *GB/s of the bytes* counts the time with bytes on their way, *of the pull* from the request to the source to the last
-  verified block; both from the router's recording. The socket sends as many bytes between two processes.
-- *Time between tokens* of the answers on both workers while the request waits for its first token, as a share of the
-  same stream's time between tokens before.
+  verified block; both from the router's recording, and so is the predicted time. The memory of both ends of the socket
+  has been used before.
+- *Time between tokens* of the answers on both workers during the pull, or during the socket's transfers, as a share of
+  the same stream's time between tokens before. Steps that a pull or transfer overlaps count whole.
 """
 
 from __future__ import annotations
@@ -22,8 +26,9 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from benchmarks.harness import spread
 from pdserve import AsyncClient
@@ -31,27 +36,56 @@ from pdserve.launch.running import Running
 
 PATIENT: Final = ("--set", "router.slo_ttft_s=3600", "--set", "router.slo_tpot_s=60")
 LONG: Final = 1_500  # tokens of an answer that is cancelled
+SETTLED_S: Final = 0.5
+QUIET_TOKENS: Final = 15  # of the first answer, before a request
+ARRIVES_S: Final = 0.005  # the tokens of a worker's step reach the client so long after its other messages
+
+
+WHERE: Final = ("source", "destination")
+SENDS: Final = 4  # over the socket, one after the other
+
+
+@dataclass(slots=True)
+class Round:
+    request_id: str
+    before: tuple[float, float]  # when only the answers ran
+    beside: tuple[float, float]  # until the first token of the request
+    ttft_s: float
+    streams: tuple[Stream, Stream | None]  # on the source, and on the destination, if one runs there
+    socket: list[tuple[float, float]]  # of each transfer of as many bytes
 
 
 @dataclass(slots=True)
 class Found:
-    ttft_s: list[float] = field(default_factory=list)
-    slower: dict[str, list[float]] = field(default_factory=lambda: {"source": [], "destination": []})
+    rounds: list[Round] = field(default_factory=list)
     predicted_s: dict[str, float] = field(default_factory=dict)  # by request
-    pulls: list[dict[str, Any]] = field(default_factory=list)  # PullEnded of these requests
+    pulls: dict[str, dict[str, Any]] = field(default_factory=dict)  # PullEnded, and when the router got it
+
+    def slower(self, windows: Sequence[tuple[Round, tuple[float, float]]]) -> dict[str, list[float]]:
+        """The time between tokens in each window, over that before."""
+        found: dict[str, list[float]] = {name: [] for name in WHERE}
+        for one, window in windows:
+            for name, stream in zip(WHERE, one.streams, strict=True):
+                if stream is None:
+                    continue
+                before_s, beside_s = stream.per_token_s(*one.before), stream.per_token_s(*window)
+                if before_s is not None and beside_s is not None:
+                    found[name].append(beside_s / before_s)
+        return found
 
 
 class Stream:
     """An answer that runs until the end of the round, and when its tokens came."""
 
     def __init__(self, client: AsyncClient, prompt: Sequence[int], output: int = LONG) -> None:
+        self._client = client
         self._stream = client.stream(list(prompt), max_tokens=output, temperature=0.0, ignore_eos=True)
         self.at_s: list[float] = []
         self._task = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
         async for piece in self._stream:
-            self.at_s += [time.perf_counter()] * len(piece.token_ids)
+            self.at_s += [time.monotonic()] * len(piece.token_ids)
 
     async def has(self, count: int) -> None:
         while len(self.at_s) < count:
@@ -59,48 +93,60 @@ class Stream:
             await asyncio.sleep(0.002)
 
     def per_token_s(self, begin_s: float, end_s: float) -> float | None:
-        """Several tokens may come together. None: fewer than two times of arrival."""
-        times = [one for one in self.at_s if begin_s <= one <= end_s]
-        num_after = sum(one > times[0] for one in times) if times else 0
-        return (times[-1] - times[0]) / num_after if num_after else None
+        """From the last token before the window to the last one in it. Several tokens may come together. None: no
+        token came in it."""
+        times = [one for one in self.at_s if one <= end_s]
+        first_s = max((one for one in times if one <= begin_s), default=None)
+        num_after = sum(one > begin_s for one in times)
+        return None if first_s is None or not num_after else (times[-1] - first_s) / num_after
+
+    @property
+    def request_id(self) -> str:
+        return self._stream.request_id
+
+    async def worker(self) -> str:
+        """On which it runs."""
+        chosen = (await self._client.explain(self.request_id)).chosen
+        return "" if chosen is None else chosen.decode_worker
 
     async def end(self) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
 
-async def one_round(target: str, tokens: int, draw: random.Random, found: Found) -> None:
+async def one_round(target: str, tokens: int, draw: random.Random, plain: Socket) -> Round | None:
+    """None: no request was placed where the prompt is not cached."""
     prompt = [draw.randrange(3, 4000) for _ in range(tokens)]
     async with AsyncClient(target) as client:
         streams = [Stream(client, prompt)]
         try:
             await streams[0].has(2)
-            streams.append(Stream(client, [draw.randrange(3, 4000) for _ in range(64)]))  # on the other, which is empty
+            streams.append(Stream(client, [draw.randrange(3, 4000) for _ in range(64)]))  # where there is more room
             await streams[1].has(2)
-            streams.append(Stream(client, [*prompt, 7]))  # where the prompt is cached
-            await streams[2].has(20)
-            began_s = time.perf_counter()
-            last = client.stream([*prompt, 8], max_tokens=2, temperature=0.0, ignore_eos=True)
-            ended_s = 0.0
-            async for _ in last:
-                ended_s = ended_s or time.perf_counter()
-            found.ttft_s.append(ended_s - began_s)
-            explained = (await client.explain(last.request_id)).chosen
-            if explained is not None and explained.pull is not None and explained.pull.is_pulled:
-                found.predicted_s[last.request_id] = explained.pull.pull_s
-            for name, stream in (("source", streams[0]), ("destination", streams[1])):
-                before, beside = (
-                    stream.per_token_s(*between)
-                    for between in ((streams[2].at_s[2], began_s), (began_s, max(ended_s, began_s)))
-                )
-                if before is not None and beside is not None:
-                    found.slower[name].append(beside / before)
+            source, other = [await one.worker() for one in streams]
+            for ending in (7, 8, 9):  # until the place of the first answer is full
+                quiet_s = time.monotonic()
+                await streams[0].has(len(streams[0].at_s) + QUIET_TOKENS)
+                began_s = time.monotonic()
+                last = Stream(client, [*prompt, ending])
+                streams.append(last)
+                await last.has(1)
+                if await last.worker() == source:
+                    continue
+                ended_s = last.at_s[0]
+                await last.end()
+                sent = await asyncio.to_thread(plain.send)
+                await asyncio.sleep(SETTLED_S)  # for the tokens of the steps beside it
+                pair = streams[0], streams[1] if other != source else None
+                window = began_s, ended_s
+                return Round(last.request_id, (quiet_s, began_s), window, ended_s - began_s, pair, sent)
+            return None
         finally:
             for stream in streams:
                 await stream.end()
 
 
-def measure(model: Path, tokens: int, rounds: int, folder: Path, *, is_on: bool) -> Found:
+def measure(model: Path, tokens: int, rounds: int, folder: Path, num_bytes: int, *, is_on: bool) -> Found:
     record = folder / f"pull-{is_on}.jsonl"
     settings = (
         "worker.max_batch=2",
@@ -113,69 +159,119 @@ def measure(model: Path, tokens: int, rounds: int, folder: Path, *, is_on: bool)
     running = Running.start(*flags, timeout_s=300.0, env={"OMP_NUM_THREADS": "1"})
 
     async def all_rounds() -> None:
-        for _ in range(rounds):
-            await one_round(running.target, tokens, draw, found)
+        with Socket(num_bytes) as plain:
+            for _ in range(rounds):
+                one = await one_round(running.target, tokens, draw, plain)
+                if one is not None:
+                    found.rounds.append(one)
 
     try:
         asyncio.run(all_rounds())
     finally:
         running.stop(60.0)
+    ours = {one.request_id for one in found.rounds}
     with record.open(encoding="utf-8") as lines:
-        events = [json.loads(line).get("event", {}) for line in lines]
-    ended = [one for one in events if one.get("is") == "PullEnded" and one.get("num_tokens")]
-    found.pulls = [one for one in ended if one["key"][1] in found.predicted_s]
+        for line in map(json.loads, lines):
+            event = line.get("event", {})
+            if event.get("is") == "PullEnded" and event.get("num_tokens") and event["key"][1] in ours:
+                found.pulls[event["key"][1]] = {**event, "ended_s": line["now_s"]}
+            for command in line.get("commands", ()):
+                source = command.get("source") if command.get("is") == "Reserve" else None
+                if source:
+                    found.predicted_s[command["key"][1]] = source["predicted_s"]
     return found
 
 
-def _send(port: int, num_bytes: int, count: int) -> None:
+def _send(port: int, num_bytes: int) -> None:
     data = memoryview(bytearray(num_bytes))
     with socket.create_connection(("127.0.0.1", port)) as connection:
-        for _ in range(count):
+        while connection.recv(1):
             connection.sendall(data)
-            connection.recv(1)
 
 
-def socket_bytes_s(num_bytes: int, count: int = 5) -> list[float]:
-    """Of a plain socket between two processes."""
-    into, speeds = memoryview(bytearray(num_bytes)), []
+def _receive(pipe: Connection, num_bytes: int) -> None:
+    into = memoryview(bytearray(num_bytes))
     with socket.create_server(("127.0.0.1", 0)) as server:
-        sender = multiprocessing.get_context("spawn").Process(
-            target=_send, args=(server.getsockname()[1], num_bytes, count)
-        )
-        sender.start()
+        pipe.send(server.getsockname()[1])
         connection, _ = server.accept()
         with connection:
-            for _ in range(count):
-                left = into[: connection.recv_into(into[:1])]
-                began_s, got = time.perf_counter(), len(left)
+            while pipe.recv():
+                began_s, got = time.monotonic(), 0
+                connection.sendall(b"x")
                 while got < num_bytes:
                     got += connection.recv_into(into[got:])
-                speeds.append(num_bytes / (time.perf_counter() - began_s))
-                connection.sendall(b"x")
-        sender.join()
-    return speeds[1:]
+                pipe.send((began_s, time.monotonic()))
 
 
-def pulls(model: Path, tokens: int, rounds: int, folder: Path) -> list[list[str]]:
-    computed = measure(model, tokens, rounds, folder, is_on=False)
-    pulled = measure(model, tokens, rounds, folder, is_on=True)
-    num_bytes = pulled.pulls[0]["num_bytes"] if pulled.pulls else 0
-    rows = [["", "median (least-most)"]]
-    rows.append(["pulls", f"{len(pulled.pulls)} of {rounds}, {num_bytes / 2**20:.0f} MiB each"])
+class Socket:
+    """A plain socket between two processes."""
+
+    def __init__(self, num_bytes: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._ends = [context.Process(target=_receive, args=(theirs, num_bytes))]
+        self._ends[0].start()
+        self._ends.append(context.Process(target=_send, args=(self._pipe.recv(), num_bytes)))
+        self._ends[1].start()
+        self.send()  # its memory gets its pages
+
+    def send(self) -> list[tuple[float, float]]:
+        """When each transfer began and ended."""
+        times = []
+        for _ in range(SENDS):
+            self._pipe.send(True)
+            times.append(self._pipe.recv())
+        return times
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pipe.send(False)
+        for end in self._ends:
+            end.join(10.0)
+
+
+def pulls(model: Path, tokens: int, rounds: int, folder: Path, block_bytes: int) -> list[list[str]]:
+    num_bytes = tokens // 16 * block_bytes
+    with Socket(num_bytes) as plain:
+        alone = [num_bytes / (end - begin) / 1e9 for begin, end in plain.send()]
+    computed = measure(model, tokens, rounds, folder, num_bytes, is_on=False)
+    pulled = measure(model, tokens, rounds, folder, num_bytes, is_on=True)
+    beside = [num_bytes / (end - begin) / 1e9 for one in pulled.rounds for begin, end in one.socket]
+    rows = [
+        ["", "median (least-most)"],
+        ["pulls", f"{len(pulled.pulls)} of {len(pulled.rounds)}, {num_bytes / 2**20:.0f} MiB each"],
+    ]
+    rows.append(["GB/s of a socket, alone", spread(alone, "{:.2f}")])
+    rows.append(["GB/s of a socket, beside the answers", spread(beside, "{:.2f}")])
     if pulled.pulls:
-        busy = [one["num_bytes"] / one["busy_s"] / 1e9 for one in pulled.pulls]
-        whole = [one["num_bytes"] / one["pull_s"] / 1e9 for one in pulled.pulls]
-        plain = [one / 1e9 for one in socket_bytes_s(num_bytes)]
+        ended = list(pulled.pulls.values())
+        busy = [one["num_bytes"] / one["busy_s"] / 1e9 for one in ended]
+        whole = [one["num_bytes"] / one["pull_s"] / 1e9 for one in ended]
         rows.append(["GB/s of the bytes", spread(busy, "{:.2f}")])
         rows.append(["GB/s of the pull", spread(whole, "{:.2f}")])
-        rows.append(["GB/s of a socket", spread(plain, "{:.2f}")])
-        rows.append(["bytes, of a socket", f"{statistics.median(busy) / statistics.median(plain):.2f}"])
-        errors = [one["pull_s"] / pulled.predicted_s[one["key"][1]] for one in pulled.pulls]
-        rows.append(["seconds of a pull, of the predicted", spread(errors, "{:.2f}")])
-    rows.append(["TTFT ms, computed", spread([one * 1e3 for one in computed.ttft_s], "{:.0f}")])
-    rows.append(["TTFT ms, pulled", spread([one * 1e3 for one in pulled.ttft_s], "{:.0f}")])
+        for name, speeds in (("alone", alone), ("beside the answers", beside)):
+            rows.append([f"bytes, of a socket {name}", f"{statistics.median(busy) / statistics.median(speeds):.2f}"])
+        errors = [one["pull_s"] / pulled.predicted_s[name] for name, one in pulled.pulls.items()]
+        rows.append(["seconds of the first pull, of the predicted", f"{errors[0]:.2f}"])
+        if errors[1:]:
+            rows.append(["seconds of a later pull, of the predicted", spread(errors[1:], "{:.2f}")])
     for name, found in (("computed", computed), ("pulled", pulled)):
-        for where, slower in found.slower.items():
-            shown = spread(slower, "{:.2f}") if slower else "no token came meanwhile"
-            rows.append([f"time between tokens beside it, {where}, {name}", shown])
+        rows.append([f"TTFT ms, {name}", spread([one.ttft_s * 1e3 for one in found.rounds], "{:.0f}")])
+    windows = {
+        "computing the prompt": computed.slower([(one, one.beside) for one in computed.rounds]),
+        "a pull": pulled.slower(
+            [
+                (one, (one.beside[0], pulled.pulls[one.request_id]["ended_s"] + ARRIVES_S))
+                for one in pulled.rounds
+                if one.request_id in pulled.pulls
+            ]
+        ),
+        "the socket": pulled.slower([(one, (one.socket[0][0], one.socket[-1][1])) for one in pulled.rounds]),
+    }
+    for what, slower in windows.items():
+        for where, ratios in slower.items():
+            shown = spread(ratios, "{:.2f}") if ratios else "no token came meanwhile"
+            rows.append([f"time between tokens beside {what}, {where}", shown])
     return rows

@@ -372,15 +372,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / arguments.shape
         write_model(model, arguments.shape, torch.float32, 0)
-        if arguments.pull:
-            print(table(pulls(model, arguments.prompt, arguments.rounds, Path(folder))))
-            return
         blocks = ROWS * (CONTEXT // BLOCK_SIZE + 1) + (1 if arguments.disk is None else arguments.blocks)
         engine = load_engine(
             WorkerConfig(model=str(model), worker_id="d0", block_size=BLOCK_SIZE, kv_blocks=blocks), Role.DECODE
         )
         block_bytes = engine.spec.block_bytes
         print(f"{arguments.shape}: blocks of {block_bytes / 2**20:.2f} MiB\n", flush=True)
+        if arguments.pull:
+            engine.close()
+            del engine
+            print(table(pulls(model, arguments.prompt, arguments.rounds, Path(folder), block_bytes)))
+            return
         if arguments.disk is not None:
             with tempfile.TemporaryDirectory(dir=arguments.disk) as where:
                 print(table(disk_reads(engine, Path(where), arguments.rounds)), "\n", flush=True)
