@@ -5,7 +5,7 @@
 Several prefill and decode processes move blocks whose every byte is known. They have the engine's pools and the
 workers' block allocators (worker.py, roles.py). The seed decides which fault a transfer meets (cases.py). This process
 plays the router (storm.py) and restarts every process that was killed. The exit status is 1 if anything was wrong.
-`--tiers 100000` is a storm of its own, on the tiers of the KV cache (tiers.py).
+`--tiers 100000` has storms of their own, on the tiers of the KV cache (tiers.py) and on pulls (pulls.py).
 
 Transports between GPUs run over stand-ins for CUDA and NCCL (tests/support/fake_device.py, fake_nccl.py), or over the
 real libraries with --gpu.
@@ -19,7 +19,7 @@ import sys
 
 import torch
 
-from benchmarks.fault_storm import tiers
+from benchmarks.fault_storm import pulls, tiers
 from benchmarks.fault_storm.report import LATEST_S, Result, misses, print_result, table
 from benchmarks.fault_storm.storm import ROLES, Storm
 from tests.support.fake_ends import DEVICE_TRANSPORTS
@@ -55,11 +55,13 @@ def main() -> int:
     )
     parser.add_argument("--gpu", action="store_true", help="those of GPUs on a GPU; else over stand-ins")
     parser.add_argument("--cut-network", action="store_true", help="tcp between network namespaces that are cut off")
-    parser.add_argument("--tiers", type=int, metavar="N", help="only the tiers below the pool: N reads and writes")
+    parser.add_argument(
+        "--tiers", type=int, metavar="N", help="only the tiers below the pool, and pulls: N blocks each"
+    )
     parser.add_argument("--latest", type=float, default=LATEST_S, help="seconds after a deadline to free memory in")
     args = parser.parse_args()
     if args.tiers is not None:
-        return tiers.report(args.tiers, args.seed)
+        return tiers.report(args.tiers, args.seed) | pulls.report(args.tiers, args.seed)
     if args.gpu and not torch.cuda.is_available():
         parser.error("no CUDA device")
     results = []

@@ -146,8 +146,13 @@ class GrpcHost:
             proof = peers.prove_blocking(channel, peers.introduce(config.identity, peers.OPEN, self.endpoint), WAIT_S)
             return transfer_pb2_grpc.TransferServiceStub(channel).Open(request, timeout=WAIT_S, metadata=proof)
 
+    async def _stop(self) -> None:
+        await self._server.stop(None)
+        if calls := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(calls, timeout=1.0)  # else they would be destroyed while they end
+
     def stop(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._server.stop(None), self._loop).result(WAIT_S)
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(WAIT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(WAIT_S)
         self._loop.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.fault_storm.cases import NO_FAULT, WEIGHTS, case_of
+from benchmarks.fault_storm.pulls import PullStorm
 from benchmarks.fault_storm.report import Result, misses, table, verdict
 from benchmarks.fault_storm.storage import SHAPES, Storage
 from benchmarks.fault_storm.storm import HANGS_AFTER_S, ROLES, Storm
@@ -112,3 +113,10 @@ def test_the_storm_detects_wrong_bytes_leaks_and_delays() -> None:
     [missed] = misses([Result(transport="tcp", seed=1, late_s=[0.2, 1.1])])
     assert not misses([Result(transport="tcp", seed=1, late_s=[1.1])], 30.0)
     assert "tcp: memory was freed 1.100 s after a deadline" in missed
+
+
+def test_a_storm_of_pulls_causes_no_wrong_or_lost_block() -> None:
+    result = PullStorm(seed=1).run(1500)
+    assert not result.wrong
+    assert result.filled > 0
+    assert sum(count for name, count in result.faults.items() if name.startswith("frames: ")) > 0
