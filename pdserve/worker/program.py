@@ -37,7 +37,7 @@ from pdserve.core.kv.retention import block_cost
 from pdserve.core.kv.stamps import BlockStamps
 from pdserve.core.types import Role
 from pdserve.engine.adapters import read_adapter
-from pdserve.engine.interface import Engine, OnLayer, PlainOuts, Row, RowOut, compacted
+from pdserve.engine.interface import Engine, KvPool, OnLayer, PlainOuts, Row, RowOut, compacted
 from pdserve.engine.memory.disk import DiskTier, disk_tier
 from pdserve.engine.memory.host import HostCopies, host_bytes_of, host_copies
 from pdserve.engine.memory.plan import with_device_defaults
