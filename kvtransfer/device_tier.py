@@ -33,9 +33,9 @@ from pdserve.core.errors import ConfigError, TransferFailed
 from pdserve.core.kv.fetch import Fetch
 from pdserve.core.kv.host_tier import HostTier
 from pdserve.engine.interface import KvPool
-from pdserve.engine.memory.disk import ReadSpeed
 from pdserve.engine.memory.host import AUTO, BURST_BYTES, MOST_HASHES, check_room, free_bytes
 from pdserve.engine.memory.plan import HOST_PARTS
+from pdserve.engine.memory.slow_tier import ReadSpeed
 
 log = logging.getLogger(__name__)
 

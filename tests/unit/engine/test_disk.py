@@ -14,7 +14,7 @@ from benchmarks.fault_storm.tiers import BLOCK_BYTES, CONTENTS, StormPool, conte
 from pdserve.core.attempt import Attempt, AttemptKey
 from pdserve.core.kv.fetch import Fetch
 from pdserve.core.types import Sampling
-from pdserve.engine.memory import disk
+from pdserve.engine.memory import slow_tier
 from pdserve.engine.memory.block_files import BlockFiles, FileCalls
 from pdserve.engine.memory.disk import DiskTier
 
@@ -138,7 +138,7 @@ def test_no_end_is_reported_while_a_read_runs(start: Start) -> None:
 
 
 def test_a_hung_read_does_not_delay_the_end_of_the_process(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "JOIN_S", 0.05)
+    monkeypatch.setattr(slow_tier, "JOIN_S", 0.05)
     tier = start()
     tier.put(0)
     tier.calls.may_read.clear()
