@@ -385,9 +385,11 @@ class BlockFiles:
                     self._places[block_hash] = place  # a newer segment's, if several have it
                     segment.hashes[place.slot] = block_hash
             report(done + 1, len(names))
-        while self._is_full(self._segments[:-1]):
+        while self._segments and self._is_above(self._segments):
             self._remove_oldest()
         self._left.clear()
+        if self._segments and self._segments[-1].num_slots == self.segment_slots:  # it is filled further
+            self._num_filled = self._used_slots(self._segments[-1])
 
     def _names(self) -> Iterator[str]:
         with os.scandir(self._folder) as entries:
@@ -448,14 +450,27 @@ class BlockFiles:
             if entry == _entry(block_hash, checksum, slot, segment.header):
                 yield block_hash, Place(segment, slot, checksum)
 
+    def _used_slots(self, segment: Segment) -> int:
+        """How many slots may have an entry in the table, valid or not. All, if it cannot be read."""
+        table = bytearray(segment.num_slots * _ENTRY_BYTES)
+        try:
+            num_read = self._calls.read(segment.descriptor, [table], _HEADER.size + _CRC.size)
+        except OSError:
+            num_read = 0
+        used = -(-len(table.rstrip(b"\0")) // _ENTRY_BYTES)
+        return used if num_read == len(table) else segment.num_slots
+
     # -- places ---------------------------------------------------------------------------------------------------
 
     def _is_full(self, segments: Sequence[Segment]) -> bool:
         """Whether there is no room for another segment."""
-        size, slots = self._size(self.segment_slots), self.segment_slots
+        return self._is_above(segments, self._size(self.segment_slots), self.segment_slots)
+
+    def _is_above(self, segments: Sequence[Segment], num_bytes: int = 0, num_slots: int = 0) -> bool:
+        """Whether the segments, and so many bytes and slots, are more than there may be."""
         return (
-            sum(one.num_bytes for one in segments) + size > self._most_bytes
-            or sum(one.num_slots for one in segments) + slots > self._most_slots
+            sum(one.num_bytes for one in segments) + num_bytes > self._most_bytes
+            or sum(one.num_slots for one in segments) + num_slots > self._most_slots
         )
 
     def _header(self, number: int, num_slots: int) -> bytes:

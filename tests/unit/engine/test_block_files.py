@@ -18,7 +18,7 @@ from benchmarks.fault_storm.tiers import CONTENTS, content_of, hash_of, storm
 from pdserve.core.errors import ConfigError
 from pdserve.engine.memory import block_files
 from pdserve.engine.memory.block_files import PAGE, BlockFiles, FileCalls
-from pdserve.engine.memory.disk import FORGOTTEN_S, ReadSpeed
+from pdserve.engine.memory.slow_tier import FORGOTTEN_S, ReadSpeed
 
 BLOCK_BYTES = 512
 Open = Callable[..., BlockFiles]
@@ -101,6 +101,26 @@ def test_a_smaller_limit_removes_the_oldest(open_files: Open, tmp_path: Path) ->
     assert sum(path.stat().st_size for path in (tmp_path / "w").glob("*.kv")) <= 2**17 - 2**15
     write(files, 0, 200)  # in segments of another size
     assert readable(open_files(2**20), 200)[-50:] == list(range(150, 200))
+
+
+def test_a_smaller_limit_holds_at_once(open_files: Open, tmp_path: Path) -> None:
+    write(open_files(), 0, 200)
+    for limit in (2**16, 3 * 2**14, 40_000):
+        files = open_files(limit)
+        assert files.num_bytes <= limit
+        assert sum(path.stat().st_size for path in (tmp_path / "w").glob("*.kv")) <= limit
+
+
+def test_a_restart_fills_the_last_segment(open_files: Open, tmp_path: Path) -> None:
+    files = open_files()
+    half = files.segment_slots // 2
+    assert half > 0
+    write(files, 0, half)
+    again = open_files()
+    assert again.room == files.segment_slots - half
+    write(again, half, 2 * half)
+    assert len(list((tmp_path / "w").glob("*.kv"))) == 1
+    assert readable(open_files(), 200) == list(range(2 * half))
 
 
 def test_one_read_supplies_neighbours(open_files: Open) -> None:
