@@ -6,6 +6,9 @@ blocks are in the prefix cache, where the prompt finds them like any others. A p
 which it could have had its turn and computed the blocks, and then computes them. So a slow or broken source is a miss.
 What is fetched until the turn of a prompt costs it nothing.
 
+Some sources know only after a lookup which blocks they have. A prompt waits for it if that is worthwhile on average,
+and for no longer than a lookup takes as a rule.
+
 The fetch references its blocks until the source has reported that it no longer writes to them. Prompts that lack the
 same blocks wait for the same fetch.
 """
@@ -16,7 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol, final
+from typing import Final, Protocol, final, runtime_checkable
 
 from pdserve.core.attempt import Attempt, AttemptKey, blocks_for
 from pdserve.core.kv.cache import KvCache
@@ -25,6 +28,8 @@ MOST_SHARE: Final = 0.25  # of the pool, for the blocks of several fetches
 MOST_ALONE: Final = 0.5  # for those of one, so that a source that hangs leaves room for prompts
 MOST_FETCHES: Final = 4  # one after the other, for one prompt
 UNKNOWN_S: Final = 1.0  # the longest wait if the time to compute is unknown
+LATE_LOOKUP: Final = 4.0  # times its prediction, a lookup is not waited for,
+LATE_LOOKUP_S: Final = 0.1  # but for as long as a thread may wait for a core
 
 
 class BlockSource(Protocol):
@@ -42,6 +47,23 @@ class BlockSource(Protocol):
 
     def predict_s(self, attempt: Attempt, num_blocks: int) -> float:
         """Seconds to supply so many of them, with the fetches that the source does before; infinite if it hangs."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """A source is looking for blocks."""
+
+    seconds: float  # until it knows more, as predicted
+    share: float  # of the blocks that lookups found so far
+
+
+@runtime_checkable
+class LookupSource(BlockSource, Protocol):
+    """A source that cannot know at once which blocks it has. `Fetches.looked_up` must follow each lookup."""
+
+    def lookup(self, attempt: Attempt, hashes: Sequence[bytes], first: int) -> Lookup | None:
+        """Begins to look for the leading `hashes`, as of `num_found`. None: it knows, or there is no use in waiting."""
         ...
 
 
@@ -107,7 +129,8 @@ class _Wait:
     number: int | None = None  # of the fetch that it waits for; None: for memory
     num_supplied: int = 0  # leading blocks of its text that are cached when that fetch has ended
     num_fetches: int = 0
-    seen: int = -1  # number of ended fetches when it was considered last
+    look_until_s: float = math.inf  # gives up before if only a lookup runs for it
+    seen: int = -1  # number of ended fetches and lookups when it was considered last
     is_over: bool = False  # the prompt no longer waits, and is not considered again
 
 
@@ -119,12 +142,13 @@ class Fetches:
         """`prefill_s`: seconds to compute so many tokens after so many others; 0.0: unknown."""
         self.sources = tuple(sources)
         self._kv = kv
+        self._lookups = tuple(one for one in sources if isinstance(one, LookupSource))
         self._prefill_s = prefill_s
         self._running: dict[int, _Running] = {}
         self._number_of: dict[bytes, int] = {}  # by the hash of each block that is being filled
         self._waits: dict[AttemptKey, _Wait] = {}
         self._num_held = 0  # blocks that are being filled
-        self._num_started = self._num_ended = 0
+        self._num_started = self._num_changes = 0
         self.num_filled: Counter[str] = Counter()  # verified blocks, by source
 
     def __len__(self) -> int:
@@ -134,7 +158,7 @@ class Fetches:
         """Whether the prompt must not be planned now. False after the end of its fetch, when it must be considered
         again before it is planned."""
         wait = self._waits.get(key)
-        return wait is not None and not wait.is_over and (wait.number is not None or wait.seen == self._num_ended)
+        return wait is not None and not wait.is_over and (wait.number is not None or wait.seen == self._num_changes)
 
     def num_supplied(self, key: AttemptKey) -> int:
         """The leading blocks of the prompt's text that it will not compute if its running fetch succeeds."""
@@ -144,7 +168,7 @@ class Fetches:
     @property
     def next_give_up_s(self) -> float:
         """When the first prompt gives up; infinite if none waits."""
-        return min((one.give_up_at_s for one in self._waits.values() if not one.is_over), default=math.inf)
+        return min((_give_up_s(one) for one in self._waits.values() if not one.is_over), default=math.inf)
 
     def held(self) -> Iterator[Sequence[int]]:
         """The blocks that fetches reference."""
@@ -201,7 +225,7 @@ class Fetches:
 
     def _is_settled(self, wait: _Wait | None) -> bool:
         """Whether nothing has changed for a prompt since it was considered."""
-        return wait is not None and (wait.is_over or wait.number is not None or wait.seen == self._num_ended)
+        return wait is not None and (wait.is_over or wait.number is not None or wait.seen == self._num_changes)
 
     def left_s(self, num_tokens: int, computed: int, hashes: Sequence[bytes] = ()) -> float:
         """Seconds to compute what is left of a text, of which blocks with these hashes need not be computed."""
@@ -217,7 +241,7 @@ class Fetches:
         for block_hash in fetch.hashes:
             del self._number_of[block_hash]
         self._num_held -= size
-        self._num_ended += 1
+        self._num_changes += 1
         self.num_filled[fetch.source] += num_blocks
         self._kv.commit(fetch.blocks, fetch.hashes, 0, num_blocks)
         self._kv.give_back([*one.prefix, *fetch.blocks])
@@ -228,6 +252,10 @@ class Fetches:
             wait.is_over = key == fetch.attempt.key and (num_blocks < size or wait.num_fetches >= MOST_FETCHES)
         return fetch
 
+    def looked_up(self) -> None:
+        """A lookup has ended, so the prompts that wait for none of the fetches are considered again."""
+        self._num_changes += 1
+
     def leave(self, key: AttemptKey) -> Iterable[FetchEffect]:
         """The prompt has started or ended."""
         wait = self._waits.pop(key, None)
@@ -237,7 +265,7 @@ class Fetches:
         """Prompts whose time is over compute their blocks."""
         effects: list[FetchEffect] = []
         for key, wait in self._waits.items():
-            if not wait.is_over and now_s >= wait.give_up_at_s:
+            if not wait.is_over and now_s >= _give_up_s(wait):
                 effects += self._no_longer(key, wait)
                 wait.is_over = True
         return effects
@@ -268,6 +296,8 @@ class Fetches:
         spare: int,
     ) -> Iterable[FetchEffect]:
         missing = hashes[first:]
+        asked = [self._look_up(one, attempt, missing, first, ahead_s) for one in self._lookups]
+        lookups = [one for one in asked if one is not None]
         best: tuple[float, BlockSource, int] | None = None
         for source in self.sources:
             count = source.num_found(attempt, missing, first)
@@ -277,11 +307,11 @@ class Fetches:
             if saved_s > 0.0 and (best is None or saved_s > best[0]):
                 best = saved_s, source, count
         if best is None:
-            return self._decide(attempt, wait)
+            return self._wait_for(lookups, attempt, missing, first, wait, now_s, ahead_s)
         _, source, found = best
         if wait is None:
             wait = self._waits[attempt.key] = self._wait(found, first, now_s + ahead_s)
-        wait.seen = self._num_ended
+        wait.seen = self._num_changes
         blocks = self._take_blocks(source, attempt, [*hashes[:first], *missing[:found]], first, ahead_s, spare)
         if blocks is None:
             if self._kv.num_found(hashes) < first:  # making room has displaced blocks that were found
@@ -306,9 +336,40 @@ class Fetches:
         self._running[fetch.number] = _Running(fetch, blocks[:first], {attempt.key})
         self._number_of.update(dict.fromkeys(fetch.hashes, fetch.number))
         self._num_held += count
-        wait.number, wait.num_supplied = fetch.number, len(blocks)
+        wait.number, wait.num_supplied, wait.look_until_s = fetch.number, len(blocks), math.inf
         wait.num_fetches += 1
         return (FetchStarted(fetch),)
+
+    def _look_up(
+        self, source: LookupSource, attempt: Attempt, missing: Sequence[bytes], first: int, ahead_s: float
+    ) -> Lookup | None:
+        """A lookup that is worth a wait, if the source has what is missing as often as it had."""
+        lookup = source.lookup(attempt, missing, first)
+        if lookup is None:
+            return None
+        saved_s = self._saved_s(source, attempt, len(missing), first, ahead_s)
+        return lookup if lookup.share * saved_s > max(0.0, lookup.seconds - ahead_s) else None
+
+    def _wait_for(
+        self,
+        lookups: Sequence[Lookup],
+        attempt: Attempt,
+        missing: Sequence[bytes],
+        first: int,
+        wait: _Wait | None,
+        now_s: float,
+        ahead_s: float,
+    ) -> Iterable[FetchEffect]:
+        """No source is known to have a block."""
+        if not lookups:
+            return self._decide(attempt, wait)
+        if wait is None:
+            wait = self._waits[attempt.key] = self._wait(len(missing), first, now_s + ahead_s)
+        if wait.look_until_s == math.inf:  # it is not extended
+            late_s = LATE_LOOKUP * max(one.seconds for one in lookups)
+            wait.look_until_s = now_s + max(ahead_s, late_s, LATE_LOOKUP_S)
+        wait.seen = self._num_changes
+        return ()
 
     def _take_blocks(
         self,
@@ -353,7 +414,7 @@ class Fetches:
             return self._decide(attempt, wait)
         if wait is None:
             wait = self._waits[attempt.key] = self._wait(shared, first, now_s + ahead_s)
-        wait.number, wait.num_supplied = fetch.number, first + shared
+        wait.number, wait.num_supplied, wait.look_until_s = fetch.number, first + shared, math.inf
         one.waiting.add(attempt.key)
         return ()
 
@@ -391,3 +452,7 @@ class Fetches:
     def _computed_s(self, num_blocks: int, first: int) -> float:
         size = self._kv.block_size
         return self._prefill_s(num_blocks * size, first * size) or math.inf
+
+
+def _give_up_s(wait: _Wait) -> float:
+    return min(wait.give_up_at_s, wait.look_until_s)

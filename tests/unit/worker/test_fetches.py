@@ -19,7 +19,7 @@ from pdserve.core.cost.step_rule import PromptOrder
 from pdserve.core.effects import SendAborted, TokensSampled
 from pdserve.core.kv.blocks import BlockAllocator
 from pdserve.core.kv.cache import KvCache
-from pdserve.core.kv.fetch import MOST_ALONE, Fetch, FetchAborted, Fetches, FetchStarted
+from pdserve.core.kv.fetch import LATE_LOOKUP, MOST_ALONE, Fetch, FetchAborted, Fetches, FetchStarted, Lookup
 from pdserve.core.kv.hashing import block_hashes
 from pdserve.core.kv.host_tier import HostTier, LoadRule
 from pdserve.core.protocol import AttemptFailed, FirstToken, Released
@@ -75,17 +75,33 @@ class Source:
         return self.seconds * num_blocks
 
 
+class LateSource(Source):
+    """Finds nothing before a lookup has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lookup_s = TOKEN_S
+        self.share = 1.0
+        self.has_looked = False
+
+    def num_found(self, attempt: Attempt, hashes: Sequence[bytes], first: int) -> int:
+        return super().num_found(attempt, hashes, first) if self.has_looked else 0
+
+    def lookup(self, attempt: Attempt, hashes: Sequence[bytes], first: int) -> Lookup | None:
+        return None if self.has_looked else Lookup(self.lookup_s, self.share)
+
+
 class Worker:
     """A scheduler of one role, driven by hand. What a fetch has not finished is garbage."""
 
-    def __init__(self, role: Role, num_blocks: int = 24, num_slots: int = 0) -> None:
+    def __init__(self, role: Role, num_blocks: int = 24, num_slots: int = 0, source: type[Source] = Source) -> None:
         self.engine = ToyEngine(num_blocks=num_blocks, block_size=SIZE)
         tier = None
         if num_slots:
             tier = HostTier(Copies(self.engine, num_slots), LoadRule(0.0, lambda uncached, cached: 0.0), 64)
         self.blocks = BlockAllocator(num_blocks, tier=tier)
         kv = KvCache(self.blocks, SIZE)
-        self.source = Source()
+        self.source = source()
         self.fetches = Fetches(kv, [self.source], CostModel(PRIOR).prefill_s)
         rule = EndRule(eos_token_ids=frozenset({EOS}), max_context_tokens=num_blocks * SIZE)
         self.role = role
@@ -322,6 +338,58 @@ def test_a_fetch_may_take_until_the_turn_of_its_prompt(role: Role) -> None:
     worker.run()
     assert worker.cached[key] == 20
     worker.close()
+
+
+@ROLES
+def test_a_prompt_waits_for_a_lookup(role: Role) -> None:
+    worker = Worker(role, source=LateSource)
+    late = worker.source
+    assert isinstance(late, LateSource)
+    late.keep(TEXT[:20])
+    key = worker.offer("a", TEXT[:22])
+    assert not worker.step()
+    assert not worker.running
+    assert worker.fetches.next_give_up_s == LATE_LOOKUP * TOKEN_S
+    late.has_looked = True
+    worker.fetches.looked_up()
+    worker.step()
+    assert list(worker.running) == [1]
+    assert worker.fetches.next_give_up_s == pytest.approx(20 * TOKEN_S)
+    worker.end(1)
+    worker.run()
+    assert worker.cached[key] == 20
+    worker.close()
+
+
+@ROLES
+@pytest.mark.parametrize(("lookup_s", "share"), [(30 * TOKEN_S, 1.0), (TOKEN_S, 0.01), (TOKEN_S, 0.0)])
+def test_a_lookup_that_hardly_pays_is_not_waited_for(role: Role, lookup_s: float, share: float) -> None:
+    worker = Worker(role, source=LateSource)
+    late = worker.source
+    assert isinstance(late, LateSource)
+    late.lookup_s, late.share = lookup_s, share
+    key = worker.offer("a", TEXT[:22])
+    assert worker.step()
+    worker.run()
+    assert worker.cached[key] == 0
+    worker.close()
+
+
+@ROLES
+def test_a_lookup_that_hangs_or_finds_nothing_is_a_miss(role: Role) -> None:
+    for has_ended in (False, True):
+        worker = Worker(role, source=LateSource)
+        late = worker.source
+        assert isinstance(late, LateSource)
+        key = worker.offer("a", TEXT[:22])
+        assert not worker.step()
+        late.has_looked = has_ended
+        if has_ended:
+            worker.fetches.looked_up()
+        worker.run()
+        assert worker.cached[key] == 0
+        assert worker.now_s <= LATE_LOOKUP * TOKEN_S + 6
+        worker.close()
 
 
 @ROLES
