@@ -127,12 +127,15 @@ class BlockAllocator:
         tier: HostTier | None = None,
         lower: LowerTier | None = None,
         computed_s: Callable[[int], float] | None = None,
+        on_reuse: Callable[[Sequence[bytes], Sequence[int], Callable[[int, bytes], bool]], None] | None = None,
     ) -> None:
         """`lower`: the tier below `tier`, or below the pool if there is no `tier`. `computed_s`: seconds to compute a
-        block as one of many, after so many others; None: the same for all."""
+        block as one of many, after so many others; None: the same for all. `on_reuse` is called with the hashes and
+        blocks that a further text uses, and a function that tells whether a block still has the contents of a hash."""
+        self._on_reuse = on_reuse
         self.tier = tier
         self.now_s = 0.0  # set by the schedulers; blocks that were used at the same time leave in their order
-        self._lower = lower
+        self.lower = lower
         self._in_lower: set[bytes] = set()
         self.stamps = BlockStamps(num_blocks) if stamps is None else stamps
         self._is_cache_on = is_cache_on
@@ -176,8 +179,8 @@ class BlockAllocator:
         most_saved = 0
         if self.tier is not None:
             most_saved = self.tier.most_saved
-        elif self._lower is not None and num_evicted > 0:
-            most_saved = self._lower.room
+        elif self.lower is not None and num_evicted > 0:
+            most_saved = self.lower.room
         staying = copied if num_evicted > 0 else ()
         for block_hash in staying:
             self._retention.host.discard(block_hash)
@@ -210,9 +213,35 @@ class BlockAllocator:
             blocks.append(block)
         return blocks
 
-    def began(self, hashes: Sequence[bytes]) -> None:
-        """A text with these leading blocks has got its blocks."""
+    def began(self, hashes: Sequence[bytes], reused: Sequence[int] = ()) -> None:
+        """A text with these leading blocks has got its blocks, of which the pool had the first."""
         self._retention.began(hashes, self.now_s)
+        if self._on_reuse is not None and reused:
+            self._on_reuse(hashes[: len(reused)], reused, self._holds)
+
+    def _holds(self, block: int, block_hash: bytes) -> bool:
+        """False: something else has written to the block."""
+        return self.stamps.content_hash(block) == content_hash64(block_hash)
+
+    def save_all(self, may_go_on: Callable[[], bool]) -> int:
+        """Hands what memory has to the tier below it, as if it left, the beginnings of texts first. Returns how many
+        blocks. `may_go_on` waits for room."""
+        lower, count = self.lower, 0
+        if lower is None:
+            return 0
+        for block_hash, block in self._block_of.items():
+            if not may_go_on():
+                return count
+            if self._holds(block, block_hash):
+                lower.take_block(block_hash, block)
+                count += 1
+        for block_hash in self.tier or ():
+            if block_hash not in self._block_of and self.tier is not None:
+                if not may_go_on():
+                    return count
+                self.tier.hand_down(block_hash)
+                count += 1
+        return count
 
     def num_matched(self, hashes: Sequence[bytes]) -> int:
         """The length of the longest cached prefix of `hashes`."""
@@ -252,8 +281,8 @@ class BlockAllocator:
         if block_hash is not None:
             if self.tier is not None:
                 self.tier.drop(block_hash)
-            if self._lower is not None:
-                self._lower.drop(block_hash)
+            if self.lower is not None:
+                self.lower.drop(block_hash)
                 self._in_lower.discard(block_hash)
             self._retention.drop(block_hash)
             self._forget(block)
@@ -351,19 +380,19 @@ class BlockAllocator:
     def _save(self, block: int) -> None:
         """The block is about to be reused."""
         block_hash = self._hash_of[block]
-        if self.stamps.content_hash(block) != content_hash64(block_hash):
-            return  # something else wrote to it
+        if not self._holds(block, block_hash):
+            return
         tier = self.tier
         if tier is None:
-            if self._lower is not None:
-                self._lower.take_block(block_hash, block)
+            if self.lower is not None:
+                self.lower.take_block(block_hash, block)
             return
         if block_hash in tier:
             return
         if tier.is_full:
             if not self._retention.is_worth_a_copy(block_hash, self.now_s):
-                if self._lower is not None:
-                    self._lower.take_block(block_hash, block)
+                if self.lower is not None:
+                    self.lower.take_block(block_hash, block)
                 return
             left = self._retention.host.pop(self.now_s)
             tier.leave(left)

@@ -53,7 +53,7 @@ class KvCache:
         if new is None:
             self.blocks.give_back(cached)
             return None
-        self.blocks.began(hashes)
+        self.blocks.began(hashes, cached)
         num_cached = len(cached) + self._load(rest, new, len(cached) * self.block_size)
         return Allocation(cached + new, num_cached * self.block_size)
 

@@ -64,6 +64,30 @@ class LowerTier(Protocol):
         ...
 
 
+@final
+class LowerTiers:
+    """Several tiers below memory, each of which takes what it has room for."""
+
+    def __init__(self, *tiers: LowerTier) -> None:
+        self._tiers = tiers
+
+    @property
+    def room(self) -> int:
+        return max(tier.room for tier in self._tiers)
+
+    def take_block(self, block_hash: bytes, block: int) -> None:
+        for tier in self._tiers:
+            tier.take_block(block_hash, block)
+
+    def take_copy(self, block_hash: bytes, slot: int) -> None:
+        for tier in self._tiers:
+            tier.take_copy(block_hash, slot)
+
+    def drop(self, block_hash: bytes) -> None:
+        for tier in self._tiers:
+            tier.drop(block_hash)
+
+
 def is_sooner(load_s: float, computed_s: float) -> bool:
     """Whether to load what takes `computed_s` to compute; 0.0: that is unknown."""
     return computed_s == 0.0 or load_s < computed_s
@@ -147,9 +171,13 @@ class HostTier:
 
     def leave(self, block_hash: bytes) -> None:
         """The copy makes room for another one."""
+        self.hand_down(block_hash)
+        self.drop(block_hash)
+
+    def hand_down(self, block_hash: bytes) -> None:
+        """The tier below gets the copy too."""
         if self._lower is not None:
             self._lower.take_copy(block_hash, self._slot_of[block_hash])
-        self.drop(block_hash)
 
     def save(self, block: int, block_hash: bytes) -> None:
         """Copies a block that leaves the pool and has no copy. The tier must not be full."""
