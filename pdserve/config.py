@@ -84,6 +84,7 @@ TOKEN_ENV: Final = "PDSERVE_TOKEN"
 RAY_TOKEN_ENV: Final = "RAY_AUTH_TOKEN"  # Ray's own
 REDIS_ENV: Final = "PDSERVE_REDIS"
 SECRET_ENV: Final = "PDSERVE_CLUSTER_SECRET"
+KV_STORE_ENV: Final = "PDSERVE_KV_STORE"  # if the URL has a password
 SECRET_HELP: Final = "cluster secret, with which routers and workers authenticate each other"
 
 
@@ -188,6 +189,24 @@ class WorkerConfig(TlsSettings):
     kv_disk_write_bytes_s: int = setting(
         "most bytes a second that are written to kv_disk_path; blocks that leave memory faster are dropped",
         2**28,
+        within=(2**10, 2**40),
+    )
+    kv_store: str = setting(
+        "URL of a store of KV blocks that workers share: redis://HOST:PORT/DB, file:///FOLDER on a shared file system, "
+        "or s3://BUCKET/PATH and others by fsspec (the extra store); none when empty. Workers with one cluster secret "
+        "and model share its blocks. For pools on a CPU only",
+        "",
+        env=KV_STORE_ENV,
+        is_url=True,
+    )
+    kv_store_bytes: int = setting(
+        "most bytes of blocks in kv_store, about; those that were not used for longest leave first",
+        2**36,
+        within=(1, 2**53),
+    )
+    kv_store_write_bytes_s: int = setting(
+        "most bytes a second that this worker writes to kv_store; blocks beyond are dropped",
+        2**26,
         within=(2**10, 2**40),
     )
     gpu_memory_share: float = setting(

@@ -19,6 +19,7 @@ EXTRAS: Final[Mapping[str, str]] = {
     "opentelemetry": "otel",
     **dict.fromkeys(("textual", "rich"), "top"),
     "nixl": "nixl",
+    "s3fs": "store",
     "aiohttp": "bench",
 }
 

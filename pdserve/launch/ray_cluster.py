@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
-from pdserve.config import REDIS_ENV, SECRET_ENV, WorkerConfig, forget_secrets, from_env
+from pdserve.config import KV_STORE_ENV, REDIS_ENV, SECRET_ENV, WorkerConfig, forget_secrets, from_env
 from pdserve.config_flags import parse_flags, to_env, to_flags
 from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.core.progress import PhaseProgress, phase_line
@@ -481,7 +481,7 @@ def _environment(config: WorkerConfig) -> dict[str, Any]:
 
 
 def main(address: str, path: str, folder: OwnedFolder | None) -> int:
-    secrets = {SECRET_ENV: from_env(SECRET_ENV), REDIS_ENV: from_env(REDIS_ENV)}
+    secrets = {name: from_env(name) for name in (SECRET_ENV, REDIS_ENV, KV_STORE_ENV)}
     driver = RayDriver(address, folder, secrets[REDIS_ENV], WantedFile(path, secrets).read)
     forget_secrets()  # Ray's child processes would inherit them; actors receive theirs separately
     stop = threading.Event()

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import pdserve
 from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_text
-from pdserve.config import LOG_LEVELS, REDIS_ENV, SECRET_ENV, TOKEN_ENV, bounds_of, from_env
+from pdserve.config import KV_STORE_ENV, LOG_LEVELS, REDIS_ENV, SECRET_ENV, TOKEN_ENV, bounds_of, from_env
 from pdserve.config_flags import words
 from pdserve.core.access.key_file import parse
 from pdserve.core.adapters import split_adapter
@@ -149,6 +149,8 @@ def read(
     secrets, unread = _secrets(earlier)
     if token := secrets[TOKEN_ENV]:
         tables.setdefault("router", {}).setdefault("token", token)
+    if kv_store := secrets[KV_STORE_ENV]:
+        tables.setdefault("worker", {}).setdefault("kv_store", kv_store)
     own_secrets = set()
     if _read_key_file(tables, found.get("key_file", "")):
         own_secrets.add("router.token")
@@ -253,10 +255,12 @@ def _fit_bounds(found: dict[str, Any]) -> None:
 def _secrets(earlier: Asked | None) -> tuple[dict[str, str], list[str]]:
     """Secrets of the environment and its files, by variable, and why some of them are those of `earlier`."""
     if earlier is None:
-        return {name: from_env(name) for name in (TOKEN_ENV, SECRET_ENV, REDIS_ENV)}, []
+        return {name: from_env(name) for name in (TOKEN_ENV, SECRET_ENV, REDIS_ENV, KV_STORE_ENV)}, []
     spec = earlier.spec
     token = spec.settings.get("router", {}).get("token", "")
-    found, unread = {TOKEN_ENV: str(token), SECRET_ENV: spec.cluster_secret, REDIS_ENV: spec.redis}, []
+    kv_store = spec.settings.get("worker", {}).get("kv_store", "")
+    found = {TOKEN_ENV: str(token), SECRET_ENV: spec.cluster_secret, REDIS_ENV: spec.redis, KV_STORE_ENV: str(kv_store)}
+    unread = []
     for name in found:
         try:
             found[name] = from_env(name)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
 from pdserve.bounded_file import open_private
-from pdserve.config import RAY_TOKEN_ENV, REDIS_ENV, SECRET_ENV, WorkerConfig
+from pdserve.config import KV_STORE_ENV, RAY_TOKEN_ENV, REDIS_ENV, SECRET_ENV, WorkerConfig
 from pdserve.config_flags import parse_flags, to_flags
 from pdserve.core.errors import Unavailable
 from pdserve.core.progress import phase_of
@@ -267,7 +267,7 @@ class RayCluster(ChangingCluster):
         if saved is None:
             self._wanted = {name: self._want(name, 0, {}) for name in self.spec.worker_ids}
         else:  # the driver goes on with what it has read
-            secrets = {SECRET_ENV: self.spec.cluster_secret, REDIS_ENV: self.spec.redis}
+            secrets = _worker_secrets(self.spec)
             self._wanted = {one.worker_id: one for one in WantedFile(str(self._file), secrets).read().workers}
             for slot in self.spec.slots:
                 wanted = None if slot.is_vacant else self._wanted.get(slot.worker_id)
@@ -477,5 +477,10 @@ def ray_start_steps(spec: ClusterSpec, *, has_own_redis: bool) -> list[str]:
 
 
 def _driver_env(spec: ClusterSpec) -> dict[str, str]:
-    held = {SECRET_ENV: spec.cluster_secret, REDIS_ENV: spec.redis, RAY_TOKEN_ENV: os.environ.get(RAY_TOKEN_ENV, "")}
+    held = {**_worker_secrets(spec), RAY_TOKEN_ENV: os.environ.get(RAY_TOKEN_ENV, "")}
     return {name: value for name, value in held.items() if value}
+
+
+def _worker_secrets(spec: ClusterSpec) -> dict[str, str]:
+    kv_store = str(spec.settings.get("worker", {}).get("kv_store", ""))
+    return {SECRET_ENV: spec.cluster_secret, REDIS_ENV: spec.redis, KV_STORE_ENV: kv_store}

@@ -329,8 +329,16 @@ KV_DISK_EVENTS: Final = _metric(
     "damaged when they were read; and writes and reads that failed",
     {"event": ("written", "dropped", "damaged", "failed_writes", "failed_reads")},
 )
+KV_STORE_EVENTS: Final = _metric(
+    "pdserve_kv_store_events_total",
+    "counter",
+    "worker",
+    "KV blocks that were written to the shared store, dropped because its queue was full or writing paused, or found "
+    "damaged when they were read; and writes, reads and lookups that failed",
+    {"event": ("written", "dropped", "damaged", "failed_writes", "failed_reads")},
+)
 #: Tiers for whose blocks prompts wait. Host memory is one of a pool on a GPU.
-SLOW_TIERS: Final = ("host", "disk", "peer", "shared")
+SLOW_TIERS: Final = ("host", "disk", "peer", "store")
 KV_FETCHED_BLOCKS: Final = _metric(
     "pdserve_kv_fetched_blocks_total",
     "counter",

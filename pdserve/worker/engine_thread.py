@@ -169,6 +169,7 @@ class EngineThread:
             if num_calls and (program.has_work or self._is_stopping):
                 self._hand_out(program)  # a grant must not wait for a step that does not concern it
             if self._is_stopping:
+                program.save()
                 return
             program.is_between_steps = has_rows
             has_rows = program.has_work and program.step()

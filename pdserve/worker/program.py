@@ -31,7 +31,15 @@ from pdserve.core.kv.blocks import BlockAllocator, CacheChange
 from pdserve.core.kv.cache import KvCache
 from pdserve.core.kv.fetch import BlockSource, Fetch, FetchAborted, Fetches, FetchStarted
 from pdserve.core.kv.hashing import hash_seed
-from pdserve.core.kv.host_tier import LONG_BLOCKS, HostTier, LoadRule, QueuedCopies, is_sooner
+from pdserve.core.kv.host_tier import (
+    LONG_BLOCKS,
+    HostTier,
+    LoadRule,
+    LowerTier,
+    LowerTiers,
+    QueuedCopies,
+    is_sooner,
+)
 from pdserve.core.kv.kv_shape import Fingerprint, TransferKey
 from pdserve.core.kv.retention import block_cost
 from pdserve.core.kv.stamps import BlockStamps
@@ -41,6 +49,7 @@ from pdserve.engine.interface import Engine, KvPool, OnLayer, PlainOuts, Row, Ro
 from pdserve.engine.memory.disk import DiskTier, disk_tier
 from pdserve.engine.memory.host import HostCopies, host_bytes_of, host_copies
 from pdserve.engine.memory.plan import with_device_defaults
+from pdserve.engine.memory.store import StoreTier, store_tier
 from pdserve.engine.ranks.rejected_joins import rejected_joins
 from pdserve.outage_log import PeerLog
 from pdserve.progress import PhaseReport
@@ -62,6 +71,8 @@ log = logging.getLogger(__name__)
 #: A step with a row of so many tokens takes long enough to answer other workers in the middle of it. Shorter rows are
 #: left to the engines' kernels for whole steps.
 LONG_QUERIES: Final = 64
+SAVE_S: Final = 2.0  # of the time that a process has to end
+SAVE_POLL_S: Final = 0.002
 
 
 class FetchSource(BlockSource, Protocol):
@@ -189,18 +200,21 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
             if not engine.pool.is_on_host and (num_bytes := host_bytes_of(engine, config)):
                 on_device = context.device_tier(engine.pool, num_bytes, report)
             self.cost = calibrate.calibrate(engine, context.role, config)
-            disk = self._disk_tier(copies)
+            disk, store = self._disk_tier(copies), self._store_tier(copies)
+            lowers: list[LowerTier] = [one for one in (disk, store) if one is not None]
+            lower = LowerTiers(*lowers) if len(lowers) > 1 else next(iter(lowers), None)
             size, prefill_s = spec.block_size, CostModel(self.cost).prefill_s
-            tier = None if copies is None else _host_tier(copies, self.cost, size, disk)
+            tier = None if copies is None else _host_tier(copies, self.cost, size, lower)
             if on_device is not None:
-                tier = self._device_tier(on_device, disk)
+                tier = self._device_tier(on_device, lower)
             blocks = BlockAllocator(
                 spec.num_blocks,
                 is_cache_on=config.is_prefix_cache_on,
                 stamps=stamps,
                 tier=tier,
-                lower=disk,
+                lower=lower,
                 computed_s=block_cost(prefill_s, size),
+                on_reuse=None if store is None else store.take_reused,
             )
             self.kv = KvCache(blocks, size)
             if disk is not None:
@@ -490,7 +504,7 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
 
     def take_over(self) -> None:
         """Called once on a program that was made from what another left: counts of the whole process go on."""
-        self.reports.metrics.skip(self.transfer_events(), rejected_joins(), self.blocks.tier, self.disk)
+        self.reports.metrics.skip(self.transfer_events(), rejected_joins(), self.blocks.tier, self.disk, self.store)
 
     def check(self) -> None:
         """Raises AssertionError unless all tables are consistent; for tests."""
@@ -503,6 +517,21 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
     def close_transfers(self) -> None:
         """Ends their threads and connections."""
         self._endpoint.close()
+
+    def save(self) -> None:
+        """Hands what memory has cached to the tiers below, before a regular end. Takes SAVE_S at most."""
+        until_s, lower = time.monotonic() + SAVE_S, self.blocks.lower
+
+        def has_room() -> bool:
+            while lower is not None and time.monotonic() < until_s:
+                if lower.room:
+                    return True
+                time.sleep(SAVE_POLL_S)
+            return False
+
+        num_saved = self.blocks.save_all(has_room)
+        if num_saved:
+            log.info("cached KV blocks were handed to slower tiers", extra={"blocks": num_saved})
 
     def close(self) -> None:
         """Ends the transfers and the engine."""
@@ -572,7 +601,11 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
 
     def fetches_with(self, prefill_s: Callable[[int, int], float]) -> Fetches | None:
         """For the scheduler. None: there is no slower tier."""
-        self.fetches = Fetches(self.kv, [*self.sources.values()], prefill_s) if self.sources else None
+        if not self.sources:
+            return None
+        self.fetches, post = Fetches(self.kv, [*self.sources.values()], prefill_s), self.context.post
+        if self.store is not None:
+            self.store.looked = partial(post, self.fetches.looked_up)
         return self.fetches
 
     def _disk_tier(self, copies: HostCopies | None) -> DiskTier | None:
@@ -590,15 +623,23 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         disk = disk_tier(engine, config, copies, changed, PhaseReport(config.worker_id, "disk tier", "files"))
         if disk is None:
             return None
-        computed_s = CostModel(self.cost).prefill_s(LONG_BLOCKS * engine.spec.block_size)
-        if not is_sooner(disk.read_s(LONG_BLOCKS), computed_s):
-            log.warning("reading KV blocks would take longer than computing them, so there is no disk tier")
-            disk.close()
-            return None
-        self.sources[disk.name] = disk
-        return disk
+        return disk if self._is_worthwhile(disk) else None
 
-    def _device_tier(self, copies: DeviceTier, lower: DiskTier | None) -> HostTier | None:
+    def _store_tier(self, copies: HostCopies | None) -> StoreTier | None:
+        """None if it is off, or if computing is sooner. Its blocks are not announced: all workers can read them."""
+        store = store_tier(self.engine, self.context.config, copies)
+        return store if store is not None and self._is_worthwhile(store) else None
+
+    def _is_worthwhile(self, tier: DiskTier | StoreTier) -> bool:
+        computed_s = CostModel(self.cost).prefill_s(LONG_BLOCKS * self.engine.spec.block_size)
+        if not is_sooner(tier.read_s(LONG_BLOCKS), computed_s):
+            log.warning("a tier is off, because computing takes less time than reading", extra={"tier": tier.name})
+            tier.close()
+            return False
+        self.sources[tier.name] = tier
+        return True
+
+    def _device_tier(self, copies: DeviceTier, lower: LowerTier | None) -> HostTier | None:
         try:
             tier = _host_tier(copies, self.cost, self.engine.spec.block_size, lower, queued=copies)
         except TransferFailed as failed:
@@ -615,6 +656,11 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
     def disk(self) -> DiskTier | None:
         disk = self.sources.get(DiskTier.name)
         return disk if isinstance(disk, DiskTier) else None
+
+    @property
+    def store(self) -> StoreTier | None:
+        store = self.sources.get(StoreTier.name)
+        return store if isinstance(store, StoreTier) else None
 
     def _begin_fetch(self, fetch: Fetch) -> None:
         post = self.context.post
@@ -678,8 +724,7 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
             metrics.loaded(load, self.blocks.num_referenced)
             if self.blocks.tier is not None:
                 metrics.tiered(self.blocks.tier)
-            if self.disk is not None:
-                metrics.on_disk(self.disk)
+            metrics.stored(self.disk, self.store)
             metrics.transferred(self.transfer_events())
             metrics.rejected_rank_joins(rejected_joins())
 
@@ -691,7 +736,7 @@ def _host_tier(
     copies: HostCopies | DeviceTier,
     cost: CostPrior,
     block_size: int,
-    lower: DiskTier | None,
+    lower: LowerTier | None,
     queued: QueuedCopies | None = None,
 ) -> HostTier | None:
     """None if computing is sooner: routers would count on blocks that are computed again. Overwrites the pool."""

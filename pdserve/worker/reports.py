@@ -13,6 +13,7 @@ from pdserve.core.kv.fetch import Fetch
 from pdserve.core.kv.host_tier import HostTier
 from pdserve.engine.interface import PlainOuts, RowOut
 from pdserve.engine.memory.disk import DiskTier
+from pdserve.engine.memory.store import StoreTier
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metric_names import MetricSpec
 from pdserve.telemetry.metrics import Metrics
@@ -56,10 +57,13 @@ class WorkerMetrics:
         self._metrics.set(metric_names.KV_HOST_BLOCKS, len(tier))
         self._add_new(metric_names.KV_HOST_COPIES, "direction", tier.copies)
 
-    def on_disk(self, disk: DiskTier) -> None:
-        self._metrics.set(metric_names.KV_DISK_BLOCKS, len(disk))
-        self._metrics.set(metric_names.KV_DISK_BYTES, disk.files.num_bytes)
-        self._add_new(metric_names.KV_DISK_EVENTS, "event", disk.events)
+    def stored(self, disk: DiskTier | None, store: StoreTier | None) -> None:
+        if disk is not None:
+            self._metrics.set(metric_names.KV_DISK_BLOCKS, len(disk))
+            self._metrics.set(metric_names.KV_DISK_BYTES, disk.files.num_bytes)
+            self._add_new(metric_names.KV_DISK_EVENTS, "event", disk.events)
+        if store is not None:
+            self._add_new(metric_names.KV_STORE_EVENTS, "event", store.events)
 
     def fetched(self, fetch: Fetch, num_blocks: int, took_s: float) -> None:
         """A fetch has ended, with so many verified blocks."""
@@ -79,7 +83,12 @@ class WorkerMetrics:
         self._add_new(metric_names.REJECTED_RANK_JOINS, "reason", by_reason)
 
     def skip(
-        self, events: Mapping[str, int], joins: Mapping[str, int], tier: HostTier | None, disk: DiskTier | None
+        self,
+        events: Mapping[str, int],
+        joins: Mapping[str, int],
+        tier: HostTier | None,
+        disk: DiskTier | None,
+        store: StoreTier | None,
     ) -> None:
         """Takes total counts of the process of which an earlier program has reported the difference."""
         self._reported = {
@@ -90,6 +99,8 @@ class WorkerMetrics:
             self._reported[metric_names.KV_HOST_COPIES.name] = tier.copies
         if disk is not None:
             self._reported[metric_names.KV_DISK_EVENTS.name] = dict(disk.events)
+        if store is not None:
+            self._reported[metric_names.KV_STORE_EVENTS.name] = dict(store.events)
 
     def _add_new(self, spec: MetricSpec, label: str, counts: Mapping[str, int]) -> None:
         reported = self._reported.get(spec.name, {})

@@ -1,4 +1,4 @@
-"""A cluster restarts, and its workers still have the KV blocks that they had on disk."""
+"""A cluster restarts, and its workers still have the KV blocks that they had on disk; and workers share a store."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from pdserve import Client
 from pdserve.engine.toy import answer
+from pdserve.prefix.embedded import EmbeddedRedis
 from pdserve.testing import Cluster
 
 LENGTH = 320  # tokens of a prompt: 20 blocks
@@ -32,10 +33,10 @@ def cached_tokens(client: Client, prompts: list[str]) -> int:
     return total
 
 
-def num_read(cluster: Cluster) -> int:
-    """Blocks that the workers have read from disk."""
+def num_read(cluster: Cluster, tier: str = "disk") -> int:
+    """Blocks that the workers have read from the tier."""
     programs: list[Any] = [cluster._hosts[name]._engine.program for name in cluster.worker_ids]  # type: ignore[attr-defined]
-    return sum(program.fetches.num_filled["disk"] for program in programs)
+    return sum(program.fetches.num_filled[tier] for program in programs)
 
 
 @pytest.mark.slow
@@ -58,3 +59,21 @@ def test_a_restart_keeps_the_hits_on_disk(tmp_path: Path, prefill: int) -> None:
     assert read > 0
     assert cached_after >= 0.9 * cached
     assert read_after >= 0.9 * read
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_redis", [False, True])
+def test_new_workers_read_what_others_left_in_the_store(tmp_path: Path, is_redis: bool) -> None:
+    """Everything that was cached, whether or not it had left memory, also by workers of other ids and roles."""
+    with EmbeddedRedis.start() as server:
+        url = server.url if is_redis else f"file://{tmp_path}"
+        secret = {"cluster_secret": "the secret of both clusters"}
+        worker = {"kv_blocks": NUM_BLOCKS, "toy_token_s": 0.004, "kv_store": url, **secret}
+        with Cluster(prefill=0, decode=1, worker=worker, router=secret) as cluster, Client(cluster.address) as client:
+            assert cached_tokens(client, texts(1)) == 0
+        for prefill, decode in ((0, 2), (1, 1)):
+            cluster = Cluster(prefill=prefill, decode=decode, worker=worker, router=secret)
+            with cluster, Client(cluster.address) as client:
+                cached = cached_tokens(client, texts(1))
+                assert cached >= 0.9 * NUM_PROMPTS * (LENGTH - 1)
+                assert num_read(cluster, "store") >= 0.9 * cached / 16

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
-from pdserve.config_flags import parse_flags, to_flags
+from pdserve.config_flags import parse_flags, to_env, to_flags
 from pdserve.core.errors import ConfigError, ModelError
 from pdserve.core.setting import live_names
 from pdserve.launch import settings
@@ -389,8 +389,19 @@ def test_configs_do_not_print_secrets(tmp_path: Path, monkeypatch: pytest.Monkey
     for name in ("PDSERVE_TOKEN", "PDSERVE_CLUSTER_SECRET"):
         monkeypatch.setenv(name, "pa55")
     monkeypatch.setenv("PDSERVE_REDIS", URL)
+    monkeypatch.setenv("PDSERVE_KV_STORE", URL)
     for process in processes(read({"model": "toy"}, folder=tmp_path).spec):
         assert "pa55" not in repr(process.config)
+
+
+def test_the_store_of_the_environment_is_that_of_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDSERVE_KV_STORE", URL)
+    workers = [one for one in processes(read({"model": "toy"}, folder=tmp_path).spec) if "worker" in one.module]
+    assert len(workers) == 2
+    for process in workers:
+        assert process.config.kv_store == URL  # type: ignore[union-attr]
+        assert not [flag for flag in to_flags(process.config) if "kv-store" in flag]
+        assert to_env(process.config)["PDSERVE_KV_STORE"] == URL
 
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json"])

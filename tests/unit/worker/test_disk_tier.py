@@ -102,7 +102,8 @@ async def test_blocks_outlive_the_process(start: Any, attach: Any, ask: Any, dis
     await first.close()
     tiered.host.stop()
     again = start(role, **disk, **({"model": "toy"} if role is Role.DECODE else {}))
-    assert set(tier_of(again).files.hashes()) == kept
+    assert set(tier_of(again).files.hashes()) > kept  # what memory had was written at the end
+    kept = set(tier_of(again).files.hashes())
     router = await attach(*([again, d] if role is Role.PREFILL else [again]), wants_kv_events=True)
     snapshot = await router.next("kv_events", role=role)
     assert snapshot.is_snapshot

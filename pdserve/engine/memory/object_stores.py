@@ -1,0 +1,501 @@
+"""Stores that workers share: Redis, a folder, and what fsspec reaches. Each keeps objects of one size under names.
+
+Everything that fails raises OSError, in which no credential is. No call returns more bytes than an object has. Workers
+write and remove at the same time, so an object may be gone at any moment, and one that is being written is not found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import stat
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol, final
+from urllib.parse import unquote, urlsplit
+
+from pdserve.bounded_file import write_all
+from pdserve.core.errors import ConfigError
+from pdserve.core.installation import advice
+from pdserve.core.urls import hide_password
+
+REDIS_SCHEMES: Final = ("redis", "rediss", "unix")
+CALL_S: Final = 2.0  # until a silent server counts as broken
+LIFETIME_S: Final = 7 * 86_400  # of an object that nobody reads, in Redis
+BATCH_BYTES: Final = 4 * 2**20  # in one answer of Redis
+PROBES: Final = 8  # names that one round of a search asks for
+SWEEPS: Final = 16  # a worker looks for old objects after writing this share of the bound
+STALE_S: Final = 3600.0  # after which the file of a writer that was killed is removed,
+TOUCH_S: Final = 3600.0  # and after which a read renews an object's age
+MOST_LISTED: Final = 2_000_000
+ROOM: Final = "pdserve-kv"
+BUCKETS: Final = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "oss")  # which have no folders
+_NAME: Final = re.compile(r"[0-9a-f]{32}")
+_FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+
+
+class ObjectStore(Protocol):
+    """Names are 32 hexadecimal digits. Called on several threads."""
+
+    @property
+    def most_got(self) -> int:
+        """How many objects one call of `get` should ask for."""
+        ...
+
+    def num_found(self, names: Sequence[str]) -> int:
+        """How many of the leading names have an object; as a rule, if a search is sooner than to ask for each."""
+        ...
+
+    def are_there(self, names: Sequence[str]) -> list[bool]: ...
+
+    def get(self, names: Sequence[str]) -> list[bytes | None]:
+        """None: there is none, or it has another size."""
+        ...
+
+    def put(self, objects: Sequence[tuple[str, bytes]]) -> None: ...
+
+    def make_room(self) -> None:
+        """Removes the oldest objects beyond the bound, from time to time. May take long."""
+        ...
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Those that are there."""
+        ...
+
+    def close(self) -> None: ...
+
+
+# --- Redis ------------------------------------------------------------------------------------------------------
+
+
+@final
+class RedisStore:
+    """Strings, and a sorted set of their names by the time of the last use. All have a lifetime."""
+
+    def __init__(self, url: str, room: str, object_bytes: int, most_bytes: int) -> None:
+        """Raises ConfigError on an invalid URL, or if the client is not installed."""
+        try:
+            from redis import Redis
+            from redis.backoff import NoBackoff
+            from redis.exceptions import RedisError
+            from redis.retry import Retry
+        except ImportError:
+            raise ConfigError("kv_store", hide_password(url), f"the package redis; {advice('server')}") from None
+        self._object_bytes = object_bytes
+        self._most = max(1, most_bytes // object_bytes)
+        self._prefix = f"{ROOM}:{room}:"
+        self._ages = f"{self._prefix}ages"
+        self._errors: tuple[type[Exception], ...] = (RedisError, OSError)
+        self._url = url
+        try:
+            self._client: Any = Redis.from_url(
+                url,
+                socket_timeout=CALL_S,
+                socket_connect_timeout=CALL_S,
+                retry=Retry(NoBackoff(), 0),
+                protocol=2,
+            )
+        except ValueError as error:
+            expected = f"redis://HOST:PORT/DB or unix:///path/to/socket ({without_credentials(str(error), url)})"
+            raise ConfigError("kv_store", hide_password(url), expected) from None
+
+    @property
+    def most_got(self) -> int:
+        return max(1, BATCH_BYTES // self._object_bytes)
+
+    def num_found(self, names: Sequence[str]) -> int:
+        return next((at for at, one in enumerate(self.are_there(names)) if not one), len(names))
+
+    def are_there(self, names: Sequence[str]) -> list[bool]:
+        lengths = self._call([("STRLEN", self._prefix + name) for name in names])
+        return [length == self._object_bytes for length in lengths]
+
+    def get(self, names: Sequence[str]) -> list[bytes | None]:
+        keys = [self._prefix + name for name in names]
+        # Not GET: what another program has written may be far larger.
+        commands: list[tuple[Any, ...]] = [("GETRANGE", key, 0, self._object_bytes) for key in keys]
+        commands += [("EXPIRE", key, LIFETIME_S) for key in keys]
+        ages = [part for name in names for part in (time.time(), name)]
+        found = self._call([*commands, ("ZADD", self._ages, "XX", *ages)])[: len(keys)]
+        return [one if len(one) == self._object_bytes else None for one in found]
+
+    def put(self, objects: Sequence[tuple[str, bytes]]) -> None:
+        # Its age first: an object without one would not be counted.
+        ages = [part for name, _ in objects for part in (time.time(), name)]
+        commands: list[tuple[Any, ...]] = [("ZADD", self._ages, *ages), ("EXPIRE", self._ages, 2 * LIFETIME_S)]
+        commands += [("SET", self._prefix + name, contents, "EX", LIFETIME_S) for name, contents in objects]
+        self._call(commands)
+
+    def make_room(self) -> None:
+        [count] = self._call([("ZCARD", self._ages)])
+        if count > self._most:
+            [oldest] = self._call([("ZPOPMIN", self._ages, count - self._most)])
+            self._call([("UNLINK", *(self._prefix + name.decode() for name, _ in oldest))] if oldest else [])
+
+    def delete(self, names: Iterable[str]) -> None:
+        listed = list(names)
+        self._call(
+            [("UNLINK", *(self._prefix + name for name in listed)), ("ZREM", self._ages, *listed)] if listed else []
+        )
+
+    def close(self) -> None:
+        with contextlib.suppress(*self._errors):
+            self._client.close()
+
+    def _call(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The answers, of one round trip."""
+        if not commands:
+            return []
+        try:
+            with self._client.pipeline(transaction=False) as pipeline:
+                for command in commands:
+                    pipeline.execute_command(*command)
+                return list(pipeline.execute())
+        except self._errors as error:
+            raise OSError(without_credentials(str(error), self._url)) from None
+
+
+# --- files --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    path: str
+    num_bytes: int
+    used_s: float
+    is_whole: bool = True  # False: the file of a writer that has not finished
+
+
+def too_old(listed: Iterable[Listed], most_bytes: int, now_s: float) -> list[str]:
+    """Which to remove so that an eighth of the bound is free: the oldest, and what killed writers have left. Pure."""
+    removed = [one.path for one in listed if not one.is_whole and now_s - one.used_s > STALE_S]
+    whole = sorted((one for one in listed if one.is_whole), key=lambda one: one.used_s)
+    excess = sum(one.num_bytes for one in whole) - most_bytes
+    if excess > 0:
+        excess += most_bytes // 8
+    for one in whole:
+        if excess <= 0:
+            break
+        removed.append(one.path)
+        excess -= one.num_bytes
+    return removed
+
+
+class FileStore(ABC):
+    """Objects as files of ROOM/<room>/<two digits>/<name>. The bound is for all rooms; each worker looks after it."""
+
+    most_got = 1
+
+    def __init__(self, room: str, object_bytes: int, most_bytes: int) -> None:
+        self._room, self._object_bytes, self._most_bytes = room, object_bytes, most_bytes
+        self._unswept = most_bytes  # so that it is looked at after each start
+        self._guard = threading.Lock()
+
+    @abstractmethod
+    def _size(self, name: str) -> int | None:
+        """In bytes; None: there is none. Raises OSError."""
+
+    @abstractmethod
+    def _read(self, name: str) -> bytes | None:
+        """At most a byte more than an object has. Raises OSError."""
+
+    @abstractmethod
+    def _write(self, name: str, contents: bytes) -> None:
+        """Whole or not at all. Raises OSError."""
+
+    @abstractmethod
+    def _remove(self, path: str) -> None:
+        """If it is there. Raises OSError."""
+
+    @abstractmethod
+    def _list(self) -> Iterator[Listed]:
+        """Of all rooms. Raises OSError."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def num_found(self, names: Sequence[str]) -> int:
+        """Asks for few: a store that has an object has those before it, or a read finds out."""
+        found, missing = 0, len(names)  # the first `found` are there, and number `missing` is not
+        while found < missing:
+            step = max(1, (missing - found) // PROBES)
+            for at in range(found + step - 1, missing, step):
+                if self._size(names[at]) != self._object_bytes:
+                    missing = at
+                    break
+                found = at + 1
+        return found
+
+    def are_there(self, names: Sequence[str]) -> list[bool]:
+        return [self._size(name) == self._object_bytes for name in names]
+
+    def get(self, names: Sequence[str]) -> list[bytes | None]:
+        found = [self._read(name) for name in names]
+        return [one if one is not None and len(one) == self._object_bytes else None for one in found]
+
+    def put(self, objects: Sequence[tuple[str, bytes]]) -> None:
+        self._unswept += len(objects) * self._object_bytes
+        for name, contents in objects:
+            self._write(name, contents)
+
+    def make_room(self) -> None:
+        if self._unswept >= self._most_bytes // SWEEPS:
+            self._unswept = 0
+            self._sweep()
+
+    def delete(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._remove(path_of(self._room, name))
+
+    def _sweep(self) -> None:
+        listed: list[Listed] = []
+        for one in self._list():
+            if len(listed) >= MOST_LISTED:
+                raise OSError(f"the store has over {MOST_LISTED} objects")
+            listed.append(one)
+        for path in too_old(listed, self._most_bytes, time.time()):
+            self._remove(path)
+
+
+def path_of(room: str, name: str) -> str:
+    return f"{ROOM}/{room}/{name[:2]}/{name}"
+
+
+@final
+class FolderStore(FileStore):
+    """Files of mode 0600 in folders of mode 0700. No link below the folder is followed."""
+
+    most_got = 4
+
+    def __init__(self, path: Path, room: str, object_bytes: int, most_bytes: int) -> None:
+        """Raises OSError."""
+        super().__init__(room, object_bytes, most_bytes)
+        self._root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._is_open = True
+        for part in (ROOM, f"{ROOM}/{room}"):
+            self._make(part)
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            os.close(self._root)
+
+    def _make(self, path: str) -> None:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700, dir_fd=self._root)
+
+    def _folder(self, path: str) -> int:
+        """A descriptor of a folder below the root. Raises OSError, also if a part of it is a link."""
+        folder = self._root
+        for part in path.split("/"):
+            try:
+                inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | _FLAGS, dir_fd=folder)
+            finally:
+                if folder != self._root:
+                    os.close(folder)
+            folder = inner
+        return folder
+
+    @contextlib.contextmanager
+    def _opened_folder(self, path: str) -> Iterator[int]:
+        folder = self._folder(path)
+        try:
+            yield folder
+        finally:
+            os.close(folder)
+
+    def _size(self, name: str) -> int | None:
+        try:
+            with self._opened_folder(path_of(self._room, name)[:-33]) as folder:
+                facts = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        return facts.st_size if stat.S_ISREG(facts.st_mode) else None
+
+    def _read(self, name: str) -> bytes | None:
+        try:
+            with self._opened_folder(path_of(self._room, name)[:-33]) as folder:
+                descriptor = os.open(name, os.O_RDONLY | _FLAGS, dir_fd=folder)
+        except FileNotFoundError:
+            return None
+        with os.fdopen(descriptor, "rb", buffering=0) as file:
+            facts = os.fstat(descriptor)
+            if not stat.S_ISREG(facts.st_mode):
+                return None
+            if time.time() - facts.st_mtime > TOUCH_S:
+                with contextlib.suppress(OSError):
+                    os.utime(descriptor)
+            parts, left = [], self._object_bytes + 1
+            while left > 0 and (part := file.read(left)):
+                parts.append(part)
+                left -= len(part)
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _write(self, name: str, contents: bytes) -> None:
+        path = path_of(self._room, name)[:-33]
+        for part in (ROOM, f"{ROOM}/{self._room}", path):
+            self._make(part)
+        with self._opened_folder(path) as folder:
+            unfinished = f".{name}.{secrets.token_hex(8)}"
+            descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600, dir_fd=folder)
+            try:
+                try:
+                    write_all(os.pwritev, descriptor, [memoryview(contents)], 0)
+                finally:
+                    os.close(descriptor)
+                # The system may store the name before the contents: such an object is not verified.
+                os.rename(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.unlink(unfinished, dir_fd=folder)
+                raise
+
+    def _remove(self, path: str) -> None:
+        folder_path, _, name = path.rpartition("/")
+        with contextlib.suppress(FileNotFoundError), self._opened_folder(folder_path) as folder:
+            os.unlink(name, dir_fd=folder)
+
+    def _list(self) -> Iterator[Listed]:
+        for room in self._entries(ROOM):
+            for part in self._entries(f"{ROOM}/{room.name}"):
+                inside = f"{ROOM}/{room.name}/{part.name}"
+                for entry in self._entries(inside):
+                    with contextlib.suppress(FileNotFoundError):
+                        facts = entry.stat(follow_symlinks=False)
+                        is_whole = _NAME.fullmatch(entry.name) is not None
+                        if stat.S_ISREG(facts.st_mode) and (is_whole or entry.name.startswith(".")):
+                            yield Listed(f"{inside}/{entry.name}", facts.st_size, facts.st_mtime, is_whole)
+
+    def _entries(self, path: str) -> list[os.DirEntry[str]]:
+        """None if it is no folder."""
+        try:
+            with self._opened_folder(path) as folder, os.scandir(folder) as entries:
+                found = list(entries)
+                for entry in found:  # its kind and facts are known only while the folder is open
+                    with contextlib.suppress(FileNotFoundError):
+                        entry.stat(follow_symlinks=False)
+                return found
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+
+@final
+class FsspecStore(FileStore):
+    """Objects of a bucket, or of another file system that fsspec reaches, which writes an object whole."""
+
+    def __init__(self, url: str, room: str, object_bytes: int, most_bytes: int) -> None:
+        """Raises ConfigError."""
+        super().__init__(room, object_bytes, most_bytes)
+        self._url = url
+        shown, scheme = hide_password(url), url.partition("://")[0]
+        self._is_bucket = scheme in BUCKETS
+        try:
+            import fsspec
+        except ImportError:
+            raise ConfigError("kv_store", shown, f"the package fsspec; {advice('store')}") from None
+        timeouts = {"connect_timeout": CALL_S, "read_timeout": CALL_S, "retries": {"max_attempts": 1}}
+        options = {"config_kwargs": timeouts} if scheme in ("s3", "s3a") else {}
+        try:
+            fsspec.get_filesystem_class(scheme)
+            self._files, self._path = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
+        except ImportError as error:
+            how = advice("store") if scheme in ("s3", "s3a") else "install it beside fsspec"
+            expected = f"a package that reaches {scheme}:// ({error}); {how}"
+            raise ConfigError("kv_store", shown, expected) from None
+        except Exception as error:  # of any file system
+            reason = without_credentials(str(error), url)
+            expected = f"redis://, file:// or a URL of fsspec, such as s3://BUCKET/PATH ({reason})"
+            raise ConfigError("kv_store", shown, expected) from None
+
+    def close(self) -> None:
+        pass
+
+    def _size(self, name: str) -> int | None:
+        with self._as_os_error():
+            try:
+                return int(self._files.info(self._at(path_of(self._room, name)))["size"])
+            except FileNotFoundError:
+                return None
+
+    def _read(self, name: str) -> bytes | None:
+        with self._as_os_error():
+            try:
+                path = self._at(path_of(self._room, name))
+                return bytes(self._files.cat_file(path, start=0, end=self._object_bytes + 1))
+            except FileNotFoundError:
+                return None
+
+    def _write(self, name: str, contents: bytes) -> None:
+        with self._as_os_error():
+            path = self._at(path_of(self._room, name))
+            if not self._is_bucket:
+                self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self._files.pipe_file(path, contents)
+
+    def _remove(self, path: str) -> None:
+        with self._as_os_error(), contextlib.suppress(FileNotFoundError):
+            self._files.rm_file(self._at(path))
+
+    def _list(self) -> Iterator[Listed]:
+        with self._as_os_error():
+            try:
+                found = self._files.find(self._at(ROOM), detail=True)
+            except FileNotFoundError:
+                return
+            for path, facts in found.items():
+                used = facts.get("LastModified") or facts.get("mtime") or facts.get("created") or 0.0
+                used_s = used.timestamp() if hasattr(used, "timestamp") else float(used)
+                if _NAME.fullmatch(path.rpartition("/")[2]):
+                    yield Listed(ROOM + path.partition(f"/{ROOM}")[2], int(facts["size"]), used_s)
+
+    def _at(self, path: str) -> str:
+        return f"{self._path.rstrip('/')}/{path}"
+
+    @contextlib.contextmanager
+    def _as_os_error(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # each file system has its own
+            raise OSError(without_credentials(f"{type(error).__name__}: {error}", self._url)) from None
+
+
+# --- by URL -------------------------------------------------------------------------------------------------------
+
+
+def open_object_store(url: str, room: str, object_bytes: int, most_bytes: int) -> ObjectStore:
+    """Raises ConfigError. Objects of different rooms are not found by each other's workers."""
+    scheme, separator, _ = url.partition("://")
+    shown = hide_password(url)
+    if not separator or not scheme:
+        raise ConfigError("kv_store", shown, "a URL: redis://HOST:PORT/DB, file:///FOLDER or s3://BUCKET/PATH")
+    if object_bytes > most_bytes:
+        raise ConfigError("kv_store_bytes", most_bytes, f"at least {object_bytes}, for one block of this model")
+    if scheme in REDIS_SCHEMES:
+        return RedisStore(url, room, object_bytes, most_bytes)
+    if scheme != "file":
+        return FsspecStore(url, room, object_bytes, most_bytes)
+    parts = urlsplit(url)
+    path = Path(unquote(parts.path))
+    if parts.netloc not in ("", "localhost") or path == Path("/") or not path.is_absolute():
+        raise ConfigError("kv_store", shown, "file:///FOLDER, an absolute path on this host")
+    try:
+        return FolderStore(path, room, object_bytes, most_bytes)
+    except OSError as error:
+        raise ConfigError("kv_store", shown, f"a folder that this user can write to ({error.strerror})") from None
+
+
+def without_credentials(text: str, url: str) -> str:
+    """`text` without the user and password of `url`, which errors of some clients contain."""
+    parts = urlsplit(url)
+    for word in (url, parts.netloc.rpartition("@")[0], parts.password, unquote(parts.password or "")):
+        if word:
+            text = text.replace(word, "***")
+    return hide_password(text)

@@ -1,0 +1,460 @@
+"""The shared store: blocks that other workers may need are written to a store of object_stores.py by the threads of
+slow_tier.py, and read from it. One object for each block.
+
+Others may write to the store, so each object is encrypted and authenticated (AES-256-GCM) under keys that follow from
+the cluster's secret. The block's hash and what its bytes depend on are authenticated with it: an object that was torn,
+damaged, made by others or moved to another name is a miss.
+
+Nothing here writes to the pool before a block is verified, so a fetch can be given up at any moment, also if the store
+hangs. Whether the store has a block is known only after a lookup, which a thread of its own makes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, Final, final
+
+import numpy as np
+
+from pdserve.build import FULL_VERSION
+from pdserve.config import WorkerConfig
+from pdserve.core.access.proof import ClusterSecret
+from pdserve.core.attempt import Attempt
+from pdserve.core.errors import ConfigError
+from pdserve.core.kv.fetch import Fetch, Lookup
+from pdserve.core.kv.hashing import hash_seed
+from pdserve.core.urls import hide_password
+from pdserve.engine.interface import Engine, EngineSpec, KvPool
+from pdserve.engine.memory.host import HostCopies
+from pdserve.engine.memory.object_stores import ObjectStore, open_object_store
+from pdserve.engine.memory.slow_tier import (
+    FIRST_PAUSE_S,
+    LATE,
+    LATE_S,
+    LONGEST_PAUSE_S,
+    ReadSpeed,
+    SlowTier,
+)
+
+log = logging.getLogger(__name__)
+
+NONCE_BYTES: Final = 12
+TAG_BYTES: Final = 16
+MOST_STAGED: Final = 4096
+REUSE_BYTES: Final = 16 * 2**20  # copied for one prompt that uses blocks again, while the engine waits
+PRESENT_S: Final = 60.0  # how long a block that was seen in the store is believed to be there by readers,
+KEPT_S: Final = 600.0  # and by the writer;
+ABSENT_S: Final = 10.0  # and how long one that was not is not looked for
+MOST_KNOWN: Final = 2**18
+MOST_LOOKUPS: Final = 64  # that wait
+FIRST_SHARE: Final = 0.5  # of blocks that a lookup finds, until some were made
+SHARE_GAIN: Final = 0.1
+PROBE_BYTES: Final = 8 * 2**20  # written and read to measure the store
+START_S: Final = 20.0  # for that
+
+
+class Seal:
+    """Encrypts and authenticates blocks. Workers with the same secret and contents make the same names."""
+
+    def __init__(self, secret: str, contents: bytes, block_bytes: int) -> None:
+        """`contents` identifies everything that makes a block's bytes differ for equal hashes."""
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        self._aes = AESGCM
+        self._contents = contents + block_bytes.to_bytes(8, "little")
+        keys = ClusterSecret(secret)
+        self._key = keys.mac("kv store: contents", self._contents)
+        self._name_key = keys.mac("kv store: names", self._contents)
+        self.room = keys.mac("kv store: room", self._contents)[:16].hex()
+
+    def name(self, block_hash: bytes) -> str:
+        """Does not tell the hash, which follows from the text for the default tenant."""
+        return blake2b(block_hash, digest_size=16, key=self._name_key).hexdigest()
+
+    def close(self, block_hash: bytes, contents: Any) -> bytes:
+        nonce = os.urandom(NONCE_BYTES)
+        sealed: bytes = self._cipher(block_hash).encrypt(nonce, contents, self._contents)
+        return nonce + sealed
+
+    def open(self, block_hash: bytes, sealed: bytes) -> bytes | None:
+        """None if it is not the block."""
+        from cryptography.exceptions import InvalidTag
+
+        nonce, rest = sealed[:NONCE_BYTES], memoryview(sealed)[NONCE_BYTES:]
+        try:
+            contents: bytes = self._cipher(block_hash).decrypt(nonce, rest, self._contents)
+            return contents
+        except (InvalidTag, ValueError):
+            return None
+
+    def _cipher(self, block_hash: bytes) -> Any:
+        """A key for each block: so no number of blocks is too large for random nonces."""
+        return self._aes(blake2b(block_hash, digest_size=32, key=self._key).digest())
+
+
+@dataclass(frozen=True, slots=True)
+class StorePart:
+    indexes: tuple[int, ...]
+
+
+@final
+class StoreTier(SlowTier[StorePart, bool]):
+    """`looked` may be set: it is called on the thread of lookups when one has ended."""
+
+    name = "store"
+    num_readers = 4
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        seal: Seal,
+        pool: KvPool,
+        copies: HostCopies | None,
+        *,
+        write_bytes_s: float,
+        now: Callable[[], float] = time.monotonic,
+        first_pause_s: float = FIRST_PAUSE_S,
+        speed: ReadSpeed | None = None,
+        lookup_s: float | None = None,
+    ) -> None:
+        """`speed` and `lookup_s`: measured if they are not given. Raises OSError if the store does not work."""
+        self.store, self._seal = store, seal
+        if speed is None or lookup_s is None:
+            speed, lookup_s = measure(store, seal, pool.block_bytes, self.num_readers)
+        super().__init__(
+            pool,
+            copies,
+            speed=speed,
+            most_staged=MOST_STAGED,
+            write_bytes_s=write_bytes_s,
+            now=now,
+            first_pause_s=first_pause_s,
+        )
+        self.looked: Callable[[], None] = lambda: None
+        self._first_lookup_s = self._lookup_s = lookup_s
+        self._found_share = FIRST_SHARE
+        self._known: dict[bytes, tuple[bool, float]] = {}  # whether a block was there, and when
+        self._lookups: deque[tuple[bytes, ...]] = deque()
+        self._in_lookups: set[bytes] = set()  # the first block of each
+        self._may_look = threading.Condition(self._guard)
+        self._conditions.append(self._may_look)
+        self._looking_since_s: float | None = None
+        self._no_lookups_until_s = 0.0
+        self._lookup_pause_s = first_pause_s
+        self._ends: dict[int, Callable[[int], None]] = {}  # of the fetches that may write to the pool
+        self._into_pool = threading.Lock()
+        self._start(lookups=self._look_up_all)
+
+    # -- what is there ----------------------------------------------------------------------------------------------
+
+    def num_found(self, attempt: Attempt, hashes: Sequence[bytes], first: int) -> int:
+        return next((at for at, one in enumerate(hashes) if not self._was_seen(one, PRESENT_S)), len(hashes))
+
+    def lookup(self, attempt: Attempt, hashes: Sequence[bytes], first: int) -> Lookup | None:
+        """As in `LookupSource`."""
+        rest = tuple(hashes[self.num_found(attempt, hashes, first) :])
+        now_s = self._now()
+        if not rest or self._is_absent(rest[0], now_s):
+            return None
+        with self._guard:
+            if now_s < self._no_lookups_until_s or self._is_closing:
+                return None
+            if rest[0] not in self._in_lookups:
+                if len(self._lookups) >= MOST_LOOKUPS:
+                    return None
+                self._in_lookups.add(rest[0])
+                self._lookups.append(rest)
+                self._may_look.notify()
+            since_s = self._looking_since_s
+            if since_s is not None and now_s - since_s > max(LATE * self._lookup_s, LATE_S):
+                return None  # the store hangs
+            return Lookup((len(self._lookups) + 1) * self._lookup_s, self._found_share)
+
+    def _was_seen(self, block_hash: bytes, within_s: float) -> bool:
+        is_there, seen_s = self._known.get(block_hash, (False, 0.0))
+        return is_there and self._now() - seen_s < within_s
+
+    def _is_absent(self, block_hash: bytes, now_s: float) -> bool:
+        is_there, seen_s = self._known.get(block_hash, (True, 0.0))
+        return not is_there and 0.0 <= now_s - seen_s < ABSENT_S
+
+    def _note(self, block_hash: bytes, is_there: bool) -> None:
+        """`_guard` is held."""
+        self._known.pop(block_hash, None)  # the newest stands last
+        self._known[block_hash] = is_there, self._now()
+        if len(self._known) > MOST_KNOWN:
+            del self._known[next(iter(self._known))]
+
+    def _look_up_all(self) -> None:
+        while True:
+            with self._guard:
+                while not self._lookups and not self._is_closing:
+                    self._may_look.wait()
+                if self._is_closing:
+                    return
+                hashes = self._lookups.popleft()
+                began_s = self._looking_since_s = self._now()
+            found, error = 0, None
+            try:
+                found = self.store.num_found([self._seal.name(one) for one in hashes])
+            except OSError as failure:
+                error = failure
+            except Exception as failure:  # a defect here must not end the thread, for which prompts would wait
+                log.exception("a lookup failed")
+                error = OSError(str(failure))
+            with self._guard:
+                now_s = self._now()
+                self._looking_since_s = None
+                self._in_lookups.discard(hashes[0])
+                if error is None:
+                    for one in hashes[:found]:
+                        self._note(one, True)
+                    if found < len(hashes):
+                        self._note(hashes[found], False)
+                    self._lookup_pause_s = self._first_pause_s
+                    self._lookup_s += SHARE_GAIN * (max(0.0, now_s - began_s) - self._lookup_s)
+                    self._found_share += SHARE_GAIN * (found / len(hashes) - self._found_share)
+                else:
+                    self._counts["failed_reads"] += 1
+                    self._no_lookups_until_s = now_s + self._lookup_pause_s
+                    pause_s, self._lookup_pause_s = self._lookup_pause_s, min(2 * self._lookup_pause_s, LONGEST_PAUSE_S)
+                    self._lookups.clear()
+                    self._in_lookups.clear()
+            if error is not None:
+                extra = {"tier": self.name, "error": str(error), "pause_s": pause_s}
+                log.warning("a tier cannot be searched; lookups pause", extra=extra)
+            self.looked()
+
+    # -- what is written --------------------------------------------------------------------------------------------
+
+    def take_reused(self, hashes: Sequence[bytes], blocks: Sequence[int], holds: Callable[[int, bytes], bool]) -> None:
+        """A further text uses these blocks of the pool, so others may need them too. Copies a part of them; the rest
+        may follow at their next use. `holds` tells whether a block still has its contents."""
+        left = max(1, REUSE_BYTES // self._block_bytes)
+        known, queued, since_s = self._known, self._queued, self._now() - KEPT_S  # there may be thousands of blocks
+        for block_hash, block in zip(hashes, blocks, strict=True):
+            is_there, seen_s = known.get(block_hash, (False, 0.0))
+            if (is_there and seen_s > since_s) or block_hash in queued:
+                continue
+            if left == 0 or self.room == 0 or not holds(block, block_hash):
+                return
+            left -= 1
+            self.take_block(block_hash, block)
+
+    def _is_kept(self, block_hash: bytes) -> bool:
+        return self._was_seen(block_hash, KEPT_S)
+
+    def _forget(self, block_hash: bytes) -> None:
+        self._known.pop(block_hash, None)
+
+    @property
+    def _most_written(self) -> int:
+        return MOST_STAGED
+
+    def _write(self, blocks: Sequence[tuple[bytes, Any]]) -> list[bool]:
+        """False for those that are there, which another worker may have written."""
+        names = [self._seal.name(block_hash) for block_hash, _ in blocks]
+        are_there = self.store.are_there(names)
+        missing = [
+            (name, self._seal.close(block_hash, contents))
+            for name, (block_hash, contents), is_there in zip(names, blocks, are_there, strict=True)
+            if not is_there
+        ]
+        if missing:
+            self.store.put(missing)
+            self.store.make_room()
+        return [not is_there for is_there in are_there]
+
+    def _add(self, block_hash: bytes, written: bool) -> None:
+        self._note(block_hash, True)
+
+    def _erase(self, hashes: Collection[bytes]) -> None:
+        self.store.delete([self._seal.name(one) for one in hashes])
+
+    # -- what is read -----------------------------------------------------------------------------------------------
+
+    def begin(self, fetch: Fetch, end: Callable[[int], None]) -> None:
+        with self._into_pool:
+            self._ends[fetch.number] = end
+        super().begin(fetch, partial(self._end, fetch.number))
+
+    def abort(self, number: int) -> None:
+        super().abort(number)
+        self._end(number, 0)  # at once: nothing is written to its blocks from here on
+
+    def _end(self, number: int, num_blocks: int) -> None:
+        with self._into_pool:
+            end = self._ends.pop(number, None)
+        if end is not None:
+            end(num_blocks)
+
+    def close(self) -> None:
+        super().close()
+        with self._into_pool:
+            ends, self._ends = list(self._ends.values()), {}
+        for end in ends:
+            end(0)
+
+    def _ended(self) -> None:
+        self.store.close()
+
+    def _parts_of(self, fetch: Fetch) -> list[StorePart]:
+        count = len(fetch.blocks)
+        most = max(1, min(self.store.most_got, -(-count // self.num_readers)))
+        return [StorePart(tuple(range(at, min(at + most, count)))) for at in range(0, count, most)]
+
+    def _read_part(self, fetch: Fetch, part: StorePart) -> list[bool]:
+        hashes = [fetch.hashes[index] for index in part.indexes]
+        try:
+            found = self.store.get([self._seal.name(one) for one in hashes])
+        except OSError as error:
+            self._cannot_read(error)
+            with self._guard:
+                for one in hashes:
+                    self._known.pop(one, None)
+            return [False] * len(hashes)
+        results, damaged = [], []
+        for index, block_hash, sealed in zip(part.indexes, hashes, found, strict=True):
+            contents = None if sealed is None else self._seal.open(block_hash, sealed)
+            if contents is not None:
+                results.append(self._fill(fetch, fetch.blocks[index], contents))
+                continue
+            results.append(False)
+            if sealed is not None:
+                damaged.append(block_hash)
+        with self._guard:
+            self._counts["damaged"] += len(damaged)
+            for block_hash, sealed, good in zip(hashes, found, results, strict=True):
+                if sealed is None or (not good and block_hash in damaged):
+                    self._note(block_hash, False)
+            if damaged:  # else nobody would write it anew
+                self._wrong.update(damaged)
+                self._may_write.notify()
+        return results
+
+    def _fill(self, fetch: Fetch, block: int, contents: bytes) -> bool:
+        runs = self._blocks[:, block]
+        verified = np.frombuffer(contents, np.uint8).reshape(runs.shape)
+        with self._into_pool:
+            if fetch.number not in self._ends:
+                return False
+            runs[:] = verified
+            return True
+
+
+# --- at the start -----------------------------------------------------------------------------------------------
+
+
+def measure(store: ObjectStore, seal: Seal, block_bytes: int, num_readers: int) -> tuple[ReadSpeed, float]:
+    """How fast objects are read, and the seconds of a lookup. Raises OSError if the store does not work, and
+    TimeoutError if it does not answer."""
+    results: SimpleQueue[tuple[ReadSpeed, float] | Exception] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            results.put(_measured(store, seal, block_bytes, num_readers))
+        except Exception as error:
+            results.put(error)
+
+    threading.Thread(target=run, name="kv-store-start", daemon=True).start()  # a call may never return
+    try:
+        result = results.get(timeout=START_S)
+    except Empty:
+        raise TimeoutError(f"no answer within {START_S:g} s") from None
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def _measured(store: ObjectStore, seal: Seal, block_bytes: int, num_readers: int) -> tuple[ReadSpeed, float]:
+    count = max(1, min(4 * num_readers, PROBE_BYTES // block_bytes))
+    hashes = [os.urandom(16) for _ in range(count)]
+    names = [seal.name(one) for one in hashes]
+    contents = os.urandom(block_bytes)
+    try:
+        for at in range(0, count, store.most_got):
+            batch = zip(names[at : at + store.most_got], hashes[at : at + store.most_got], strict=True)
+            store.put([(name, seal.close(block_hash, contents)) for name, block_hash in batch])
+        lookups = []
+        for _ in range(3):
+            began_s = time.perf_counter()
+            if store.num_found(names) != count:
+                raise OSError("what was written is not there")
+            lookups.append(time.perf_counter() - began_s)
+        one_s, all_s = _read_s(store, seal, hashes[:1], 1), _read_s(store, seal, hashes, num_readers)
+    finally:
+        store.delete(names)
+    fixed_s = min(one_s, sorted(lookups)[1])
+    bytes_s = count * block_bytes / max(all_s - fixed_s, all_s / 4, 1e-6)
+    return ReadSpeed(bytes_s, fixed_s), sorted(lookups)[1]
+
+
+def _read_s(store: ObjectStore, seal: Seal, hashes: Sequence[bytes], num_readers: int) -> float:
+    """Reads and verifies the objects by so many threads, as a fetch does."""
+    most = max(1, min(store.most_got, -(-len(hashes) // num_readers)))
+    parts = SimpleQueue[Sequence[bytes]]()
+    for at in range(0, len(hashes), most):
+        parts.put(hashes[at : at + most])
+    wrong: list[str] = []
+
+    def read() -> None:
+        try:
+            while True:
+                part = parts.get_nowait()
+                for block_hash, sealed in zip(part, store.get(list(map(seal.name, part))), strict=True):
+                    if sealed is None or seal.open(block_hash, sealed) is None:
+                        wrong.append("what was written is read differently")
+        except Empty:
+            return
+        except OSError as error:
+            wrong.append(str(error))
+
+    threads = [threading.Thread(target=read, name="kv-store-start", daemon=True) for _ in range(num_readers)]
+    began_s = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if wrong:
+        raise OSError(wrong[0])
+    return time.perf_counter() - began_s
+
+
+def store_tier(engine: Engine, config: WorkerConfig, copies: HostCopies | None) -> StoreTier | None:
+    """None if the tier is off. Raises ConfigError if the engine's pool cannot have one, or the store does not work."""
+    if not config.kv_store:
+        return None
+    spec, pool, shown = engine.spec, engine.pool, hide_password(config.kv_store)
+    if not config.is_prefix_cache_on:
+        raise ConfigError("kv_store", shown, "no store while is_prefix_cache_on is false")
+    if not pool.is_on_host or spec.tp_degree > 1:
+        raise ConfigError("kv_store", shown, "no store for a pool on GPUs, or of several ranks")
+    seal = Seal(config.cluster_secret, contents_of(spec, Path(config.model)), pool.block_bytes)
+    object_bytes = pool.block_bytes + NONCE_BYTES + TAG_BYTES
+    store = open_object_store(config.kv_store, seal.room, object_bytes, config.kv_store_bytes)
+    try:
+        return StoreTier(store, seal, pool, copies, write_bytes_s=config.kv_store_write_bytes_s)
+    except OSError as error:
+        store.close()
+        expected = f"a store that answers, and that this worker may write to ({str(error) or type(error).__name__})"
+        raise ConfigError("kv_store", shown, expected) from None
+
+
+def contents_of(spec: EngineSpec, model: Path) -> bytes:
+    """Identifies everything that makes the bytes of a block differ for equal tokens, the same on every host that has
+    this model: so names and sizes of the files in the folder `model` are parts of it, and their times are not."""
+    files = sorted(model.iterdir()) if model.is_dir() else []
+    sizes = [(file.name, file.stat().st_size) for file in files if file.is_file()]
+    facts = (spec.kv_dtype, spec.kv_layers, spec.kv_heads, spec.kv_head_dim, spec.block_bytes, sizes, FULL_VERSION)
+    seed = hash_seed(spec.weights_hash, spec.dtype, spec.layout, spec.block_size)
+    return blake2b(seed + repr(facts).encode(), digest_size=32, person=b"pdserve.kvstore").digest()

@@ -1,0 +1,208 @@
+"""What a shared store keeps, finds, forgets and refuses."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pdserve.core.errors import ConfigError
+from pdserve.engine.memory import object_stores
+from pdserve.engine.memory.object_stores import (
+    ROOM,
+    STALE_S,
+    FolderStore,
+    Listed,
+    ObjectStore,
+    open_object_store,
+    path_of,
+    too_old,
+    without_credentials,
+)
+from pdserve.prefix.embedded import EmbeddedRedis
+
+SIZE = 100
+MANY = 20  # objects that a store keeps
+
+
+def name(number: int) -> str:
+    return f"{number:032x}"
+
+
+def contents(number: int) -> bytes:
+    return random.Random(number).randbytes(SIZE)
+
+
+def put(store: ObjectStore, *numbers: int) -> None:
+    store.put([(name(number), contents(number)) for number in numbers])
+    store.make_room()
+
+
+@pytest.fixture(params=["redis", "folder", "fsspec"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectStore]:
+    if request.param == "redis":
+        with EmbeddedRedis.start() as server:
+            opened = open_object_store(server.url, "room", SIZE, MANY * SIZE)
+            yield opened
+            opened.close()
+        return
+    url = f"file://{tmp_path}" if request.param == "folder" else f"memory://{tmp_path}"
+    opened = open_object_store(url, "room", SIZE, MANY * SIZE)
+    yield opened
+    opened.close()
+
+
+def test_objects_are_found_read_and_deleted(store: ObjectStore) -> None:
+    put(store, *range(10))
+    names = [name(number) for number in range(12)]
+    assert store.are_there(names) == [True] * 10 + [False] * 2
+    assert store.num_found(names) == 10
+    assert store.num_found(names[10:]) == 0
+    assert store.num_found(names[:10]) == 10
+    assert store.get(names[8:]) == [contents(8), contents(9), None, None]
+    store.delete([name(0), name(11)])
+    assert store.get([name(0), name(1)]) == [None, contents(1)]
+    store.delete([])
+
+
+def test_a_search_stops_at_the_first_gap(store: ObjectStore) -> None:
+    assert store.num_found([name(0)]) == 0
+    for found in (1, 7, 13):
+        put(store, *range(found))
+        assert store.num_found([name(number) for number in range(14)]) == found
+
+
+def test_objects_of_another_size_are_not_there(store: ObjectStore) -> None:
+    store.put([(name(1), bytes(SIZE - 1)), (name(2), bytes(5 * SIZE)), (name(3), b"x")])
+    names = [name(1), name(2), name(3)]
+    assert store.are_there(names) == [False] * 3
+    assert store.get(names) == [None] * 3
+    put(store, 1, 2)  # and can be replaced
+    assert store.get(names[:2]) == [contents(1), contents(2)]
+
+
+def test_the_bound_is_kept(store: ObjectStore) -> None:
+    for number in range(3 * MANY):
+        put(store, number)
+    there = store.are_there([name(number) for number in range(3 * MANY)])
+    assert MANY // 2 <= sum(there) <= MANY + 2  # a folder is looked at from time to time
+    assert there[-1]
+    assert not there[0]
+
+
+def test_only_so_much_is_removed() -> None:
+    now_s = 10 * STALE_S
+    listed = [Listed(str(number), 10, float(number)) for number in (3, 1, 2, 4)]
+    assert too_old(listed, 40, now_s) == []
+    assert too_old(listed, 32, now_s) == ["1", "2"]  # 8 too many, and an eighth of the bound
+    stale = [Listed("killed", 10, 0.0, is_whole=False), Listed("running", 10, now_s, is_whole=False)]
+    assert too_old([*listed, *stale], 40, now_s) == ["killed"]
+
+
+def test_a_read_renews_the_age(tmp_path: Path) -> None:
+    store = open_object_store(f"file://{tmp_path}", "room", SIZE, MANY * SIZE)
+    put(store, *range(MANY))
+    for number in range(MANY):
+        os.utime(tmp_path / path_of("room", name(number)), (0, number))
+    store.get([name(0)])
+    store._sweep()  # type: ignore[attr-defined]
+    assert store.get([name(0)]) == [contents(0)]
+    put(store, MANY)
+    store._sweep()  # type: ignore[attr-defined]
+    assert store.are_there([name(0), name(1)]) == [True, False]
+    store.close()
+
+
+def test_a_folder_follows_no_links(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    root = tmp_path / "kv"
+    root.mkdir()
+    store = open_object_store(f"file://{root}", "room", SIZE, MANY * SIZE)
+    put(store, 1)
+    path = root / path_of("room", name(1))
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert (root / ROOM).stat().st_mode & 0o777 == 0o700
+    (outside / name(1)).write_bytes(contents(2))
+    path.unlink()
+    path.symlink_to(outside / name(1))
+    assert store.are_there([name(1)]) == [False]
+    with pytest.raises(OSError):
+        store.get([name(1)])
+    put(store, 1)  # takes the place of the link
+    assert (outside / name(1)).read_bytes() == contents(2)
+    path.unlink()
+    path.parent.rmdir()
+    path.parent.symlink_to(outside)
+    with pytest.raises(OSError):
+        put(store, 1)
+    with pytest.raises(OSError):
+        store.get([name(1)])
+    store._sweep()  # type: ignore[attr-defined]
+    assert (outside / name(1)).read_bytes() == contents(2)
+    store.close()
+
+
+def test_a_pipe_or_a_killed_writer_harms_nothing(tmp_path: Path) -> None:
+    store = open_object_store(f"file://{tmp_path}", "room", SIZE, MANY * SIZE)
+    put(store, 1)
+    folder = (tmp_path / path_of("room", name(1))).parent
+    os.mkfifo(folder / name(2))
+    assert store.get([name(1), name(2)]) == [contents(1), None]
+    left = folder / f".{name(3)}.0011"
+    left.write_bytes(b"torn")
+    store._sweep()  # type: ignore[attr-defined]
+    assert left.exists()
+    os.utime(left, (0, time.time() - 2 * STALE_S))
+    store._sweep()  # type: ignore[attr-defined]
+    assert not left.exists()
+    assert store.get([name(1)]) == [contents(1)]
+    store.close()
+
+
+def test_a_failed_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_object_store(f"file://{tmp_path}", "room", SIZE, MANY * SIZE)
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "no space")
+
+    monkeypatch.setattr(object_stores, "write_all", fail)
+    with pytest.raises(OSError, match="no space"):
+        put(store, 1)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    store.close()
+
+
+def test_redis_that_ends_is_an_os_error() -> None:
+    with EmbeddedRedis.start() as server:
+        store = open_object_store(server.url, "room", SIZE, MANY * SIZE)
+        put(store, 1)
+    with pytest.raises(OSError):
+        store.get([name(1)])
+    store.close()
+
+
+def test_rooms_do_not_see_each_other(tmp_path: Path) -> None:
+    one, other = (open_object_store(f"file://{tmp_path}", room, SIZE, MANY * SIZE) for room in ("a", "b"))
+    put(one, 1)
+    assert other.are_there([name(1)]) == [False]
+    assert isinstance(one, FolderStore)
+    one.close()
+    other.close()
+
+
+def test_no_credential_is_shown() -> None:
+    url = "redis://user:hu%40sh@host:1/0"
+    for text in (f"cannot reach {url}", "user:hu%40sh was refused", "the password hu@sh is wrong"):
+        assert "hu%40sh" not in without_credentials(text, url)
+        assert "hu@sh" not in without_credentials(text, url)
+
+
+def test_a_missing_package_is_named() -> None:
+    with pytest.raises(ConfigError, match="install it beside fsspec") as caught:
+        open_object_store("sftp://user:hush@host/path", "room", SIZE, MANY * SIZE)
+    assert "hush" not in str(caught.value)
