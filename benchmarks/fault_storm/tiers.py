@@ -23,7 +23,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from hashlib import blake2b, shake_128
 from pathlib import Path
@@ -34,11 +34,12 @@ from pdserve.core.attempt import Attempt, AttemptKey
 from pdserve.core.kv.blocks import BlockAllocator
 from pdserve.core.kv.cache import KvCache
 from pdserve.core.kv.fetch import FetchAborted, Fetches, FetchStarted
-from pdserve.core.kv.host_tier import HostTier, LoadRule
+from pdserve.core.kv.host_tier import HostTier, LoadRule, LowerTiers
 from pdserve.core.types import Sampling
 from pdserve.engine.memory.block_files import BlockFiles, FileCalls
 from pdserve.engine.memory.disk import DiskTier
 from pdserve.engine.memory.host import HostCopies
+from pdserve.engine.memory.slow_tier import SlowTier
 
 BLOCK_BYTES: Final = 512
 NUM_BLOCKS: Final = 96
@@ -183,6 +184,9 @@ class TierResult:
         """Reads and writes of blocks, in all tiers."""
         return self.filled + self.missed + self.written + self.loaded + self.saved
 
+    def __add__(self, other: TierResult) -> TierResult:
+        return TierResult(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+
 
 @dataclass
 class _Prompt:
@@ -215,6 +219,19 @@ class TierStorm:
     def _open(self) -> None:
         self.pool = StormPool()
         copies = HostCopies(self.pool, HOST_BLOCKS * BLOCK_BYTES)  # type: ignore[arg-type]
+        self.tiers = self._open_tiers(copies)
+        tier = HostTier(copies, LoadRule(0.0, lambda uncached, cached: 0.0), 32, LowerTiers(*self.tiers.values()))
+        blocks = BlockAllocator(NUM_BLOCKS, tier=tier, lower=LowerTiers(*self.tiers.values()), on_reuse=self._reused)
+        if isinstance(disk := self.tiers.get("disk"), DiskTier):
+            blocks.lower_changed(disk.files.hashes(), ())
+        self.kv = KvCache(blocks, 1)
+        self.fetches = Fetches(self.kv, [*self.tiers.values()], lambda uncached, cached: 1e6)
+        self._waiting: dict[AttemptKey, _Prompt] = {}
+
+    def _reused(self, hashes: Sequence[bytes], blocks: Sequence[int], holds: Callable[[int, bytes], bool]) -> None:
+        """A second text uses the blocks."""
+
+    def _open_tiers(self, copies: HostCopies) -> dict[str, SlowTier[Any, Any]]:
         self.files_calls = Faults(random.Random(self.rng.random()), self._share, self.result.faults)
         files = BlockFiles(
             self._folder,
@@ -225,7 +242,7 @@ class TierStorm:
             contents=CONTENTS,
             calls=self.files_calls,
         )
-        self.disk = DiskTier(
+        disk = DiskTier(
             files,
             self.pool,  # type: ignore[arg-type]
             copies,
@@ -234,12 +251,7 @@ class TierStorm:
             now=lambda: time.monotonic() + self._clock_s,
             first_pause_s=0.001,
         )
-        tier = HostTier(copies, LoadRule(0.0, lambda uncached, cached: 0.0), 32, self.disk)
-        blocks = BlockAllocator(NUM_BLOCKS, tier=tier, lower=self.disk)
-        blocks.lower_changed(files.hashes(), ())
-        self.kv = KvCache(blocks, 1)
-        self.fetches = Fetches(self.kv, [self.disk], lambda uncached, cached: 1e6)
-        self._waiting: dict[AttemptKey, _Prompt] = {}
+        return {disk.name: disk}
 
     # -- the engine's thread --------------------------------------------------------------------------------------
 
@@ -258,9 +270,9 @@ class TierStorm:
                     self.result.fetches += 1
                     for block in fetch.blocks:
                         self.pool.write(block, b"\xee" * BLOCK_BYTES)
-                    self.disk.begin(fetch, partial(self._post_end, fetch.number))
-                case FetchAborted(number, _):
-                    self.disk.abort(number)
+                    self.tiers[fetch.source].begin(fetch, partial(self._post_end, fetch.number))
+                case FetchAborted(number, source):
+                    self.tiers[source].abort(number)
 
     def _post_end(self, number: int, count: int) -> None:
         self._calls.put(lambda: self._end(number, count))
@@ -334,9 +346,11 @@ class TierStorm:
         assert tier is not None
         self.result.loaded += tier.num_loaded
         self.result.saved += tier.num_saved
-        self.result.written += self.disk.events["written"]
         self.files_calls.die() if is_killed else None
-        self.disk.close()
+        for lower in self.tiers.values():
+            self.result.written += lower.events["written"]
+            self.result.faults[f"found damaged, {lower.name}"] += lower.events["damaged"]
+            lower.close()
         self._pump()
         self.check()
         if self.kv.blocks.num_referenced:
@@ -437,15 +451,18 @@ def storm(num_operations: int, seed: int, num_kills: int, progress: Callable[[Ti
         result.restarts += num_kills
         result.wrong += wrong
         if threading.active_count() > 1:
-            alive = [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-disk")]
+            alive = [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
             result.wrong += [f"the thread {name} is lost" for name in alive]
     return result
 
 
-def report(num_operations: int, seed: int) -> int:
-    """The exit status."""
+Run = Callable[[int, int, int, Callable[[TierResult], None]], TierResult]
+
+
+def report(num_operations: int, seed: int, run: Run = storm, tiers: str = "disk") -> int:
+    """The exit status. `tiers`: those below memory."""
     logging.disable(logging.WARNING)  # every injected fault would be a line
-    result = storm(num_operations, seed, max(5, num_operations // 2000), progress)
+    result = run(num_operations, seed, max(5, num_operations // 2000), progress)
     print(file=sys.stderr)
     rows: list[list[object]] = [
         ["reads and writes of blocks", "prompts", "restarts", "wrong or lost", "seconds"],
@@ -453,7 +470,7 @@ def report(num_operations: int, seed: int) -> int:
     ]
     print(table([[str(cell) for cell in row] for row in rows]))
     print(
-        f"\ndisk: {result.written} written, {result.filled} read and verified, {result.missed} missed in "
+        f"\n{tiers}: {result.written} written, {result.filled} read and verified, {result.missed} missed in "
         f"{result.fetches} fetches; host tier: {result.saved} saved, {result.loaded} loaded\n"
     )
     print(table([["fault", "times"], *([name, str(count)] for name, count in sorted(result.faults.items()))]))

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.fault_storm import store
 from benchmarks.fault_storm.tiers import CONTENTS, content_of, hash_of, storm
 from pdserve.core.errors import ConfigError
 from pdserve.engine.memory import block_files
@@ -328,6 +329,19 @@ def test_a_storm_of_faults_gives_no_wrong_block() -> None:
     assert result.operations >= 2000
     assert result.faults.total() > 0
     assert not [one for one in threading.enumerate() if one.name.startswith("kv-disk")]
+
+
+def test_a_storm_of_faults_on_the_store_gives_no_wrong_block(tmp_path: Path) -> None:
+    result = store.StoreStorm(tmp_path, 2).run(800)
+    assert result.wrong == []
+    assert result.filled > 0
+
+
+@pytest.mark.slow
+def test_a_long_storm_of_faults_on_the_store_gives_no_wrong_block() -> None:
+    result = store.storm(10_000, 2, 5)
+    assert result.wrong == []
+    assert result.faults["found damaged, store"] > 0
 
 
 @pytest.mark.slow
