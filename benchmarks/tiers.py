@@ -12,6 +12,8 @@ With `--disk FOLDER` only the disk tier, in that folder: fetches of blocks that 
 sequential reads of a file of as many bytes, buffered and direct; and a decode step of the engine while blocks are
 fetched, beside a step alone. Rounds alternate. Bars: 0.8 of the sequential read, and 1.05 of a step.
 
+With `--store URL` only a shared store: fetches, which verify what they read, beside a loop of the same client.
+
 Of a turn, the blocks of its session's earlier turns are *reusable*; `cached_prompt_tokens` of the answer says how many
 were served from the cache. Bars: copies at least 0.8 of a memcpy, a step at most 1.05 of one alone, at least 97 % of
 the reusable tokens served, and the 90th percentile of the time of a request per output token 2.5 times better.
@@ -21,11 +23,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import mmap
 import os
 import queue
 import random
+import secrets
 import statistics
 import tempfile
 import threading
@@ -51,6 +55,8 @@ from pdserve.engine.interface import Engine, Row
 from pdserve.engine.load_engine import load_engine
 from pdserve.engine.memory.disk import DiskTier, disk_tier
 from pdserve.engine.memory.host import HostCopies
+from pdserve.engine.memory.store import StoreTier, store_tier
+from pdserve.prefix.embedded import EmbeddedRedis
 from pdserve.testing import Cluster
 
 BLOCK_SIZE: Final = 16
@@ -173,7 +179,7 @@ def forget_pages(folder: Path) -> None:
         os.close(descriptor)
 
 
-def fetch_all(tier: DiskTier, hashes: list[bytes], number: int) -> int:
+def fetch_all(tier: DiskTier | StoreTier, hashes: list[bytes], number: int) -> int:
     """Reads each block into the place where it was. Returns the number of verified ones."""
     done: queue.SimpleQueue[int] = queue.SimpleQueue()
     attempt = Attempt(key=AttemptKey(1, "r", 1), prompt_ids=(1,), sampling=Sampling())
@@ -293,6 +299,57 @@ def steps_beside_reads(engine: Engine, folder: Path, rounds: int) -> list[list[s
     ]
 
 
+def store_reads(engine: Engine, url: str, rounds: int) -> list[list[str]]:
+    """GB/s of blocks in a shared store, beside a loop of the same client, which asks for as many at a time."""
+    pool = engine.pool
+    config = WorkerConfig(model="tiers", worker_id="tiers", kv_store=url, cluster_secret=secrets.token_hex(16))
+    tier = store_tier(engine, replace(config, kv_store_write_bytes_s=2**40), None)
+    assert tier is not None
+    pool.buffer[:] = os.urandom(len(pool.buffer))
+    before = bytes(pool.buffer)
+    hashes = [blake2b(block.to_bytes(4, "little"), digest_size=16).digest() for block in range(pool.num_blocks)]
+    names = [tier._seal.name(one) for one in hashes]
+    began_s = time.perf_counter()
+    for block, block_hash in enumerate(hashes):
+        while not tier.room:
+            time.sleep(0.001)
+        tier.take_block(block_hash, block)
+    assert tier.flush(600.0), "the blocks were not written"
+    wrote_s = time.perf_counter() - began_s
+    predicted: list[float] = []
+    number = itertools.count(1)
+
+    def plain() -> None:
+        most = tier.store.most_got
+        for at in range(0, len(names), most):
+            assert None not in tier.store.get(names[at : at + most])
+
+    def fetch() -> None:
+        predicted.append(tier.read_s(len(hashes)))
+        assert fetch_all(tier, hashes, next(number)) == len(hashes), "a block was not verified"
+
+    kinds = {"plain loop of the client": plain, "fetch of the tier, verified": fetch}
+    seconds: dict[str, list[float]] = {name: [] for name in kinds}
+    for _ in range(rounds + 1):
+        for name, run in kinds.items():
+            began_s = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - began_s)
+    assert bytes(pool.buffer) == before, "the tier has changed a block"
+    num_bytes = len(hashes) * pool.block_bytes
+    rows = [["", "GB/s", "of the plain loop"], ["written, sealed", f"{num_bytes / wrote_s / 1e9:.2f}", ""]]
+    for name, found in seconds.items():
+        ratios = [plain_s / one for plain_s, one in zip(seconds["plain loop of the client"], found, strict=True)]
+        rows.append(
+            [name, spread([num_bytes / one / 1e9 for one in found[1:]], "{:.2f}"), spread(ratios[1:], "{:.2f}")]
+        )
+    ratios = [took / said for took, said in zip(seconds["fetch of the tier, verified"], predicted, strict=True)]
+    rows.append(["measured / predicted time of a fetch", spread(ratios[1:], "{:.2f}"), ""])
+    tier.store.delete(names)
+    tier.close()
+    return rows
+
+
 async def replay(target: str, arguments: argparse.Namespace) -> list[Turn]:
     """The turns after the first of each session."""
     draw = random.Random(arguments.seed)
@@ -363,7 +420,8 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=1, help="requests that run together")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--disk", type=Path, metavar="FOLDER", help="only the disk tier, in a new folder of this one")
-    parser.add_argument("--blocks", type=int, default=768, help="of a fetch from disk")
+    parser.add_argument("--store", metavar="URL", help="only a shared store; redis: a real one, started for this")
+    parser.add_argument("--blocks", type=int, default=768, help="of a fetch from disk or store")
     parser.add_argument(
         "--pull", action="store_true", help="measure pulls between workers instead (benchmarks/pulls.py)"
     )
@@ -372,7 +430,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / arguments.shape
         write_model(model, arguments.shape, torch.float32, 0)
-        blocks = ROWS * (CONTEXT // BLOCK_SIZE + 1) + (1 if arguments.disk is None else arguments.blocks)
+        is_slow = arguments.disk is not None or arguments.store
+        blocks = ROWS * (CONTEXT // BLOCK_SIZE + 1) + (arguments.blocks if is_slow else 1)
         engine = load_engine(
             WorkerConfig(model=str(model), worker_id="d0", block_size=BLOCK_SIZE, kv_blocks=blocks), Role.DECODE
         )
@@ -382,6 +441,12 @@ def main() -> None:
             engine.close()
             del engine
             print(table(pulls(model, arguments.prompt, arguments.rounds, Path(folder), block_bytes)))
+            return
+        if arguments.store:
+            with contextlib.ExitStack() as stack:
+                url = stack.enter_context(EmbeddedRedis.start()).url if arguments.store == "redis" else arguments.store
+                print(table(store_reads(engine, url, arguments.rounds)), flush=True)
+            engine.close()
             return
         if arguments.disk is not None:
             with tempfile.TemporaryDirectory(dir=arguments.disk) as where:
