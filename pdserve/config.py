@@ -533,15 +533,20 @@ class GatewayConfig(CallerTlsSettings):
     drain_s: float = setting(
         "time that running requests have to finish after SIGTERM", 30.0, within=(0.0, DAY_S), is_live=True
     )
-    redis: str = setting("Redis URL for stored responses", "", env=REDIS_ENV, is_url=True)
+    redis: str = setting("Redis URL for stored responses and conversations", "", env=REDIS_ENV, is_url=True)
     cluster: str = setting("name of the cluster, for the keys in Redis", "default", is_name=True)
     store_bytes: int = setting(
-        "maximum total size of the stored responses of one tenant, the oldest of which leave first; 0 stores none",
+        "maximum total size of the stored responses and conversations of one tenant, the oldest of which leave first; "
+        "0 stores none",
         0,
         within=(0, 2**40),
     )
-    store_count: int = setting("maximum number of stored responses of one tenant", 1000, within=(1, 100_000))
-    store_s: float = setting("time for which a response is stored", DAY_S, within=(1.0, 30 * DAY_S))
+    store_count: int = setting(
+        "maximum number of stored responses and conversations of one tenant", 1000, within=(1, 100_000)
+    )
+    store_s: float = setting(
+        "time for which a response is stored, and a conversation after its last change", DAY_S, within=(1.0, 30 * DAY_S)
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)

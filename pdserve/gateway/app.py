@@ -1,8 +1,4 @@
-"""The ASGI application: its routes, and admission, limits, answer and metrics of each request.
-
-Checks are in this order: the token, the declared size, the body, its fields. A part is read only if the previous check
-has passed.
-"""
+"""The ASGI application: its routes, and admission, limits, answer and metrics of each request."""
 
 from __future__ import annotations
 
@@ -10,9 +6,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, final
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -27,8 +22,6 @@ from pdserve.client.results import Model
 from pdserve.config import GatewayConfig
 from pdserve.core.access.shares import BYTES_WEIGHT, CONTROL, COUNT_WEIGHT, OPERATOR, HeldBody, Shares, kept_of
 from pdserve.core.errors import (
-    Cancelled,
-    DeadlineExceeded,
     InternalError,
     InvalidRequest,
     NotFound,
@@ -39,71 +32,28 @@ from pdserve.core.errors import (
     ShuttingDown,
     Unauthenticated,
     UnknownModel,
-    shortened,
 )
 from pdserve.core.types import RESPONSE_ID_PREFIX
-from pdserve.gateway import endpoints, stored
+from pdserve.gateway import endpoints, storage
 from pdserve.gateway.api import errors, http_input, openapi, replies, sse
-from pdserve.gateway.api.errors import BodyTooLarge, ErrorReply
+from pdserve.gateway.api.errors import ErrorReply
 from pdserve.gateway.api.field_support import Endpoint
 from pdserve.gateway.api.messages import messages_call
 from pdserve.gateway.api.openapi import OPERATIONS, docs_page
 from pdserve.gateway.api.responses import responses_call
 from pdserve.gateway.api.sdk_call import SdkCall, chat_call, check_model, text_call
+from pdserve.gateway.bodies import QUICK_BYTES, AnyRequest, Bodies
+from pdserve.gateway.conversations import Stores
 from pdserve.gateway.door import Caller, Door, Shutdown
+from pdserve.gateway.endpoints import Stored
 from pdserve.gateway.respond import Keep, Responder, Sender, encoded, send_json, send_whole
-from pdserve.gateway.stored import Hold, ResponseStore, tenant_of, turn_of
+from pdserve.gateway.storage import tenant_of
+from pdserve.gateway.stored import turn_of
 from pdserve.gateway.ui.page import page
 from pdserve.load_gate import LoadGate
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics
 from pdserve.telemetry.trace_context import HEADER, trace_id_of
-
-# --- body of a request ----------------------------------------------------------------------------------------
-# Read with limits on its size, on the time that it takes and on what its caller holds.
-
-# After a time of grace, a body arrives at this rate or faster. Without it, a few bytes would keep a connection.
-GRACE_S: Final = 5.0
-LEAST_RATE: Final = 1024  # bytes per second
-
-
-def check_declared(content_length: str | None, most: int) -> None:
-    """Raises BodyTooLarge before a byte is read."""
-    if content_length is None:
-        return
-    if not (content_length.isascii() and content_length.isdecimal() and len(content_length) <= 18):
-        raise InvalidRequest("content-length", shortened(repr(content_length)), "a number of bytes")
-    num_bytes = int(content_length)
-    if num_bytes > most:
-        raise BodyTooLarge("body", f"{num_bytes} bytes", f"at most {most} bytes")
-
-
-def time_for(num_bytes: int, limit_s: float) -> float:
-    """The time after its headers at which a body of which so much has arrived is late."""
-    return min(limit_s, GRACE_S + num_bytes / LEAST_RATE)
-
-
-async def read_body(receive: Any, most: int, limit_s: float, held: HeldBody) -> bytes:
-    """Raises BodyTooLarge, DeadlineExceeded, Overloaded, and Cancelled if the client has left."""
-    body = bytearray()
-    began_s = asyncio.get_running_loop().time()
-    try:
-        async with asyncio.timeout(time_for(0, limit_s)) as timeout:
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise Cancelled("the client has disconnected")
-                part = message.get("body", b"")
-                if len(body) + len(part) > most:
-                    raise BodyTooLarge("body", f"over {most} bytes", f"at most {most} bytes")
-                held.add(len(part))
-                body += part
-                if not message.get("more_body", False):
-                    return bytes(body)
-                timeout.reschedule(began_s + time_for(len(body), limit_s))
-    except TimeoutError:
-        raise DeadlineExceeded("sending its body") from None
-
 
 # --- health of the router -------------------------------------------------------------------------------------
 # The router is asked at most once per period, however many callers there are.
@@ -151,9 +101,6 @@ GENERATION_PATHS: Final[Mapping[str, Endpoint]] = {
 ANTHROPIC_PATH: Final = "/v1/messages"  # at and below it, errors have Anthropic's form
 _TOKENS: Final = (b"authorization", http_input.API_KEY.encode())
 _SHED_URLS: Final = {path.encode(): path for path in GENERATION_PATHS}
-QUICK_BYTES: Final = 65_536  # a smaller body is validated on the event loop: a thread would take longer
-LEAST_ANSWER_BYTES: Final = 2**20  # allowed whatever the limit
-AnyRequest = TypeVar("AnyRequest")
 HEALTH_PATHS: Final = ("/health", "/ping")  # answered while the gateway drains
 ENDLESS_PATHS: Final = ("/ui/events",)  # a drain does not wait for their requests
 METRICS_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
@@ -175,7 +122,6 @@ class Gateway:
         gate: LoadGate | None = None,
     ) -> None:
         """`gate`: the router's, in a process with it; by default one of its own."""
-        self.config = config
         self.gate = LoadGate() if gate is None else gate
         self._owns_gate = gate is None  # a router in this process tells its gate itself how the cluster decided
         self._shutdown = shutdown
@@ -186,9 +132,8 @@ class Gateway:
         most = config.max_connections - kept_of(config.max_connections)
         self._connections = Shares(most, COUNT_WEIGHT, is_controlled=True)
         self._responder = Responder()
-        self._store = ResponseStore(config, stored.TIMEOUT_S) if config.store_bytes else None
-        # One thread: each call of the parser keeps the interpreter to itself, so several would add up.
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="gateway-bodies")
+        self._stores = Stores(config, storage.TIMEOUT_S) if config.store_bytes else None
+        self.bodies = Bodies(config, self._door)
         self._metrics = metrics
         self._created_s = int(time.time())
         self._running = 0
@@ -198,9 +143,7 @@ class Gateway:
         app = _Application(
             routes=[
                 *(self._route(path, "POST", self._generation(kind)) for path, kind in GENERATION_PATHS.items()),
-                self._route("/v1/responses/{response_id}", "GET", self._stored(endpoints.stored_response)),
-                self._route("/v1/responses/{response_id}", "DELETE", self._stored(endpoints.delete_response)),
-                self._route("/v1/responses/{response_id}/input_items", "GET", self._stored(endpoints.stored_input)),
+                *(self._route(path, method, self._stored(*work)) for (method, path), work in endpoints.STORED.items()),
                 self._route("/v1/models", "GET", self._models),
                 self._route("/v1/sessions", "GET", self._sessions),
                 self._route(
@@ -259,16 +202,16 @@ class Gateway:
 
         async def handle(scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
             self._check_gate(caller, None)
-            self._check_declared(given)
+            self.bodies.check(given)
             with self._held.body(caller.share) as held:
                 options, keep = http_input.options(given), None
-                if endpoint == "responses" and self._store is not None:
-                    call, caller, keep = await self._stored_call(self._store, receive, held, caller, options)
+                if endpoint == "responses" and self._stores is not None:
+                    call, caller, keep = await self._stored_call(self._stores, receive, held, caller, options)
                 else:
-                    call, caller = await self._read(
+                    call, caller = await self.bodies.read(
                         receive, held, caller, lambda fields, model: make_call(fields, model, options)
                     )
-                self._hold_answer(held, call.answer_bytes(caller.model))
+                self.bodies.hold_answer(held, call.answer_bytes(caller.model))
                 priority = call.options.get("priority") or 0
                 self._check_gate(caller, priority)
                 with self.gate.enter(caller.share, priority) as entered:
@@ -288,34 +231,46 @@ class Gateway:
         return handle
 
     async def _stored_call(
-        self, store: ResponseStore, receive: Any, held: HeldBody, caller: Caller, options: Options
+        self, stores: Stores, receive: Any, held: HeldBody, caller: Caller, options: Options
     ) -> tuple[SdkCall, Caller, Keep | None]:
-        fields, caller = await self._read(receive, held, caller, lambda fields, model: fields)
+        fields, caller = await self.bodies.read(receive, held, caller, lambda fields, model: fields)
         turn, rest = turn_of(fields, caller, held.num_bytes, options.get("request_id"))
-        history = await store.history(turn, held.add) if turn.previous else []
+        if turn.conversation:
+            options.setdefault("session_id", turn.conversation)
+        history = await stores.history(turn, held.add)
         if turn.is_stored and (turn.is_required or "request_id" in options):
-            await store.check_unused(turn, f"{RESPONSE_ID_PREFIX}{options.get('request_id', '')}")
-        about = {"store": turn.is_stored, "previous_response_id": turn.previous or None}
+            await stores.responses.check_unused(turn, f"{RESPONSE_ID_PREFIX}{options.get('request_id', '')}")
 
         async def make(model: Model) -> SdkCall:
-            work = partial(responses_call, rest, model, options, history=history, stored=about)
-            if held.num_bytes <= QUICK_BYTES:
-                return work()
-            return await asyncio.get_running_loop().run_in_executor(self._reader, work)
+            work = partial(responses_call, rest, model, options, history=history, stored=turn.shown)
+            return work() if held.num_bytes <= QUICK_BYTES else await self.bodies.in_thread(work)
 
         try:
             call = await make(caller.model)
         except UnknownModel:
             caller = await self._door.renewed(caller)
             call = await make(caller.model)
-        return call, caller, partial(store.keep, turn) if turn.is_stored else None
+        return call, caller, stores.keep(turn)
 
-    def _stored(self, work: Callable[[ResponseStore, str, Any, Hold], Awaitable[dict[str, Any]]]) -> Handler:
+    def _stored(
+        self,
+        work: Callable[[Stored], Awaitable[dict[str, Any]]],
+        make_request: Callable[[Mapping[str, Any]], Any] | None = None,
+    ) -> Handler:
+        """`make_request`: from the body, where there is one."""
+
         async def handle(scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
-            if self._store is None:
-                raise NotFound("stored response", scope["path_params"]["response_id"])
+            if self._stores is None:
+                raise endpoints.nothing_stored(scope)
             with self._held.body(caller.share) as held:
-                return await _send(send, 200, await work(self._store, tenant_of(caller), scope, held.add))
+                request = None
+                if make_request is not None:
+                    self.bodies.check(given)
+                    request, caller = await self.bodies.read(
+                        receive, held, caller, lambda fields, model: make_request(fields)
+                    )
+                call = Stored(self._stores, tenant_of(caller), scope, held.add, request)
+                return await _send(send, 200, await work(call))
 
         return handle
 
@@ -326,10 +281,10 @@ class Gateway:
         answer_bytes: Callable[[AnyRequest, int], int],
     ) -> Handler:
         async def handle(scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
-            self._check_declared(given)
+            self.bodies.check(given)
             with self._held.body(caller.share) as held:
-                request, caller = await self._read(receive, held, caller, make_request)
-                self._hold_answer(held, answer_bytes(request, held.num_bytes), "body")
+                request, caller = await self.bodies.read(receive, held, caller, make_request)
+                self.bodies.hold_answer(held, answer_bytes(request, held.num_bytes), "body")
                 return await _send(send, 200, await work(request, caller))
 
         return handle
@@ -354,9 +309,9 @@ class Gateway:
     ) -> Handler:
         async def handle(scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
             await caller.client.topology()  # raises PermissionDenied for the key of a tenant, before its body is read
-            self._check_declared(given)
+            self.bodies.check(given)
             with self._held.body(caller.share) as held:
-                request, caller = await self._read(receive, held, caller, make_request)
+                request, caller = await self.bodies.read(receive, held, caller, make_request)
                 try:
                     text = await work(request, caller)
                 finally:
@@ -432,8 +387,8 @@ class Gateway:
         """Ends what it runs on the event loop."""
         if self._owns_gate:
             self.gate.close()
-        if self._store is not None:
-            await self._store.close()
+        if self._stores is not None:
+            await self._stores.close()
 
     def _check_gate(self, caller: Caller, priority: int | None) -> None:
         """Raises LoadShed. `priority` None: before the body was read."""
@@ -469,45 +424,6 @@ class Gateway:
             expected = "call it by its address or as localhost, or give the cluster a token (PDSERVE_TOKEN)"
             raise PermissionDenied(f"{why}, and the cluster needs no token: {expected}")
         return caller
-
-    def _check_declared(self, given: Headers) -> None:
-        # Without permission, pages of other origins can send other types only.
-        kind = given.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            expected = "application/json; with curl, add -H 'content-type: application/json'"
-            raise InvalidRequest("content-type", shortened(repr(kind)) if kind else "no such header", expected)
-        if given.get("content-encoding", "identity").lower() != "identity":
-            raise InvalidRequest("content-encoding", "a compressed body", "a body as it is")
-        check_declared(given.get("content-length"), self.config.max_body_bytes)
-
-    def _hold_answer(self, held: HeldBody, num_bytes: int, field: str = "logprobs") -> None:
-        """Before any work for the answer. Raises InvalidRequest about `field` if it could never fit, and Overloaded."""
-        most = max(self.config.max_held_bytes, LEAST_ANSWER_BYTES)
-        if num_bytes > most:
-            expected = f"at most {most} bytes: fewer answers, tokens or logprobs"
-            raise InvalidRequest(field, f"an answer of up to {num_bytes} bytes", expected)
-        held.add(num_bytes)
-
-    async def _read(
-        self, receive: Any, held: HeldBody, caller: Caller, make: Callable[[Mapping[str, Any], Model], AnyRequest]
-    ) -> tuple[AnyRequest, Caller]:
-        """Parses and validates the body. Also returns the caller, whose model is read again if the body names an
-        unknown one, because an adapter may have been loaded."""
-        body = await read_body(receive, self.config.max_body_bytes, self.config.body_s, held)
-        try:
-            return await self._parsed(body, caller, make), caller
-        except UnknownModel:
-            caller = await self._door.renewed(caller)
-            return await self._parsed(body, caller, make), caller
-
-    async def _parsed(
-        self, body: bytes, caller: Caller, make: Callable[[Mapping[str, Any], Model], AnyRequest]
-    ) -> AnyRequest:
-        """A large body is read in a thread, so that others do not wait for it."""
-        if len(body) <= QUICK_BYTES:
-            return _make(body, caller.model, make)
-        work = partial(_make, body, caller.model, make)
-        return await asyncio.get_running_loop().run_in_executor(self._reader, work)
 
     def _route(self, path: str, method: str, handler: Handler) -> BaseRoute:
         """The handler runs only for callers that are admitted."""
@@ -625,10 +541,6 @@ def _reply(path: str, error: PdserveError) -> ErrorReply:
 def _in_form(path: str, found: ErrorReply) -> ErrorReply:
     is_anthropic = path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
     return errors.as_anthropic(found) if is_anthropic else found
-
-
-def _make(body: bytes, model: Model, make: Callable[[Mapping[str, Any], Model], AnyRequest]) -> AnyRequest:
-    return make(http_input.parse(body, model.max_context_tokens), model)
 
 
 async def _send(send: Any, status: int, value: dict[str, Any]) -> int:

@@ -1,20 +1,30 @@
-"""Endpoints that generate nothing: /tokenize and /detokenize, as in vLLM, Anthropic's count of tokens, sessions, and
-those of the live view."""
+"""Endpoints that generate nothing: /tokenize and /detokenize, as in vLLM, Anthropic's count of tokens, sessions, what
+is stored, and those of the live view."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 from urllib.parse import parse_qsl
 
 from pdserve.client.aio import AsyncClient
 from pdserve.client.results import Model
-from pdserve.core.errors import Cancelled, InvalidRequest, PermissionDenied, shortened
+from pdserve.core.errors import Cancelled, InvalidRequest, NotFound, PdserveError, PermissionDenied, shortened
 from pdserve.core.live import PERIOD_S, LiveFrame, frame_to_json
 from pdserve.gateway.api import sse
+from pdserve.gateway.api.conversations import (
+    INCLUDED,
+    LISTED,
+    MAX_LISTED,
+    conversation_request,
+    input_page,
+    items_request,
+    update_request,
+)
+from pdserve.gateway.api.errors import UnsupportedField
 from pdserve.gateway.api.messages import messages_call
 from pdserve.gateway.api.request_models import (
     DetokenizeRequest,
@@ -23,9 +33,10 @@ from pdserve.gateway.api.request_models import (
     UnloadLoraRequest,
 )
 from pdserve.gateway.api.sdk_call import SdkCall, check_model, sdk_messages, validated
+from pdserve.gateway.conversations import Stores
 from pdserve.gateway.door import Caller
 from pdserve.gateway.respond import EVENT_STREAM, Sender, TokenTable, disconnected
-from pdserve.gateway.stored import LISTED, MAX_LISTED, Hold, ResponseStore, input_page
+from pdserve.gateway.storage import Hold
 from pdserve.gateway.tools.plan import check_tools_bytes
 
 ID_BYTES: Final = 8
@@ -127,7 +138,7 @@ async def detokenize(request: DetokenizeRequest, caller: Caller) -> dict[str, An
 
 # --- sessions -------------------------------------------------------------------------------------------------
 
-MAX_QUERY_BYTES: Final = 256
+MAX_QUERY_BYTES: Final = 512
 
 
 async def sessions(client: AsyncClient, query: bytes) -> dict[str, Any]:
@@ -142,11 +153,15 @@ def page_query(query: bytes) -> dict[str, int]:
     return {name: _number(name, value) for name, value in _query(query, ("limit", "after")).items()}
 
 
-def _query(query: bytes, names: Sequence[str]) -> dict[str, str]:
+def _query(query: bytes, names: Sequence[str], *, is_included: bool = False) -> dict[str, str]:
     found: dict[str, str] = {}
     if len(query) > MAX_QUERY_BYTES:
         raise InvalidRequest("query", f"{len(query)} bytes", f"at most {MAX_QUERY_BYTES} bytes")
     for name, value in parse_qsl(query.decode("latin-1"), keep_blank_values=True):
+        if is_included and name in ("include", "include[]"):
+            if value not in INCLUDED:
+                raise InvalidRequest("include", shortened(repr(value)), f"one of {', '.join(sorted(INCLUDED))}")
+            continue
         if name not in names or name in found:
             raise InvalidRequest("query", shortened(repr(name)), f"{', '.join(names)}, each once")
         found[name] = value
@@ -159,32 +174,127 @@ def _number(name: str, value: str) -> int:
     return int(value)
 
 
-# --- stored responses -----------------------------------------------------------------------------------------
+# --- stored responses and conversations ------------------------------------------------------------------------
 
 
-async def stored_response(store: ResponseStore, tenant: str, scope: Any, hold: Hold) -> dict[str, Any]:
-    """Raises NotFound, Unavailable and Overloaded."""
-    return await store.response(tenant, scope["path_params"]["response_id"], hold)
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A call to what is stored. Each function below raises NotFound, Unavailable and Overloaded, and InvalidRequest
+    about its query."""
+
+    stores: Stores
+    tenant: str
+    scope: Any
+    hold: Hold
+    request: Any  # of the body
+
+    def part(self, name: str) -> str:
+        """Of the path."""
+        return str(self.scope["path_params"][name])
+
+    def query(self, *names: str) -> dict[str, str]:
+        """With `include`, which names what is not stored, each value once or more often."""
+        found = self.scope.get("query_string", b"")
+        return _query(found, names, is_included=True)
+
+    def page(self) -> tuple[int, str, bool]:
+        """The limit, the item before the page, and whether the oldest items come first."""
+        given = self.query("limit", "after", "order")
+        limit, order = _number("limit", given.get("limit", str(LISTED))), given.get("order", "desc")
+        if not 1 <= limit <= MAX_LISTED:
+            raise InvalidRequest("limit", limit, f"1 to {MAX_LISTED}")
+        if order not in ("asc", "desc"):
+            raise InvalidRequest("order", shortened(repr(order)), "asc or desc")
+        return limit, given.get("after", ""), order == "asc"
 
 
-async def delete_response(store: ResponseStore, tenant: str, scope: Any, hold: Hold) -> dict[str, Any]:
-    """Raises NotFound and Unavailable."""
-    response_id = scope["path_params"]["response_id"]
-    await store.delete(tenant, response_id)
+def nothing_stored(scope: Any) -> PdserveError:
+    """The error where nothing is stored."""
+    for name in scope["path_params"].values():
+        return NotFound("stored response or conversation", name)
+    return UnsupportedField("path", "a conversation", "the setting store_bytes of the gateway, to store any")
+
+
+async def _response(call: Stored) -> dict[str, Any]:
+    given = call.query("stream", "include_obfuscation")
+    if given.get("stream", "false") != "false":
+        raise UnsupportedField("stream", "a value", "false: a stored response is given whole")
+    return await call.stores.responses.response(call.tenant, call.part("response_id"), call.hold)
+
+
+async def _delete_response(call: Stored) -> dict[str, Any]:
+    await call.stores.responses.delete(call.tenant, response_id := call.part("response_id"))
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-async def stored_input(store: ResponseStore, tenant: str, scope: Any, hold: Hold) -> dict[str, Any]:
-    """Raises InvalidRequest, NotFound, Unavailable and Overloaded."""
-    given = _query(scope.get("query_string", b""), ("limit", "after", "order"))
-    limit, order = _number("limit", given.get("limit", str(LISTED))), given.get("order", "desc")
-    if not 1 <= limit <= MAX_LISTED:
-        raise InvalidRequest("limit", limit, f"1 to {MAX_LISTED}")
-    if order not in ("asc", "desc"):
-        raise InvalidRequest("order", shortened(repr(order)), "asc or desc")
-    response_id = scope["path_params"]["response_id"]
-    items = await store.input(tenant, response_id, hold)
-    return input_page(response_id, items, limit, given.get("after", ""), is_ascending=order == "asc")
+async def _cancel_response(call: Stored) -> dict[str, Any]:
+    response_id = call.part("response_id")
+    await call.stores.responses.response(call.tenant, response_id, call.hold)
+    raise InvalidRequest("response_id", "a response that has ended", "a response in the background, which none is")
+
+
+async def _input_items(call: Stored) -> dict[str, Any]:
+    limit, after, is_ascending = call.page()
+    items = await call.stores.responses.input(call.tenant, response_id := call.part("response_id"), call.hold)
+    return input_page(response_id, items, limit, after, is_ascending=is_ascending)
+
+
+async def _create_conversation(call: Stored) -> dict[str, Any]:
+    return await call.stores.conversations.create(call.tenant, call.request)
+
+
+async def _conversation(call: Stored) -> dict[str, Any]:
+    return await call.stores.conversations.describe(call.tenant, call.part("conversation_id"))
+
+
+async def _update_conversation(call: Stored) -> dict[str, Any]:
+    metadata = call.request.metadata or {}
+    return await call.stores.conversations.update(call.tenant, call.part("conversation_id"), metadata)
+
+
+async def _delete_conversation(call: Stored) -> dict[str, Any]:
+    await call.stores.conversations.delete(call.tenant, conversation_id := call.part("conversation_id"))
+    return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
+
+
+async def _items(call: Stored) -> dict[str, Any]:
+    limit, after, is_ascending = call.page()
+    conversation_id = call.part("conversation_id")
+    store = call.stores.conversations
+    return await store.page(call.tenant, conversation_id, call.hold, limit, after, is_ascending=is_ascending)
+
+
+async def _add_items(call: Stored) -> dict[str, Any]:
+    call.query()
+    return await call.stores.conversations.add(call.tenant, call.part("conversation_id"), call.request.items)
+
+
+async def _item(call: Stored) -> dict[str, Any]:
+    call.query()
+    where = call.part("conversation_id"), call.part("item_id")
+    return await call.stores.conversations.item(call.tenant, *where, call.hold)
+
+
+async def _delete_item(call: Stored) -> dict[str, Any]:
+    where = call.part("conversation_id"), call.part("item_id")
+    return await call.stores.conversations.delete_item(call.tenant, *where)
+
+
+#: By method and path: what answers a call, and where it has a body, what reads that.
+STORED: Final[Mapping[tuple[str, str], tuple[Any, ...]]] = {
+    ("GET", "/v1/responses/{response_id}"): (_response,),
+    ("DELETE", "/v1/responses/{response_id}"): (_delete_response,),
+    ("POST", "/v1/responses/{response_id}/cancel"): (_cancel_response,),
+    ("GET", "/v1/responses/{response_id}/input_items"): (_input_items,),
+    ("POST", "/v1/conversations"): (_create_conversation, conversation_request),
+    ("GET", "/v1/conversations/{conversation_id}"): (_conversation,),
+    ("POST", "/v1/conversations/{conversation_id}"): (_update_conversation, update_request),
+    ("DELETE", "/v1/conversations/{conversation_id}"): (_delete_conversation,),
+    ("GET", "/v1/conversations/{conversation_id}/items"): (_items,),
+    ("POST", "/v1/conversations/{conversation_id}/items"): (_add_items, items_request),
+    ("GET", "/v1/conversations/{conversation_id}/items/{item_id}"): (_item,),
+    ("DELETE", "/v1/conversations/{conversation_id}/items/{item_id}"): (_delete_item,),
+}
 
 
 # --- LoRA adapters --------------------------------------------------------------------------------------------

@@ -139,7 +139,7 @@ class GatewayServer:
         self._config = config = dataclasses.replace(self._config, **changes)
         self._connections.limits = _connection_limits(config)
         if self._gateway is not None:
-            self._gateway.config = config
+            self._gateway.bodies.config = config
         if self._listener is not None and self._listener.fileno() >= 0:
             set_options(self._listener, config.stall_s)
 

@@ -25,6 +25,7 @@ USE_ONE = frozenset(
         "pdserve.engine.load.checkpoint",
         "pdserve.engine.load.load_plan",
         "pdserve.engine.model.parameters",
+        "pdserve.gateway.api.conversations",
         "pdserve.gateway.api.field_support",
         "pdserve.gateway.api.logprobs",
         "pdserve.gateway.api.message_models",

@@ -111,7 +111,7 @@ _REJECTED_RESPONSES: Final[Mapping[str, Rejected]] = {
     "background": Rejected("nothing is stored, so an answer cannot be fetched later", (False,)),
     "background_options": Rejected("nothing is stored, so an answer cannot be fetched later"),
     "context_management": Rejected("the input is used as it is"),
-    "conversation": Rejected("nothing is stored; the input holds the whole conversation"),
+    "conversation": Rejected(f"{_NO_STORE}; the input holds the whole conversation"),
     "image": Rejected("answers are text"),
     "max_tool_calls": Rejected("of OpenAI's own tools"),
     "moderation": Rejected("answers are not moderated"),

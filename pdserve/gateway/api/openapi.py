@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from pdserve.gateway.api import response_models as answers
+from pdserve.gateway.api.conversations import ConversationItems, ConversationRequest, ConversationUpdate
 from pdserve.gateway.api.errors import ROWS
 from pdserve.gateway.api.field_support import IGNORED, MODELS
 from pdserve.gateway.api.http_input import (
@@ -110,13 +111,49 @@ OPERATIONS: Final[Mapping[tuple[str, str], Operation]] = {
         summary="Lists the served model and its LoRA adapters", answers={200: answers.ModelsAnswer}
     ),
     ("GET", "/v1/responses/{response_id}"): Operation(
-        summary="Returns a stored response", tag="generation", answers={200: answers.ResponseAnswer}
+        summary="Returns a stored response", tag="stored", answers={200: answers.ResponseAnswer}
     ),
     ("DELETE", "/v1/responses/{response_id}"): Operation(
-        summary="Deletes a stored response", tag="generation", answers={200: JSON}
+        summary="Deletes a stored response", tag="stored", answers={200: JSON}
+    ),
+    ("POST", "/v1/responses/{response_id}/cancel"): Operation(
+        summary="Rejects the call, because no response is made in the background", tag="stored", answers={200: JSON}
     ),
     ("GET", "/v1/responses/{response_id}/input_items"): Operation(
-        summary="Lists the input of a stored response, by pages of `limit`", tag="generation", answers={200: JSON}
+        summary="Lists the input of a stored response, by pages of `limit`", tag="stored", answers={200: JSON}
+    ),
+    ("POST", "/v1/conversations"): Operation(
+        summary="Creates a conversation, which turns of /v1/responses extend",
+        tag="stored",
+        request=ConversationRequest,
+        answers={200: JSON},
+    ),
+    ("GET", "/v1/conversations/{conversation_id}"): Operation(
+        summary="Returns a conversation without its items", tag="stored", answers={200: JSON}
+    ),
+    ("POST", "/v1/conversations/{conversation_id}"): Operation(
+        summary="Replaces the metadata of a conversation",
+        tag="stored",
+        request=ConversationUpdate,
+        answers={200: JSON},
+    ),
+    ("DELETE", "/v1/conversations/{conversation_id}"): Operation(
+        summary="Deletes a conversation and its items", tag="stored", answers={200: JSON}
+    ),
+    ("GET", "/v1/conversations/{conversation_id}/items"): Operation(
+        summary="Lists the items of a conversation, by pages of `limit`", tag="stored", answers={200: JSON}
+    ),
+    ("POST", "/v1/conversations/{conversation_id}/items"): Operation(
+        summary="Adds up to 20 items to a conversation",
+        tag="stored",
+        request=ConversationItems,
+        answers={200: JSON},
+    ),
+    ("GET", "/v1/conversations/{conversation_id}/items/{item_id}"): Operation(
+        summary="Returns an item of a conversation", tag="stored", answers={200: JSON}
+    ),
+    ("DELETE", "/v1/conversations/{conversation_id}/items/{item_id}"): Operation(
+        summary="Deletes an item of a conversation, which is returned", tag="stored", answers={200: JSON}
     ),
     ("GET", "/v1/sessions"): Operation(
         summary="Lists the sessions of the caller's tenant, by pages of `limit`, and where their prefixes are cached",

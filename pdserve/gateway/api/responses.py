@@ -105,6 +105,14 @@ def _messages(
     return messages, places
 
 
+def messages_of(field: str, items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of a chat. Raises InvalidRequest about an item of `field`."""
+    messages: list[dict[str, Any]] = []
+    for index, item in enumerate(items):
+        _add(messages, f"{field}[{index}]", {name: value for name, value in item.items() if value is not None})
+    return messages
+
+
 def _add(messages: list[dict[str, Any]], place: str, item: dict[str, Any]) -> str:
     """Returns the place of the message or call among the messages; empty if nothing was added."""
     kind = item.get("type", "message")

@@ -17,7 +17,7 @@ from pdserve import Client
 from pdserve.client.retries import Retries
 from pdserve.config import GatewayConfig, HttpRouterConfig, RouterConfig, with_gateway
 from pdserve.core.errors import ConfigError, PdserveError
-from pdserve.gateway.app import Gateway
+from pdserve.gateway.bodies import Bodies
 from pdserve.testing import Cluster
 from router.service.program import RouterHost
 from tests.unit.gateway.conftest import PATIENT, WAIT_S
@@ -98,7 +98,7 @@ def test_a_crash_of_a_handler_ends_its_request_alone(cluster: Cluster, monkeypat
     def crash(*args: Any) -> None:
         raise ValueError("boom")
 
-    monkeypatch.setattr(Gateway, "_check_declared", crash)
+    monkeypatch.setattr(Bodies, "check", crash)
     with openai_of(cluster) as client, pytest.raises(openai.InternalServerError, match="the gateway failed"):
         client.completions.create(model="toy", prompt="x", max_tokens=1)
     monkeypatch.undo()

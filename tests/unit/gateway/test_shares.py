@@ -13,7 +13,7 @@ import pytest
 from pdserve.core.access.key_file import key_hash, make_key
 from pdserve.core.access.shares import BYTES_WEIGHT, OPERATOR, HeldBody, Shares
 from pdserve.core.errors import DeadlineExceeded
-from pdserve.gateway import app
+from pdserve.gateway import bodies
 from tests.unit.gateway.conftest import Served, read_all, serve, until
 from tests.unit.gateway.test_limits import OK, code_of, exchange, post, status_of
 
@@ -23,10 +23,10 @@ MANY = [make_key(bytes([number] * 32)) for number in range(100, 116)]
 
 
 def test_a_body_has_time_as_it_arrives() -> None:
-    assert app.time_for(0, 30.0) == app.GRACE_S
-    assert app.time_for(10 * app.LEAST_RATE, 30.0) == app.GRACE_S + 10.0
-    assert app.time_for(2**22, 30.0) == 30.0
-    assert app.time_for(0, 0.3) == 0.3
+    assert bodies.time_for(0, 30.0) == bodies.GRACE_S
+    assert bodies.time_for(10 * bodies.LEAST_RATE, 30.0) == bodies.GRACE_S + 10.0
+    assert bodies.time_for(2**22, 30.0) == 30.0
+    assert bodies.time_for(0, 0.3) == 0.3
 
 
 async def test_a_body_that_arrives_in_tiny_parts_is_kept_once() -> None:
@@ -36,12 +36,12 @@ async def test_a_body_that_arrives_in_tiny_parts_is_kept_once() -> None:
         return next(parts, {"type": "http.request", "body": b"", "more_body": False})
 
     kept = HeldBody(Shares(10_000, BYTES_WEIGHT), OPERATOR)
-    assert await app.read_body(receive, 4096, 30.0, kept) == b"ab" * 1000
+    assert await bodies.read_body(receive, 4096, 30.0, kept) == b"ab" * 1000
     assert kept.num_bytes == 2000
 
 
 async def test_a_slow_body_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "GRACE_S", 0.05)
+    monkeypatch.setattr(bodies, "GRACE_S", 0.05)
     never = iter([{"type": "http.request", "body": b"{", "more_body": True}])
 
     async def receive() -> dict[str, object]:
@@ -50,7 +50,7 @@ async def test_a_slow_body_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
         return next(never, None) or await asyncio.Event().wait()  # type: ignore[return-value]
 
     with pytest.raises(DeadlineExceeded):
-        await app.read_body(receive, 4096, 600.0, HeldBody(Shares(10_000, BYTES_WEIGHT), OPERATOR))
+        await bodies.read_body(receive, 4096, 600.0, HeldBody(Shares(10_000, BYTES_WEIGHT), OPERATOR))
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def status_with(served: Served, raw: Connect, key: str) -> int:
 def test_a_tenants_open_bodies_keep_nobody_out(
     tenanted: Served, raw: Connect, declared: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "GRACE_S", 600.0)
+    monkeypatch.setattr(bodies, "GRACE_S", 600.0)
     opened = open_bodies(tenanted, raw, [SLOW] * 12, 10, declared)
     assert len(opened) == 10  # of 16 connections
     assert [status_with(tenanted, raw, key) for key in (SLOW, OTHER, "operator")] == [429, 200, 200]
@@ -105,13 +105,13 @@ def test_a_tenants_open_bodies_keep_nobody_out(
 
 
 def test_a_tenant_with_two_keys_has_one_share(tenanted: Served, raw: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "GRACE_S", 600.0)
+    monkeypatch.setattr(bodies, "GRACE_S", 600.0)
     assert len(open_bodies(tenanted, raw, [SLOW, SLOW_2] * 6, 10)) == 10
     assert [status_with(tenanted, raw, key) for key in (SLOW, SLOW_2, OTHER)] == [429, 429, 200]
 
 
 def test_many_tenants_keep_no_operator_out(tenanted: Served, raw: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "GRACE_S", 600.0)
+    monkeypatch.setattr(bodies, "GRACE_S", 600.0)
     assert len(open_bodies(tenanted, raw, MANY, 13)) == 13
     assert status_with(tenanted, raw, OTHER) == 429
     assert status_with(tenanted, raw, "operator") == 200

@@ -17,8 +17,10 @@ from redis import Redis
 
 from pdserve.config import GatewayConfig
 from pdserve.core.errors import ConfigError, InvalidRequest, NotFound, Overloaded, Unavailable
-from pdserve.gateway import stored
-from pdserve.gateway.stored import ResponseStore, Turn, input_page
+from pdserve.gateway import storage, stored
+from pdserve.gateway.api.conversations import input_page
+from pdserve.gateway.storage import Storage
+from pdserve.gateway.stored import ResponseStore, Turn
 from pdserve.prefix.embedded import EmbeddedRedis
 from tests.support.tooled_model import BUNDLED
 from tests.unit.gateway.conftest import Served, serve
@@ -36,7 +38,7 @@ def redis() -> Iterator[EmbeddedRedis]:
 @pytest.fixture(scope="module")
 def served(redis: EmbeddedRedis) -> Iterator[Served]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stored, "TIMEOUT_S", PATIENT_S)
+        patch.setattr(storage, "TIMEOUT_S", PATIENT_S)
         with serve(
             model=str(BUNDLED),
             worker={"deterministic": "on"},
@@ -122,7 +124,7 @@ def test_an_unknown_id_is_not_found(served: Served, given: str) -> None:
     assert len(str(caught.value)) < 1000
 
 
-@pytest.mark.parametrize("fields", [{"store": "yes"}, {"previous_response_id": 7}, {"conversation": "conv_1"}])
+@pytest.mark.parametrize("fields", [{"store": "yes"}, {"previous_response_id": 7}, {"conversation": 7}])
 def test_fields_about_storing_are_checked(served: Served, fields: dict[str, Any]) -> None:
     connection = http.client.HTTPConnection(served.address, timeout=60)
     body = json.dumps({"input": "x", **fields})
@@ -191,8 +193,8 @@ async def store(redis: EmbeddedRedis, request: pytest.FixtureRequest) -> Any:
     with Redis.from_url(redis.url) as client:
         for key in client.scan_iter("pdserve:unit:*"):
             client.delete(key)
-    found = ResponseStore(config, PATIENT_S)
-    yield found
+    found = Storage(config, PATIENT_S)
+    yield ResponseStore(found)
     await found.close()
 
 
@@ -347,34 +349,36 @@ async def test_a_table_that_redis_has_evicted_is_rebuilt(store: ResponseStore, r
 
 async def test_a_shorter_lifetime_ends_no_table_early(store: ResponseStore, redis: EmbeddedRedis) -> None:
     await keep(store, "resp_1")
-    short = ResponseStore(replace(store._config, store_s=5.0), PATIENT_S)
+    shorter = Storage(replace(store._config, store_s=5.0), PATIENT_S)
+    short = ResponseStore(shorter)
     await keep(short, "resp_2")
     with Redis.from_url(redis.url) as client:
         for key in (SIZES, ENDS):
             assert client.pttl(key) > 1000 * 3600
-    await short.close()
+    await shorter.close()
 
 
 async def test_few_responses_leave_at_once(
     store: ResponseStore, redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that others do not wait for Redis; a large one is stored all the same."""
-    many = ResponseStore(replace(store._config, store_bytes=200_000, store_count=1000), PATIENT_S)
+    larger = Storage(replace(store._config, store_bytes=200_000, store_count=1000), PATIENT_S)
+    many = ResponseStore(larger)
     for number in range(600):
         await keep(many, f"resp_{number}")
     asked: list[bytes] = []
-    put = many._scripts["put"]
+    put = many._put
 
     async def spy(*arguments: Any) -> Any:
         asked.append(await put(*arguments))
         return asked[-1]
 
-    many._scripts["put"] = spy
+    many._put = spy
     await keep(many, "resp_large", turn(text="x" * 150_000))
     assert asked == [b"full", b"stored"]
     with Redis.from_url(redis.url) as client:
         assert held_bytes(client) == int(client.hget(SIZES, "sum")) <= 200_000
-    await many.close()
+    await larger.close()
 
 
 async def test_a_stored_response_is_not_replaced(store: ResponseStore) -> None:
@@ -384,7 +388,8 @@ async def test_a_stored_response_is_not_replaced(store: ResponseStore) -> None:
 
 
 async def test_a_redis_that_is_gone_is_unavailable() -> None:
-    store = ResponseStore(GatewayConfig(router="h:1", redis="redis://127.0.0.1:1/0", store_bytes=1))
+    gone = Storage(GatewayConfig(router="h:1", redis="redis://127.0.0.1:1/0", store_bytes=1))
+    store = ResponseStore(gone)
     with pytest.raises(Unavailable):
         await read(store, "resp_1")
     with pytest.raises(Unavailable):
@@ -392,13 +397,14 @@ async def test_a_redis_that_is_gone_is_unavailable() -> None:
     with pytest.raises(Unavailable):
         await store.check_unused(turn(), "resp_1")
     await store.check_unused(turn(is_required=False), "resp_1")
-    await store.close()
+    await gone.close()
 
 
 async def test_a_redis_that_hangs_is_unavailable() -> None:
     with EmbeddedRedis.start() as server:
         config = GatewayConfig(router="h:1", redis=server.url, store_bytes=9000)
-        patient, hasty = ResponseStore(config, PATIENT_S), ResponseStore(config, 0.2)
+        both = Storage(config, PATIENT_S), Storage(config, 0.2)
+        patient, hasty = map(ResponseStore, both)
         assert await keep(patient, "resp_1")
         os.kill(server.pid, signal.SIGSTOP)
         try:
@@ -410,11 +416,11 @@ async def test_a_redis_that_hangs_is_unavailable() -> None:
         finally:
             os.kill(server.pid, signal.SIGCONT)
         assert await read(patient, "resp_1") == turn().items
-        await patient.close()
-        await hasty.close()
+        for one in both:
+            await one.close()
 
 
-@pytest.mark.parametrize("size", [1, stored.LARGE_BYTES + 1])
+@pytest.mark.parametrize("size", [1, storage.LARGE_BYTES + 1])
 async def test_a_tenant_has_its_share_of_the_calls(store: ResponseStore, size: int) -> None:
     """The calls of another one neither wait for them, nor for large ones."""
     release, running = asyncio.Event(), 0
@@ -427,12 +433,12 @@ async def test_a_tenant_has_its_share_of_the_calls(store: ResponseStore, size: i
     async def done() -> int:
         return 7
 
-    calls = [asyncio.create_task(store._ask("tenant a", hang, size=size)) for _ in range(100)]
+    calls = [asyncio.create_task(store._storage.ask("tenant a", hang, size=size)) for _ in range(100)]
     while not running:
         await asyncio.sleep(0.0)
-    assert await store._ask("tenant b", done, size=size) == 7
-    assert await store._ask("tenant a", done, size=stored.LARGE_BYTES + 2 - size) == 7
-    assert running <= stored.MAX_CALLS - 3
+    assert await store._storage.ask("tenant b", done, size=size) == 7
+    assert await store._storage.ask("tenant a", done, size=storage.LARGE_BYTES + 2 - size) == 7
+    assert running <= storage.MAX_CALLS - 3
     release.set()
     await asyncio.gather(*calls)
     assert running == 100
@@ -440,7 +446,7 @@ async def test_a_tenant_has_its_share_of_the_calls(store: ResponseStore, size: i
 
 def test_storing_needs_a_redis() -> None:
     with pytest.raises(ConfigError, match="store_bytes"):
-        ResponseStore(GatewayConfig(router="h:1", store_bytes=1))
+        Storage(GatewayConfig(router="h:1", store_bytes=1))
 
 
 def test_a_page_of_nothing_has_no_ids() -> None:

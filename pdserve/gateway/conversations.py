@@ -1,0 +1,359 @@
+"""Conversations in Redis, which turns of /v1/responses read and extend.
+
+A conversation is a hash: `created`, `metadata`, `next` (the number of the next item), `bytes` (of all), and a field
+"NUMBER ID" for each item. It is one key, so that Redis evicts all of it or nothing. Each call that changes it is one
+script: the items of a turn follow each other, whatever other turns run at the same time. A change renews its lifetime.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, final
+
+from pdserve.config import GatewayConfig
+from pdserve.core.errors import InvalidRequest, NotFound, Unavailable
+from pdserve.gateway.api.conversations import (
+    CONVERSATION_ID,
+    CONVERSATION_PREFIX,
+    ITEM_ID,
+    ConversationRequest,
+    conversation_answer,
+    page_answer,
+    stored_item,
+)
+from pdserve.gateway.respond import Keep
+from pdserve.gateway.storage import MAKE_ROOM, Hold, Storage, decoded
+from pdserve.gateway.stored import ResponseStore, Turn
+
+MAX_ITEMS: Final = 2048  # of a conversation
+READS: Final = 4  # attempts to read a page of a conversation that others extend at the same time
+_BESIDE_BYTES: Final = 128  # of a conversation, beside its metadata and items
+
+# ARGV: prefix, id, most bytes and most records of the tenant, lifetime in ms, most items and most bytes of the
+# conversation, time of its creation (0: it exists), metadata (empty: as before); then ids and items.
+_WRITE: Final = (
+    MAKE_ROOM
+    + """
+local id, is_new, metadata = ARGV[2], ARGV[8] ~= '0', ARGV[9]
+local key, life = ARGV[1] .. id, tonumber(ARGV[5])
+local before = redis.call('HGET', key, 'bytes')
+if not is_new and not before then return {'missing'} end
+local size, count, taken = tonumber(before or '"""
+    + str(_BESIDE_BYTES)
+    + """'), 0, {}
+for _, name in ipairs(redis.call('HKEYS', key)) do
+  local item = string.match(name, '^%d+ (.+)$')
+  if item then
+    taken[item] = true
+    count = count + 1
+  end
+end
+for at = 10, #ARGV, 2 do
+  if taken[ARGV[at]] then return {'used', ARGV[at]} end
+  taken[ARGV[at]] = true
+  count = count + 1
+  size = size + #ARGV[at] + #ARGV[at + 1]
+end
+if metadata ~= '' then size = size + #metadata - redis.call('HSTRLEN', key, 'metadata') end
+if count > tonumber(ARGV[6]) then return {'items', count} end
+if size > tonumber(ARGV[7]) then return {'bytes', size} end
+check_tables()
+local listed = tonumber(redis.call('HGET', KEYS[2], id) or '0')
+if before then redis.call('ZADD', KEYS[1], '+inf', id) end  -- so that all others leave first
+local is_made = make_room(size - listed, ARGV[3], tonumber(ARGV[4]) + (before and 1 or 0))
+if before then redis.call('ZADD', KEYS[1], now + redis.call('PTTL', key), id) end
+if not is_made then
+  keep_tables()
+  return 'full'
+end
+if is_new then redis.call('HSET', key, 'created', ARGV[8]) end
+if metadata ~= '' then redis.call('HSET', key, 'metadata', metadata) end
+redis.call('HSET', key, 'bytes', size)
+for at = 10, #ARGV, 2 do
+  local number = redis.call('HINCRBY', key, 'next', 1)
+  redis.call('HSET', key, number .. ' ' .. ARGV[at], ARGV[at + 1])
+end
+redis.call('PEXPIRE', key, life)
+redis.call('ZADD', KEYS[1], now + life, id)
+redis.call('HSET', KEYS[2], id, size)
+redis.call('HINCRBY', KEYS[2], 'sum', size - listed)
+keep_tables()
+return {'written', redis.call('HGET', key, 'created'), redis.call('HGET', key, 'metadata')}
+"""
+)
+# ARGV: prefix, id, id of the item.
+_DELETE_ITEM: Final = """
+local key = ARGV[1] .. ARGV[2]
+if redis.call('EXISTS', key) == 0 then return {'missing'} end
+for _, name in ipairs(redis.call('HKEYS', key)) do
+  if string.match(name, '^%d+ (.+)$') == ARGV[3] then
+    local size = #ARGV[3] + redis.call('HSTRLEN', key, name)
+    redis.call('HDEL', key, name)
+    redis.call('HINCRBY', key, 'bytes', -size)
+    if redis.call('HEXISTS', KEYS[2], ARGV[2]) == 1 then
+      redis.call('HINCRBY', KEYS[2], ARGV[2], -size)
+      redis.call('HINCRBY', KEYS[2], 'sum', -size)
+    end
+    return {'deleted', redis.call('HGET', key, 'created'), redis.call('HGET', key, 'metadata')}
+  end
+end
+return {'no item'}
+"""
+# ARGV: prefix, id, most bytes, 1 for the first items first, most items, id of the item before the first (empty: none),
+# id of the only item that is wanted (empty: all). Returns the bytes if these are more, and otherwise whether there are
+# more items, and the items.
+_PAGE: Final = """
+local key = ARGV[1] .. ARGV[2]
+if redis.call('EXISTS', key) == 0 then return {'missing'} end
+local names, number, is_found = {}, {}, ARGV[6] == ''
+for _, name in ipairs(redis.call('HKEYS', key)) do
+  local at, item = string.match(name, '^(%d+) (.+)$')
+  if at and (ARGV[7] == '' or ARGV[7] == item) then
+    names[#names + 1] = name
+    number[name] = tonumber(at)
+  end
+end
+local is_ascending = ARGV[4] == '1'
+table.sort(names, function(a, b)
+  if is_ascending then return number[a] < number[b] end
+  return number[a] > number[b]
+end)
+local page, bytes, more = {}, 0, 0
+for _, name in ipairs(names) do
+  if is_found then
+    if #page >= tonumber(ARGV[5]) then
+      more = 1
+      break
+    end
+    page[#page + 1] = name
+    bytes = bytes + redis.call('HSTRLEN', key, name)
+  elseif string.match(name, '^%d+ (.+)$') == ARGV[6] then
+    is_found = true
+  end
+end
+if not is_found then return {'no item'} end
+if bytes > tonumber(ARGV[3]) then return {'large', bytes} end
+local found = {'page', more}
+for _, name in ipairs(page) do found[#found + 1] = redis.call('HGET', key, name) end
+return found
+"""
+
+
+@final
+class ConversationStore:
+    def __init__(self, storage: Storage) -> None:
+        self._storage, self._config = storage, storage.config
+        self._write, self._page = storage.script(_WRITE), storage.script(_PAGE)
+        self._delete_item = storage.script(_DELETE_ITEM)
+
+    async def create(self, tenant: str, request: ConversationRequest) -> dict[str, Any]:
+        """Raises InvalidRequest and Unavailable."""
+        conversation_id = CONVERSATION_PREFIX + secrets.token_hex(16)
+        items = [stored_item(one, secrets.token_hex(16), keeps_id=False) for one in request.items or ()]
+        metadata = request.metadata or {}
+        return await self._change(tenant, conversation_id, items, metadata=metadata, created_s=int(time.time()))
+
+    async def describe(self, tenant: str, conversation_id: str) -> dict[str, Any]:
+        """Raises NotFound and Unavailable."""
+        storage, key = self._storage, self._key(tenant, conversation_id)
+        created, metadata = await storage.ask(tenant, storage.redis.hmget, key, "created", "metadata")
+        if created is None:
+            raise NotFound("conversation", conversation_id)
+        return conversation_answer(conversation_id, int(created), json.loads(metadata))
+
+    async def update(self, tenant: str, conversation_id: str, metadata: Mapping[str, str]) -> dict[str, Any]:
+        """Raises NotFound, InvalidRequest and Unavailable."""
+        return await self._change(tenant, conversation_id, (), metadata=metadata)
+
+    async def delete(self, tenant: str, conversation_id: str) -> None:
+        """With its items. Raises NotFound and Unavailable."""
+        self._key(tenant, conversation_id)
+        if not await self._storage.delete(tenant, conversation_id):
+            raise NotFound("conversation", conversation_id)
+
+    async def add(self, tenant: str, conversation_id: str, given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Returns the added items. Raises NotFound, InvalidRequest and Unavailable."""
+        items = [stored_item(one, secrets.token_hex(16), keeps_id=False) for one in given]
+        await self._change(tenant, conversation_id, items)
+        return page_answer(items, has_more=False)
+
+    async def page(
+        self, tenant: str, conversation_id: str, hold: Hold, limit: int, after: str, *, is_ascending: bool
+    ) -> dict[str, Any]:
+        """Raises NotFound, Unavailable, and what `hold` raises."""
+        items, has_more = await self._read(tenant, conversation_id, hold, limit, after, is_ascending=is_ascending)
+        return page_answer(items, has_more=has_more)
+
+    async def item(self, tenant: str, conversation_id: str, item_id: str, hold: Hold) -> dict[str, Any]:
+        """Raises NotFound, Unavailable, and what `hold` raises."""
+        _check_item(item_id)
+        items, _ = await self._read(tenant, conversation_id, hold, 1, only=item_id)
+        if not items:
+            raise NotFound("item", item_id)
+        return items[0]
+
+    async def delete_item(self, tenant: str, conversation_id: str, item_id: str) -> dict[str, Any]:
+        """Returns the conversation. Raises NotFound and Unavailable."""
+        _check_item(item_id)
+        self._key(tenant, conversation_id)
+        storage = self._storage
+        arguments = [storage.prefix(tenant), conversation_id, item_id]
+        kind, *rest = await storage.ask(tenant, self._delete_item, storage.tables(tenant), arguments)
+        if kind != b"deleted":
+            raise _not_found(kind, conversation_id, item_id)
+        return conversation_answer(conversation_id, int(rest[0]), json.loads(rest[1]))
+
+    async def history(self, turn: Turn, hold: Hold) -> list[dict[str, Any]]:
+        """All items, before a turn is answered. Raises NotFound, Unavailable, what `hold` raises, and InvalidRequest if
+        the turn does not fit."""
+        items, _ = await self._read(turn.tenant, turn.conversation, hold, MAX_ITEMS)
+        if (num_items := len(items) + len(turn.items)) >= MAX_ITEMS:
+            raise _too_long(f"over {num_items} items with the answer", f"at most {MAX_ITEMS} items")
+        return items
+
+    async def append(self, turn: Turn, output: Sequence[dict[str, Any]]) -> None:
+        """The turn's input and its answer. Raises NotFound, InvalidRequest and Unavailable."""
+
+        def made(*, keeps_id: bool) -> list[dict[str, Any]]:
+            return [
+                *(stored_item(one, secrets.token_hex(16), keeps_id=False) for one in turn.items),
+                *(stored_item(one, secrets.token_hex(16), keeps_id=keeps_id) for one in output),
+            ]
+
+        try:
+            await self._change(turn.tenant, turn.conversation, made(keeps_id=True))
+        except _ItemIdInUse:  # a client used its request id twice
+            await self._change(turn.tenant, turn.conversation, made(keeps_id=False))
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _most_bytes(self) -> int:
+        return min(self._config.store_bytes, self._config.max_body_bytes)
+
+    def _key(self, tenant: str, conversation_id: str) -> str:
+        if not CONVERSATION_ID.fullmatch(conversation_id):
+            raise NotFound("conversation", conversation_id)
+        return self._storage.prefix(tenant) + conversation_id
+
+    async def _change(
+        self,
+        tenant: str,
+        conversation_id: str,
+        items: Sequence[Mapping[str, Any]],
+        *,
+        metadata: Mapping[str, str] | None = None,
+        created_s: int = 0,
+    ) -> dict[str, Any]:
+        self._key(tenant, conversation_id)
+        config, storage = self._config, self._storage
+        texts: list[bytes] = []
+        for at, one in enumerate(items):
+            texts += [one["id"].encode(), _encoded(one)]
+            if at % 64 == 63:  # others of the event loop run in between
+                await asyncio.sleep(0)
+        size = sum(map(len, texts))
+        if len(items) > MAX_ITEMS:
+            raise _too_long(f"{len(items)} items", f"at most {MAX_ITEMS} items")
+        if size > self._most_bytes:
+            raise _too_long(f"{size} bytes", f"at most {self._most_bytes} bytes")
+        limits = [config.store_bytes, config.store_count, int(config.store_s * 1000), MAX_ITEMS, self._most_bytes]
+        about = [created_s, b"" if metadata is None else _encoded(metadata)]
+        arguments = [storage.prefix(tenant), conversation_id, *limits, *about, *texts]
+        kind, *rest = await storage.write(tenant, self._write, arguments, size)
+        match kind:
+            case b"missing":
+                raise NotFound("conversation", conversation_id)
+            case b"used":
+                raise _ItemIdInUse
+            case b"items":
+                raise _too_long(f"{rest[0]} items", f"at most {MAX_ITEMS} items")
+            case b"bytes":
+                raise _too_long(f"{rest[0]} bytes", f"at most {self._most_bytes} bytes")
+        return conversation_answer(conversation_id, int(rest[0]), json.loads(rest[1]))
+
+    async def _read(
+        self,
+        tenant: str,
+        conversation_id: str,
+        hold: Hold,
+        limit: int,
+        after: str = "",
+        *,
+        is_ascending: bool = True,
+        only: str = "",
+    ) -> tuple[list[dict[str, Any]], bool]:
+        """Also whether there are more. The bytes are counted before they are read."""
+        self._key(tenant, conversation_id)
+        held = 0
+        for _ in range(READS):
+            arguments = [
+                self._storage.prefix(tenant), conversation_id, held, int(is_ascending), limit, after, only
+            ]  # fmt: skip
+            kind, *rest = await self._storage.ask(tenant, self._page, [], arguments, size=held)
+            if kind == b"large":
+                hold(rest[0] - held)
+                held = rest[0]
+            elif kind == b"page":
+                items = await decoded(b"[" + b",".join(rest[1:]) + b"]")
+                return items, bool(rest[0])
+            else:
+                raise _not_found(kind, conversation_id, after)
+        raise Unavailable("other calls extend this conversation at the same time", 1.0)
+
+
+@final
+class Stores:
+    """Responses and conversations of all tenants. Belongs to one event loop."""
+
+    def __init__(self, config: GatewayConfig, timeout_s: float) -> None:
+        """Raises ConfigError."""
+        self._storage = Storage(config, timeout_s)
+        self.responses, self.conversations = ResponseStore(self._storage), ConversationStore(self._storage)
+
+    async def history(self, turn: Turn, hold: Hold) -> list[Any]:
+        """The items before the turn. Raises NotFound, InvalidRequest, Unavailable, and what `hold` raises."""
+        if turn.conversation:
+            return await self.conversations.history(turn, hold)
+        return await self.responses.history(turn, hold) if turn.previous else []
+
+    def keep(self, turn: Turn) -> Keep | None:
+        """What is done with the answer; None: nothing."""
+        if not (turn.is_stored or turn.conversation):
+            return None
+
+        async def keep(response: Mapping[str, Any], encoded: bytes) -> bool:
+            is_stored = turn.is_stored and await self.responses.keep(turn, response, encoded)
+            if turn.conversation:
+                await self.conversations.append(turn, response["output"])
+            return is_stored
+
+        return keep
+
+    async def close(self) -> None:
+        await self._storage.close()
+
+
+class _ItemIdInUse(Exception):
+    pass
+
+
+def _encoded(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _check_item(item_id: str) -> None:
+    if not ITEM_ID.fullmatch(item_id):
+        raise NotFound("item", item_id)
+
+
+def _not_found(kind: bytes, conversation_id: str, item_id: str) -> NotFound:
+    return NotFound("item", item_id) if kind == b"no item" else NotFound("conversation", conversation_id)
+
+
+def _too_long(seen: str, expected: str) -> InvalidRequest:
+    return InvalidRequest("conversation", f"a conversation of {seen}", f"{expected}; begin a new one")
