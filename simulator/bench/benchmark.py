@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -14,11 +15,13 @@ from typing import Any, Final, final
 from pdserve.core.types import Slo
 from simulator.bench.load import LoadLevel, LoadPlan, PromptMaker, check_planned
 from simulator.bench.server import BenchAnswer, BenchOutcome, BenchServer, ServerReply
+from simulator.bench.sessions import SessionAgenda, SessionPrompts, SessionTurn, planned_turns
 from simulator.bench.statistics import BenchResult, BenchTurn, LevelResult
 from simulator.model import TraceRequest
 
 # --- one turn of load -----------------------------------------------------------------------------------------
-# An open loop, whose arrivals do not wait for answers, or a closed loop of callers.
+# An open loop, whose arrivals do not wait for answers, a closed loop of callers, or sessions, whose turns wait for the
+# answers before them.
 #
 # An open loop prepares all requests before it begins, and measures how late it sends each. A sampler measures how late
 # timers fire meanwhile, because a late event loop also reads answers late. Cancelling a turn ends its requests and
@@ -34,6 +37,9 @@ class _Prepared:
     number: int
     request: TraceRequest
     body: Any
+    task: int | None = None
+    token_ids: Sequence[int] = ()  # of the prompt, in sessions
+    reusable_tokens: int = 0
 
 
 async def run_turn(
@@ -44,15 +50,18 @@ async def run_turn(
     *,
     duration_s: float | None = None,
     on_answer: OnAnswer,
+    sessions: Sessions | None = None,
 ) -> BenchTurn:
-    """`duration_s` ends a closed loop: no request begins after it. An interrupted turn is returned, not raised.
+    """`duration_s` ends a closed loop and sessions: no request begins after it. `sessions`: requests follow each other.
+    An interrupted turn is returned, not raised.
 
     Raises ConfigError if the requests are too many to prepare.
     """
     turn = _Turn(server, on_answer)
     numbered = enumerate(requests)
     prepared: list[_Prepared] = []
-    if level.is_open:
+    planned_sessions = planned_turns(requests) if sessions is not None else []
+    if level.is_open and sessions is None:
         planned = list(numbered)
         check_planned([one for _, one in planned])
         for number, one in planned:
@@ -65,7 +74,11 @@ async def run_turn(
     is_interrupted = False
     turn.begin()
     try:
-        if level.concurrency is None:
+        if sessions is not None:
+            made = SessionPrompts(prompts, sessions.block_tokens, planned_sessions)
+            agenda = SessionAgenda(planned_sessions, level.concurrency)
+            await turn.session_loop(agenda, made, sessions.name, duration_s)
+        elif level.concurrency is None:
             await turn.open_loop(prepared)
         else:
             lazily = (_prepare(server, prompts, number, one) for number, one in numbered)
@@ -82,6 +95,12 @@ async def run_turn(
 def _prepare(server: BenchServer, prompts: PromptMaker, number: int, one: TraceRequest) -> _Prepared:
     body = server.prepare(prompts.token_ids(number, one), one.output_tokens)
     return _Prepared(number=number, request=one, body=body)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sessions:
+    block_tokens: int
+    name: str  # before the number of each session, in its id
 
 
 class _Turn:
@@ -122,6 +141,58 @@ class _Turn:
             for task in done:
                 task.result()  # a trace with an invalid row
 
+    async def session_loop(
+        self, agenda: SessionAgenda, prompts: SessionPrompts, name: str, duration_s: float | None
+    ) -> None:
+        """Prompts are built while their sessions pause, where they do."""
+        ready: dict[int, _Prepared] = {}
+        changed = asyncio.Event()  # a turn has ended
+
+        def prepare(turn: SessionTurn) -> _Prepared:
+            token_ids, reusable = prompts.prompt(turn)
+            body = self._server.prepare(token_ids, turn.request.output_tokens, f"{name}-{turn.task}")
+            return _Prepared(
+                number=turn.number,
+                request=turn.request,
+                body=body,
+                task=turn.task,
+                token_ids=token_ids,
+                reusable_tokens=reusable,
+            )
+
+        async def send(turn: SessionTurn, due_s: float, prepared: _Prepared) -> None:
+            reply = await self._one(prepared, due_s)
+            prompts.answered(turn, prepared.token_ids, reply.token_ids)
+            for one in agenda.ended(turn, self._now_s()):
+                ready[one.number] = prepare(one)
+
+        failed: list[BaseException] = []
+
+        def done(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                failed.append(error)
+            changed.set()
+
+        while self._tasks or agenda.next_s is not None:
+            if failed:
+                raise failed[0]
+            due_s = agenda.next_s
+            if due_s is not None and duration_s is not None and max(due_s, self._now_s()) >= duration_s:
+                due_s = None  # it is not sent
+                if not self._tasks:
+                    return
+            wait_s = None if due_s is None else due_s - self._now_s()
+            if due_s is not None and wait_s is not None and wait_s <= 0.0:
+                due_s, turn = agenda.pop()
+                prepared = ready.pop(turn.number, None) or prepare(turn)
+                self._start(send(turn, due_s, prepared)).add_done_callback(done)
+                await asyncio.sleep(0)
+                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await changed.wait()
+            changed.clear()
+
     async def sample_delays(self) -> None:
         while len(self._delays_s) < _MOST_SAMPLES:
             before_s = time.perf_counter()
@@ -142,12 +213,13 @@ class _Turn:
             answers=answers, lasted_s=lasted_s, loop_delays_s=self._delays_s, is_interrupted=is_interrupted
         )
 
-    def _start(self, coroutine: Any) -> None:
-        task = asyncio.create_task(coroutine)
+    def _start(self, coroutine: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
-    async def _one(self, prepared: _Prepared, due_s: float | None) -> None:
+    async def _one(self, prepared: _Prepared, due_s: float | None) -> ServerReply:
         reply = ServerReply(chunk_s=[])
         sent_s = self._now_s()
         try:
@@ -157,6 +229,7 @@ class _Turn:
             self._add(prepared, reply, sent_s, due_s)
             raise
         self._add(prepared, reply, sent_s, due_s)
+        return reply
 
     def _add(self, prepared: _Prepared, reply: ServerReply, sent_s: float, due_s: float | None) -> None:
         request = prepared.request
@@ -177,6 +250,8 @@ class _Turn:
             request_id=reply.request_id,
             prefill_worker=reply.prefill_worker,
             decode_worker=reply.decode_worker,
+            task=prepared.task,
+            reusable_tokens=prepared.reusable_tokens,
         )
         self._answers.append(answer)
         self._on_answer(answer)
@@ -198,6 +273,7 @@ class BenchPlan:
     warm_requests: int = 0  # to each server, before its first turn
     seed: int = 0
     token_ids: tuple[int, int]
+    slo_task_s: float | None = None  # deadline of a session
     reads_predictions: bool = False  # after each turn, of servers that predict
 
 
@@ -217,7 +293,9 @@ class Benchmark:
         self, servers: Sequence[BenchServer], plan: BenchPlan, slo: Slo | None, observer: BenchObserver | None = None
     ) -> None:
         self._servers, self._plan, self._observer = servers, plan, observer or BenchObserver()
-        self.result = BenchResult(servers=[], slo=slo, has_shared_prefixes=plan.load.block_tokens > 0)
+        self.result = BenchResult(
+            servers=[], slo=slo, slo_task_s=plan.slo_task_s, has_shared_prefixes=plan.load.block_tokens > 0
+        )
         self._turn: asyncio.Task[BenchTurn] | None = None
 
     def interrupt(self) -> None:
@@ -251,7 +329,10 @@ class Benchmark:
             await self._one_turn(server, level, requests, "warm-up", is_counted=False)
 
     async def _level(self, level: LoadLevel) -> None:
-        results = [LevelResult(level=level, server=one.name, slo=self.result.slo) for one in self._servers]
+        results = [
+            LevelResult(level=level, server=one.name, slo=self.result.slo, slo_task_s=self.result.slo_task_s)
+            for one in self._servers
+        ]
         for number in range(self._plan.turns):
             for server, found in zip(self._servers, results, strict=True):
                 if self.result.is_interrupted:
@@ -280,6 +361,10 @@ class Benchmark:
             seed=self._plan.seed, turn=label, block_tokens=load.block_tokens, ids=self._plan.token_ids
         )
         on_answer: Callable[[BenchAnswer], None] = self._observer.answered if is_counted else _ignore
+        sessions = None
+        if load.has_sessions and is_counted:
+            name = f"bench-{secrets.token_hex(4)}"  # others than those of earlier turns and benchmarks
+            sessions = Sessions(block_tokens=load.block_tokens, name=name)
         self._turn = asyncio.create_task(
             run_turn(
                 server,
@@ -288,6 +373,7 @@ class Benchmark:
                 prompts,
                 duration_s=load.duration_s,
                 on_answer=on_answer,
+                sessions=sessions,
             )
         )
         try:

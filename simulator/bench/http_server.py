@@ -24,7 +24,7 @@ from pdserve.core.errors import ConfigError, Unauthenticated, Unavailable
 from pdserve.core.json_text import to_json
 from pdserve.core.urls import has_password, hide_password
 from pdserve.wire.status import NO_CONNECTION
-from simulator.bench.load import as_text
+from simulator.bench.load import MAX_ID, as_text
 from simulator.bench.server import BenchAnswer, RequestOptions, ServerReply, most_chunks
 
 # --- server-sent events, and the chunks of OpenAI's API in them -----------------------------------------------
@@ -67,6 +67,7 @@ class StreamChunk:
     output_tokens: int | None = None
     cached_tokens: int | None = None
     error: str | None = None
+    token_ids: Sequence[int] = ()
 
 
 def read_chunk(event: str) -> StreamChunk:
@@ -90,6 +91,7 @@ def read_chunk(event: str) -> StreamChunk:
         output_tokens=_count(counts.get("completion_tokens")),
         cached_tokens=_count(details.get("cached_tokens")) if isinstance(details, dict) else None,
         error=error_message(error) if error is not None else None,
+        token_ids=_token_ids(choice),
     )
 
 
@@ -102,6 +104,12 @@ def _has_tokens(choice: dict[str, Any]) -> bool:
     else:
         has_text, is_role = bool(choice.get("text")), False
     return has_text or bool(choice.get("token_ids")) or (choice.get("finish_reason") is None and not is_role)
+
+
+def _token_ids(choice: dict[str, Any] | None) -> Sequence[int]:
+    found = None if choice is None else choice.get("token_ids")
+    is_valid = isinstance(found, list) and all(type(one) is int and 0 <= one < MAX_ID for one in found)
+    return found if found is not None and is_valid else ()
 
 
 def error_message(error: Any) -> str:
@@ -158,6 +166,8 @@ class HttpServer:
         for header, target_s in (("x-slo-ttft-ms", sampling.slo_ttft_s), ("x-slo-tpot-ms", sampling.slo_tpot_s)):
             if target_s is not None:
                 self._headers[header] = f"{1000.0 * target_s:g}"
+        if sampling.slo_task_s is not None:
+            self._headers["x-slo-task-s"] = f"{sampling.slo_task_s:g}"
         self._sampling, self._endpoint, self._model = sampling, endpoint, model
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
         self._session: aiohttp.ClientSession | None = None
@@ -183,7 +193,7 @@ class HttpServer:
         self._model = self._model or names[0]
         return self._model
 
-    def prepare(self, token_ids: Sequence[int], max_tokens: int) -> bytes:
+    def prepare(self, token_ids: Sequence[int], max_tokens: int, session_id: str = "") -> Any:
         body: dict[str, Any] = {
             "model": self._model,
             "max_tokens": max_tokens,
@@ -193,15 +203,21 @@ class HttpServer:
         }
         if self._sampling.ignore_eos:
             body["ignore_eos"] = True
+        if self._sampling.has_sessions:
+            body["return_token_ids"] = True  # of vLLM
         if self._endpoint == "chat":
             body["messages"] = [{"role": "user", "content": as_text(token_ids)}]
         else:
             body["prompt"] = list(token_ids)
-        return to_json(body).encode()
+        headers = {"content-type": "application/json"}
+        if session_id:
+            headers["x-session-id"] = session_id
+        return to_json(body).encode(), headers, max_tokens
 
     async def send(self, prepared: Any, reply: ServerReply) -> None:
         try:
-            await self._stream(prepared, reply)
+            body, headers, max_tokens = prepared
+            await self._stream(body, headers, max_tokens, reply)
         except BrokenStream as error:
             reply.fail("not a stream of OpenAI's API", str(error))
         except TimeoutError:
@@ -213,9 +229,8 @@ class HttpServer:
                 "no connection" if isinstance(error, aiohttp.ClientConnectorError) else "lost connection", _cause(error)
             )
 
-    async def _stream(self, body: bytes, reply: ServerReply) -> None:
+    async def _stream(self, body: bytes, headers: dict[str, str], max_tokens: int, reply: ServerReply) -> None:
         url = self.address + PATHS[self._endpoint]
-        headers = {"content-type": "application/json"}
         async with self._opened().post(url, data=body, headers=headers) as answer:
             if answer.status != 200:
                 said = _words(await _body_of(answer))
@@ -224,7 +239,7 @@ class HttpServer:
                 else:
                     reply.fail(f"HTTP {answer.status}", said)
                 return
-            most = most_chunks(json.loads(body)["max_tokens"])
+            most = most_chunks(max_tokens)
             reader, is_ended = EventReader(), False
             async for data in answer.content.iter_any():
                 now_s = time.perf_counter()
@@ -238,11 +253,12 @@ class HttpServer:
                         return
                     if chunk.has_tokens:
                         reply.chunk_s.append(now_s)
+                    reply.token_ids += chunk.token_ids
                     is_ended = is_ended or chunk.is_end
                     reply.prompt_tokens = reply.prompt_tokens if chunk.prompt_tokens is None else chunk.prompt_tokens
                     reply.output_tokens = reply.output_tokens if chunk.output_tokens is None else chunk.output_tokens
                     reply.cached_tokens = reply.cached_tokens if chunk.cached_tokens is None else chunk.cached_tokens
-                if len(reply.chunk_s) > most:
+                if max(len(reply.chunk_s), len(reply.token_ids)) > most:
                     reply.fail("too many parts in an answer")
                     return
         if is_ended:

@@ -16,11 +16,12 @@ from typing import Final, final
 
 from pdserve.core.errors import ConfigError
 from simulator.model import Trace, TraceRequest
-from simulator.traces.workloads import BLOCK_TOKENS, Poisson, uniform
+from simulator.traces.workloads import BLOCK_TOKENS, Agents, Poisson, agents, uniform
 
 MAX_REQUESTS: Final = 1_000_000  # of one turn
 MAX_PROMPT_TOKENS: Final = 200_000_000  # of one open-loop turn, whose prompts are prepared before it begins
 MAX_CONCURRENCY: Final = 65_536
+MAX_SESSIONS: Final = 100_000
 _ENDLESS_S: Final = 1e9
 
 
@@ -76,17 +77,40 @@ class SyntheticLoad:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AgentLoad:
+    """The simulator's workload of coding agents, with the same sessions at every rate."""
+
+    num_sessions: int | None  # of each turn of a level; None: endless
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError."""
+        if self.num_sessions is not None and not 1 <= self.num_sessions <= MAX_SESSIONS:
+            raise ConfigError("sessions", self.num_sessions, f"1 to {MAX_SESSIONS}")
+
+    @property
+    def trace(self) -> Agents:
+        """About one turn per second."""
+        most = math.inf if self.num_sessions is None else self.num_sessions
+        return replace(agents(rate_rps=1.0, duration_s=_ENDLESS_S, seed=self.seed), most_sessions=most)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
     """The requests of every turn of a level. At least one of `num_requests` and `duration_s` bounds a synthetic
     load."""
 
-    source: SyntheticLoad | Trace
+    source: SyntheticLoad | AgentLoad | Trace
     num_requests: int | None
     duration_s: float | None
     length_scale: float = 1.0  # of prompts and answers of a trace
+    speed: float = 1.0  # of arrivals and pauses of a trace
+    has_sessions: bool = False  # turns follow the ends of others
 
     def __post_init__(self) -> None:
         """Raises ConfigError."""
+        if not 1e-3 <= self.speed <= 1e6:
+            raise ConfigError("speed", self.speed, "0.001 to 1000000")
         if self.num_requests is not None and not 1 <= self.num_requests <= MAX_REQUESTS:
             raise ConfigError("requests", self.num_requests, f"1 to {MAX_REQUESTS}")
         if self.duration_s is not None and not 0.0 < self.duration_s <= _ENDLESS_S:
@@ -95,11 +119,19 @@ class LoadPlan:
             raise ConfigError("length-scale", self.length_scale, "a number above 0, at most 1000")
 
     @property
+    def num_planned(self) -> int | None:
+        """Requests of a turn; None if they are not known before it."""
+        if not isinstance(self.source, AgentLoad) or self.source.num_sessions is None:
+            return self.num_requests
+        return sum(1 for _ in islice(self.source.trace, self.num_requests))
+
+    @property
     def block_tokens(self) -> int:
         """Prompt tokens per block id; 0 without ids."""
         if isinstance(self.source, SyntheticLoad):
             return self.source.prefix_tokens
-        return round(self.source.block_tokens * self.length_scale) if self.source.block_tokens else 0
+        trace = self.source.trace if isinstance(self.source, AgentLoad) else self.source
+        return max(1, round(trace.block_tokens * self.length_scale)) if trace.block_tokens else 0
 
     def requests(self, level: LoadLevel) -> Iterator[TraceRequest]:
         """In order of arrival. A closed loop ignores the arrival times, and may be endless where a duration ends it.
@@ -109,19 +141,23 @@ class LoadPlan:
             is_timed = level.is_open and self.duration_s is not None
             span_s = self.duration_s if is_timed and self.duration_s is not None else _ENDLESS_S
             return islice(self.source.trace(level.rate_rps or 1.0, span_s), most)
-        scaled = (self._scaled(one) for one in islice(self.source, most))
+        trace = self.source.trace if isinstance(self.source, AgentLoad) else self.source
+        scaled = (self._scaled(one) for one in islice(trace, most))
         if level.rate_rps is not None:
-            factor = level.rate_rps / mean_rate_rps(islice(self.source, most))
+            is_unscaled = isinstance(self.source, AgentLoad)
+            factor = level.rate_rps / (1.0 if is_unscaled else mean_rate_rps(islice(trace, most)))
             scaled = (replace(one, arrival_s=one.arrival_s / factor) for one in scaled)
         if level.is_open and self.duration_s is not None:
             return _until(scaled, self.duration_s)
         return scaled
 
     def _scaled(self, one: TraceRequest) -> TraceRequest:
-        if self.length_scale == 1.0:
+        if self.length_scale == self.speed == 1.0:
             return one
         return replace(
             one,
+            arrival_s=one.arrival_s / self.speed,
+            pause_s=one.pause_s / self.speed,
             prompt_tokens=max(1, round(one.prompt_tokens * self.length_scale)),
             output_tokens=max(1, round(one.output_tokens * self.length_scale)),
         )

@@ -31,7 +31,15 @@ from pdserve.plot.drawing import caption as caption_html
 from pdserve.plot.drawing import colour as shade_of
 from simulator.bench.load import LoadLevel
 from simulator.bench.server import BenchAnswer, BenchOutcome
-from simulator.bench.statistics import SHARES, BenchResult, BenchSummary, Distribution, LevelResult, Ratio
+from simulator.bench.statistics import (
+    SHARES,
+    BenchResult,
+    BenchSummary,
+    Distribution,
+    LevelResult,
+    Ratio,
+    TaskSummary,
+)
 from simulator.report.comparison import count, seconds, table
 from simulator.report.time_charts import TimedRequests, frontier_panel, prediction_panel
 
@@ -47,11 +55,33 @@ def render_bench(result: BenchResult) -> str:
     if result.slo is not None:
         lines.append(f"targets: {slo_text(result)}")
     lines += ["", table([head, *(_row(one, has_slo=has_slo) for one in result.levels)])]
+    lines += _tasks_text(result)
     for level in result.shown_levels:
         if ratios := result.ratios(level):
             lines += ["", f"{level.label}: {comparison_title(result)}", table([*map(_ratio_row, ratios)])]
     lines += _notes(result)
     return "\n".join(lines)
+
+
+_TASK_HEAD = ("LOAD", "SERVER", "TASKS", "OK", "TASK p50", "p90", "SERVED p50", "p90", "REUSABLE", "REUSED")
+
+
+def _tasks_text(result: BenchResult) -> list[str]:
+    """A table of sessions, if the load has them."""
+    rows = []
+    for level in result.levels:
+        if (found := level.summary.tasks) is None:
+            continue
+        p90 = SHARES.index(0.9)
+        times_s = [at_s for one in (found.task_s, found.served_s) for at_s in (one.median, one.shares[p90])]
+        cells = (level.level.label, level.server, str(found.tasks), str(found.completed), *map(_time_text, times_s))
+        cells += (f"{found.reusable_tokens} tokens", f"{found.reused_share:.1%}")
+        rows.append(cells if found.attainment is None else (*cells, f"{found.attainment:.1%}"))
+    if not rows:
+        return []
+    deadline_s = result.slo_task_s
+    head = _TASK_HEAD if deadline_s is None else (*_TASK_HEAD, f"WITHIN {seconds(deadline_s)}")
+    return ["", table([head, *rows])]
 
 
 def slo_text(result: BenchResult) -> str:
@@ -176,6 +206,7 @@ def vllm_fields(one: BenchSummary) -> dict[str, Any]:
 
 def own_fields(one: BenchSummary) -> dict[str, Any]:
     return {
+        **({} if one.tasks is None else _task_fields(one.tasks)),
         "requests": one.requests,
         "total_cached_tokens": one.total_cached_tokens,
         "slo_attainment": one.attainment,
@@ -187,6 +218,21 @@ def own_fields(one: BenchSummary) -> dict[str, Any]:
         "server_mean_ttft_ms": 1000.0 * one.server_ttft_s.mean,
         "server_mean_tpot_ms": 1000.0 * one.server_tpot_s.mean,
     }
+
+
+def _task_fields(one: TaskSummary) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "tasks": one.tasks,
+        "tasks_completed": one.completed,
+        "task_attainment": one.attainment,
+        "total_reusable_tokens": one.reusable_tokens,
+        "total_reused_tokens": one.reused_tokens,
+    }
+    for name, values in (("task", one.task_s), ("task_served", one.served_s)):
+        found[f"mean_{name}_s"] = values.mean
+        for share, value in zip(SHARES, values.shares, strict=True):
+            found[f"p{100 * share:g}_{name}_s"] = value
+    return found
 
 
 def ratio_fields(ratios: list[Ratio]) -> dict[str, Any]:

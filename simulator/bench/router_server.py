@@ -47,6 +47,8 @@ class GrpcServer:
         targets = {"ttft_s": sampling.slo_ttft_s, "tpot_s": sampling.slo_tpot_s}
         if given := {name: value for name, value in targets.items() if value is not None}:
             options["slo"] = given
+        if sampling.slo_task_s is not None:
+            options["slo_task_s"] = sampling.slo_task_s
         self._options = options
 
     async def connect(self) -> str:
@@ -55,23 +57,25 @@ class GrpcServer:
             raise ConfigError("model", self._model, f"the model that {self.address} serves: {name}")
         return name
 
-    def prepare(self, token_ids: Sequence[int], max_tokens: int) -> Any:
-        return list(token_ids), max_tokens
+    def prepare(self, token_ids: Sequence[int], max_tokens: int, session_id: str = "") -> Any:
+        options: Options = {**self._options, "max_tokens": max_tokens}
+        if session_id:
+            options["session_id"] = session_id
+        return list(token_ids), options
 
     async def send(self, prepared: Any, reply: ServerReply) -> None:
-        token_ids, max_tokens = prepared
+        token_ids, options = prepared
         client = self._clients[self._next % CHANNELS]
         self._next += 1
-        most, count = most_chunks(max_tokens), 0
-        options: Options = {**self._options, "max_tokens": max_tokens}
+        most = most_chunks(options["max_tokens"])
         try:
             async with client.stream(token_ids, **options) as stream:
                 async for piece in stream:
                     now_s = time.perf_counter()
                     if piece.token_ids:
                         reply.chunk_s.append(now_s)
-                        count += len(piece.token_ids)
-                    if len(reply.chunk_s) > most:
+                        reply.token_ids += piece.token_ids
+                    if max(len(reply.chunk_s), len(reply.token_ids)) > most:
                         reply.fail("too many parts in an answer")
                         return
                 done = stream.completion
@@ -82,7 +86,7 @@ class GrpcServer:
         except PdserveError as error:
             reply.fail(f"gRPC {error.reason}", error.message)
         else:
-            reply.prompt_tokens, reply.output_tokens = done.usage.prompt_tokens, count
+            reply.prompt_tokens, reply.output_tokens = done.usage.prompt_tokens, len(reply.token_ids)
             reply.cached_tokens = done.usage.cached_prompt_tokens
             reply.server_ttft_s, reply.server_tpot_s = done.timings.ttft_s, done.timings.tpot_s
             reply.request_id = done.request_id

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
@@ -42,6 +42,8 @@ class BenchAnswer:
     decode_worker: str = ""
     predicted_ttft_s: float | None = None  # at placement; only if the benchmark read it afterwards
     predicted_tpot_s: float | None = None
+    task: int | None = None  # number of the first turn of its session; None: it has none
+    reusable_tokens: int = 0  # of its prompt, that an earlier prompt or answer of the turn had; only of sessions
 
     @property
     def ttft_s(self) -> float:
@@ -92,6 +94,8 @@ class RequestOptions:
     ignore_eos: bool = True
     slo_ttft_s: float | None = None  # part of the request, for servers that schedule by targets
     slo_tpot_s: float | None = None
+    slo_task_s: float | None = None  # of a session
+    has_sessions: bool = False  # answers are asked for their token ids, which the next prompts repeat
 
 
 @dataclass(slots=True, kw_only=True)
@@ -103,6 +107,7 @@ class ServerReply:
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     cached_tokens: int | None = None
+    token_ids: list[int] = field(default_factory=list)  # as far as the server names them
     error: str = ""
     detail: str = ""
     server_ttft_s: float | None = None
@@ -133,7 +138,7 @@ class BenchServer(Protocol):
         """The name of the model. Raises PdserveError if no server answers there, or it has another model."""
         ...
 
-    def prepare(self, token_ids: Sequence[int], max_tokens: int) -> Any:
+    def prepare(self, token_ids: Sequence[int], max_tokens: int, session_id: str = "") -> Any:
         """The request in the form in which it is sent. Called before it is due."""
         ...
 

@@ -53,6 +53,27 @@ class BenchTurn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSummary:
+    """Sessions with all of their turns that were sent. Times are of those whose turns all completed."""
+
+    tasks: int
+    completed: int
+    met: int | None  # completed within their deadline; None without one
+    task_s: Distribution  # from the time when the first turn was due to the last token
+    served_s: Distribution  # the same without the pauses between turns
+    reusable_tokens: int  # of prompts, that an earlier prompt or answer had
+    reused_tokens: int  # those of them that the server found in a cache
+
+    @property
+    def attainment(self) -> float | None:
+        return None if self.met is None else self.met / self.tasks if self.tasks else 0.0
+
+    @property
+    def reused_share(self) -> float:
+        return self.reused_tokens / self.reusable_tokens if self.reusable_tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BenchSummary:
     requests: int  # without interrupted ones
     completed: int
@@ -74,6 +95,7 @@ class BenchSummary:
     loop_delay_s: Distribution
     server_ttft_s: Distribution  # of requests with the server's own timings
     server_tpot_s: Distribution
+    tasks: TaskSummary | None = None  # of a load of sessions
     rejection: str = ""  # an example of the server's words for a rejection
     details: dict[str, str] = field(default_factory=dict)  # an example of the server's words for each error
 
@@ -98,7 +120,7 @@ class BenchSummary:
         return any(one.of > 0 and one.p99 > bar_s for one in (self.send_lag_s, self.loop_delay_s))
 
 
-def summarise_bench(turns: Sequence[BenchTurn], slo: Slo | None) -> BenchSummary:
+def summarise_bench(turns: Sequence[BenchTurn], slo: Slo | None, slo_task_s: float | None = None) -> BenchSummary:
     """The figures of all turns of one server at one load."""
     counted = [one for turn in turns for one in turn.answers if one.outcome is not BenchOutcome.INTERRUPTED]
     done = [one for one in counted if one.outcome is BenchOutcome.COMPLETED]
@@ -108,6 +130,7 @@ def summarise_bench(turns: Sequence[BenchTurn], slo: Slo | None) -> BenchSummary
         requests=len(counted),
         completed=len(done),
         rejected=len(rejected),
+        tasks=_summarise_tasks(turns, slo_task_s),
         rejection=next((one.detail for one in rejected if one.detail), ""),
         failed=len(failed),
         errors=dict(Counter(one.error for one in failed).most_common()),
@@ -129,6 +152,30 @@ def summarise_bench(turns: Sequence[BenchTurn], slo: Slo | None) -> BenchSummary
         server_tpot_s=distribution(
             one.server_tpot_s for one in done if one.server_tpot_s is not None and one.output_tokens > 1
         ),
+    )
+
+
+def _summarise_tasks(turns: Sequence[BenchTurn], slo_task_s: float | None) -> TaskSummary | None:
+    tasks: dict[tuple[int, int], list[BenchAnswer]] = {}
+    for number, turn in enumerate(turns):
+        for one in turn.answers:
+            if one.task is not None:
+                tasks.setdefault((number, one.task), []).append(one)
+    if not tasks:
+        return None
+    # The answers of a turn that was interrupted belong to tasks without an end.
+    counted = [held for held in tasks.values() if all(one.outcome is not BenchOutcome.INTERRUPTED for one in held)]
+    done = [held for held in counted if all(one.outcome is BenchOutcome.COMPLETED for one in held)]
+    lasted_s = [max(one.ended_s for one in held) - min(one.due_s for one in held) for held in done]
+    completed = [one for held in tasks.values() for one in held if one.outcome is BenchOutcome.COMPLETED]
+    return TaskSummary(
+        tasks=len(counted),
+        completed=len(done),
+        met=None if slo_task_s is None else sum(one <= slo_task_s for one in lasted_s),
+        task_s=distribution(lasted_s),
+        served_s=distribution(math.fsum(one.ended_s - one.due_s for one in held) for held in done),
+        reusable_tokens=sum(one.reusable_tokens for one in completed),
+        reused_tokens=sum(min(one.cached_tokens, one.reusable_tokens) for one in completed),
     )
 
 
@@ -260,10 +307,11 @@ class LevelResult:
     server: str
     turns: list[BenchTurn] = field(default_factory=list)
     slo: Slo | None = None
+    slo_task_s: float | None = None
 
     @property
     def summary(self) -> BenchSummary:
-        return summarise_bench(self.turns, self.slo)
+        return summarise_bench(self.turns, self.slo, self.slo_task_s)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -271,6 +319,7 @@ class BenchResult:
     servers: list[tuple[str, str, str]]  # name, address, model
     slo: Slo | None
     levels: list[LevelResult] = field(default_factory=list)
+    slo_task_s: float | None = None
     is_interrupted: bool = False
     has_shared_prefixes: bool = False  # the load has; otherwise no prompt should be found in a prefix cache
 

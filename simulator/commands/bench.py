@@ -71,10 +71,26 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--prefix-tokens", type=int, default=0, metavar="N", help="tokens that prompts share (0)")
     load.add_argument("--prefixes", type=int, default=8, metavar="N", help="number of different shared prefixes (8)")
     load.add_argument(
-        "--trace", metavar="FILE", help=f"replay the lengths and arrival times of a trace: {FORMAT_NAMES}"
+        "--trace",
+        "--replay",
+        metavar="FILE",
+        help=f"replay the lengths and arrival times of a trace, and sessions turn by turn: {FORMAT_NAMES}",
     )
     load.add_argument(
-        "--length-scale", type=float, default=1.0, metavar="X", help="multiply the trace's lengths by X (1)"
+        "--workload",
+        choices=["agents"],
+        help="sessions of coding agents, as in `simulate`; --rate is of turns, --concurrency of sessions",
+    )
+    load.add_argument("--sessions", type=int, metavar="N", help="sessions of each turn of --workload (8)")
+    load.add_argument(
+        "--speed", type=float, default=1.0, metavar="X", help="arrivals and pauses pass X times faster (1)"
+    )
+    load.add_argument(
+        "--length-scale",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="multiply the lengths of the trace by X (1)",
     )
     load.add_argument("--jitter", action="store_true", help="spread arrival times that the trace rounded")
     load.add_argument("--temperature", type=float, default=1.0, metavar="X", help="sampling temperature (1)")
@@ -95,6 +111,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     goal = parser.add_argument_group("targets, for goodput; sent along with each request")
     goal.add_argument("--slo-ttft", "--ttft", type=float, metavar="S", help="TTFT target in seconds")
     goal.add_argument("--slo-tpot", "--tpot", type=float, metavar="S", help="TPOT target in seconds")
+    goal.add_argument("--slo-task", "--slo-task-s", type=float, metavar="S", help="deadline of a session in seconds")
     shown = parser.add_argument_group("output")
     shown.add_argument("--json", action="store_true", help="print one JSON object, with the field names of vLLM")
     shown.add_argument("--rows", metavar="FILE", help="write one JSON line per request to FILE")

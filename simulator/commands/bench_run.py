@@ -14,6 +14,7 @@ from typing import Any, Final, final
 
 from pdserve.client.target_flags import ssl_context, tls_of
 from pdserve.config import TOKEN_ENV, from_env
+from pdserve.core.durations import DAY_S
 from pdserve.core.errors import ConfigError
 from pdserve.core.json_text import to_json
 from pdserve.core.types import Slo
@@ -22,7 +23,7 @@ from pdserve.plot.drawing import figure_svg
 from pdserve.plot_flag import check_plot, origin, write_plot
 from pdserve.progress import ProgressLine
 from simulator.bench.benchmark import Benchmark, BenchObserver, BenchPlan
-from simulator.bench.load import DEFAULT_IDS, LoadLevel, LoadPlan, SyntheticLoad
+from simulator.bench.load import DEFAULT_IDS, AgentLoad, LoadLevel, LoadPlan, SyntheticLoad
 from simulator.bench.report import (
     NO_TARGET_S,
     bench_figure,
@@ -79,6 +80,7 @@ class BenchProgress(BenchObserver):
 
 _CONCURRENCY: Final = 4
 _REQUESTS: Final = 100
+_SESSIONS: Final = 8
 _TURNS: Final = 4  # with a second server
 _MAX_TURNS: Final = 1000
 _SYNTHETIC: Final = (("input_tokens", (128, 512)), ("output_tokens", (32, 128)))
@@ -90,9 +92,9 @@ def run(args: argparse.Namespace) -> int:
     plan = make_plan(args)
     check_writable(args.rows)
     check_plot(args)
-    servers = _servers(args, slo)
+    servers = _servers(args, has_sessions=plan.load.has_sessions)
     with ProgressLine("connecting") as line:
-        progress = BenchProgress(line, total=plan.load.num_requests, duration_s=plan.load.duration_s)
+        progress = BenchProgress(line, total=plan.load.num_planned, duration_s=plan.load.duration_s)
         result = asyncio.run(_run(Benchmark(servers, plan, slo, progress)))
     if args.rows:
         Path(args.rows).write_text("".join(to_json(row) + "\n" for row in rows_of(result)), encoding="utf-8")
@@ -118,16 +120,26 @@ def make_plan(args: argparse.Namespace) -> BenchPlan:
         raise ConfigError("turns", turns, f"1 to {_MAX_TURNS}")
     source = _source(args)
     is_synthetic = isinstance(source, SyntheticLoad)
+    is_agents = isinstance(source, AgentLoad)
+    has_sessions = is_agents or (isinstance(source, FileTrace) and source.format.has_sessions)
+    _check_sessions(args, has_sessions=has_sessions, is_agents=is_agents)
     requests = args.requests
     if requests is None and args.duration is None and is_synthetic:
         requests = _REQUESTS
     if args.rate:
         levels = [LoadLevel(rate_rps=rate) for rate in args.rate]
-    elif args.concurrency or is_synthetic:
+    elif args.concurrency or is_synthetic or is_agents:
         levels = [LoadLevel(concurrency=one) for one in args.concurrency or [_CONCURRENCY]]
     else:
         levels = [LoadLevel()]
-    load = LoadPlan(source=source, num_requests=requests, duration_s=args.duration, length_scale=args.length_scale)
+    load = LoadPlan(
+        source=source,
+        num_requests=requests,
+        duration_s=args.duration,
+        length_scale=args.length_scale,
+        speed=args.speed,
+        has_sessions=has_sessions,
+    )
     next(load.requests(levels[0]), None)  # reports an invalid length or trace before anything is sent
     return BenchPlan(
         load=load,
@@ -136,11 +148,32 @@ def make_plan(args: argparse.Namespace) -> BenchPlan:
         warm_requests=args.warmup,
         seed=args.seed,
         token_ids=args.token_ids or DEFAULT_IDS,
+        slo_task_s=args.slo_task,
         reads_predictions=bool(args.plot or args.rows),
     )
 
 
-def _source(args: argparse.Namespace) -> SyntheticLoad | Trace:
+def _check_sessions(args: argparse.Namespace, *, has_sessions: bool, is_agents: bool) -> None:
+    """Raises ConfigError about a flag that this load does not have."""
+    if args.sessions is not None and not is_agents:
+        raise ConfigError("sessions", args.sessions, "--workload agents beside it")
+    if args.slo_task is not None:
+        if not has_sessions:
+            raise ConfigError("slo-task", args.slo_task, "--workload agents or a trace of sessions beside it")
+        if not 0.0 < args.slo_task <= DAY_S:
+            raise ConfigError("slo-task", args.slo_task, f"seconds above 0, at most {DAY_S:g}")
+    if has_sessions and not is_agents and args.rate:
+        raise ConfigError("rate", "a trace of sessions", "--speed, which also shortens pauses, or --concurrency")
+
+
+def _source(args: argparse.Namespace) -> SyntheticLoad | AgentLoad | Trace:
+    if args.workload:
+        others = (*(name for name, _ in _SYNTHETIC), "prefix_tokens", "trace", "jitter")
+        if given := next((name for name in others if getattr(args, name)), None):
+            raise ConfigError(given.replace("_", "-"), "a value", f"no --workload {args.workload} beside it")
+        is_bounded = args.requests or (args.duration and args.rate)
+        sessions = args.sessions if args.sessions is not None or is_bounded else _SESSIONS
+        return AgentLoad(num_sessions=sessions, seed=args.seed)
     if args.trace:
         for flag, value in (
             *((name, getattr(args, name)) for name, _ in _SYNTHETIC),
@@ -154,8 +187,8 @@ def _source(args: argparse.Namespace) -> SyntheticLoad | Trace:
         if not file.quantum_s:
             raise ConfigError("jitter", file.name, "a trace whose timestamps are rounded")
         return Reshaped(file, jittered(args.seed, file.quantum_s))
-    if args.jitter or args.length_scale != 1.0:
-        raise ConfigError("jitter and length-scale", "no trace", "a --trace that they change")
+    if args.jitter or args.length_scale != 1.0 or args.speed != 1.0:
+        raise ConfigError("jitter, length-scale and speed", "no trace", "a --trace or a --workload that they change")
     if args.prefix_tokens < 0 or args.prefixes < 1:
         raise ConfigError(
             "prefix-tokens", f"{args.prefix_tokens} in {args.prefixes} prefixes", "at least 0, and 1 prefix"
@@ -174,12 +207,14 @@ def _slo(args: argparse.Namespace) -> Slo | None:
     return Slo(**{name: NO_TARGET_S if value is None else value for name, value in given.items()})
 
 
-def _servers(args: argparse.Namespace, slo: Slo | None) -> list[BenchServer]:
+def _servers(args: argparse.Namespace, *, has_sessions: bool) -> list[BenchServer]:
     sampling = RequestOptions(
         temperature=args.temperature,
         ignore_eos=not args.stop_at_eos,
         slo_ttft_s=args.slo_ttft,
         slo_tpot_s=args.slo_tpot,
+        slo_task_s=args.slo_task,
+        has_sessions=has_sessions,
     )
     token = from_env(TOKEN_ENV) or None
     first_name = args.name or "pdserve"
@@ -290,7 +325,10 @@ def rows_of(result: BenchResult) -> Iterator[dict[str, Any]]:
                     "due_s": answer.due_s,
                     "sent_s": answer.sent_s,
                     "ended_s": answer.ended_s,
+                    "session": answer.task,
                     "input_tokens": answer.prompt_tokens,
+                    "cached_tokens": answer.cached_tokens,
+                    "reusable_tokens": answer.reusable_tokens,
                     "output_tokens": answer.output_tokens,
                     "ttft_s": answer.ttft_s if is_done else None,
                     "tpot_s": answer.tpot_s if is_done else None,

@@ -24,7 +24,7 @@ RULE_NAMES: Final = (
     "shortest, deadline-drop, transfer-price, prefix-value"
 )
 WORKLOAD_NAMES: Final = "chat, long-tail, bursts, agents, short"
-FORMAT_NAMES: Final = "Mooncake JSONL, Azure CSV, pdserve recording"
+FORMAT_NAMES: Final = "sessions JSONL, Claude Code JSONL, Mooncake JSONL, Azure CSV, pdserve recording"
 
 
 _OR_DEMO: Final = ", or those of the demonstration"

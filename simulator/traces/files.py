@@ -20,6 +20,13 @@ from pdserve.bounded_file import opened
 from pdserve.core.errors import ConfigError
 from simulator.model import NumberedLine, TraceError, TraceRequest
 from simulator.traces.recorded import RecordedCluster, block_tokens, is_recording, read_cluster, read_recording
+from simulator.traces.sessions import (
+    SESSION_BLOCK_TOKENS,
+    is_claude_code,
+    is_sessions,
+    read_claude_code,
+    read_sessions,
+)
 
 # --- rows of published traces ---------------------------------------------------------------------------------
 # Mooncake JSONL: `timestamp` (ms), `input_length`, `output_length`, `hash_ids` (one per 512 prompt tokens).
@@ -183,9 +190,25 @@ class Format:
     find_block_tokens: Callable[[Iterable[NumberedLine], str], int] | None = None  # if each file has its own
     read_cluster: Callable[[Iterable[NumberedLine], str], RecordedCluster] | None = None
     quantum_s: float = 0.0  # step to which arrivals are rounded; 0: not rounded
+    has_sessions: bool = False  # turns follow each other
 
 
+#: Mooncake's `timestamp` is a name of Claude Code's rows too, so those are recognised first.
 FORMATS: Final = (
+    Format(
+        name="sessions JSONL",
+        recognises=is_sessions,
+        read=read_sessions,
+        block_tokens=SESSION_BLOCK_TOKENS,
+        has_sessions=True,
+    ),
+    Format(
+        name="Claude Code JSONL",
+        recognises=is_claude_code,
+        read=read_claude_code,
+        block_tokens=SESSION_BLOCK_TOKENS,
+        has_sessions=True,
+    ),
     Format(
         name="Mooncake JSONL",
         recognises=is_mooncake,

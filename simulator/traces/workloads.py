@@ -188,6 +188,7 @@ class Agents:
     subagent_share: float = 0.44  # of the sessions
     num_prefixes: int = 3
     longest_prompt: int = LONGEST_PROMPT  # a session that would exceed it ends
+    most_sessions: float = math.inf
     seed: int = 0
     name: str = "built-in agents"
     block_tokens: int = BLOCK_TOKENS
@@ -207,10 +208,15 @@ class Agents:
         shared = [list(islice(ids, self.prefix // self.block_tokens)) for _ in range(self.num_prefixes)]
         session_rate = self.rate_rps / self.mean_turns
         coming: list[tuple[float, int, _Agent]] = []  # heap: arrival, a number to break ties, agent
-        order, number = count(), 0
+        order, number, sessions = count(), 0, 0
         session_s = rng.expovariate(session_rate)
         while True:
-            while session_s < self.duration_s and (not coming or session_s <= coming[0][0]):
+            while (
+                session_s < self.duration_s
+                and sessions < self.most_sessions
+                and (not coming or session_s <= coming[0][0])
+            ):
+                sessions += 1
                 heapq.heappush(coming, (session_s, next(order), self._session(rng, rng.choice(shared))))
                 session_s += rng.expovariate(session_rate)
             if not coming:
@@ -333,7 +339,7 @@ def bursts(*, rate_rps: float, duration_s: float, seed: int = 0) -> Trace:
     )
 
 
-def agents(*, rate_rps: float, duration_s: float, seed: int = 0) -> Trace:
+def agents(*, rate_rps: float, duration_s: float, seed: int = 0) -> Agents:
     """A quarter of the published lengths, for models with contexts of 131,072 tokens."""
     return coding_agents(rate_rps=rate_rps, duration_s=duration_s, seed=seed, scale=0.25)
 

@@ -66,7 +66,7 @@ class ScriptedServer:
     async def connect(self) -> str:
         return "model"
 
-    def prepare(self, token_ids: Sequence[int], max_tokens: int) -> Any:
+    def prepare(self, token_ids: Sequence[int], max_tokens: int, session_id: str = "") -> Any:
         self.prompts.append((tuple(token_ids), max_tokens))
         return None
 

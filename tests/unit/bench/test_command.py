@@ -116,7 +116,7 @@ def test_ctrl_c_ends_with_a_report(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         await asyncio.sleep(0)  # a real server answers through the event loop
         await complete(number, reply)
 
-    monkeypatch.setattr(bench_run, "_servers", lambda args, slo: [ScriptedServer(script, "pdserve")])
+    monkeypatch.setattr(bench_run, "_servers", lambda *_, **__: [ScriptedServer(script, "pdserve")])
     status, out, _ = bench(capsys, "--concurrency", "1", "--duration", "3600", "--warmup", "0")
     assert status == bench_run.INTERRUPTED
     assert "interrupted" in out
