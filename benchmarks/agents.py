@@ -8,14 +8,18 @@ Of a prompt, the leading full blocks that an earlier prompt had are *reusable*; 
 compute. Bars: at least 97 % of the reusable tokens served, and the 90th percentile of a request's time per output token
 2.5 times better with tiers. `python -m benchmarks.tiers` shows the same on a live cluster.
 
-With `--choice`, it compares the choice between loading and computing with fixed rules (benchmarks/choice.py).
+With `--choice`, it compares the choice between loading and computing with fixed rules (benchmarks/choice.py). With
+`--tasks`, it compares deadlines of whole tasks with ordinary targets.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import random
 import statistics
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -23,6 +27,7 @@ from benchmarks.choice import report
 from benchmarks.harness import table
 from pdserve.core.types import Slo
 from pdserve.profiles import load_profile
+from router.state.interface import RouterSettings
 from simulator.cluster.world import simulate
 from simulator.model import SimConfig, SimResult, TraceRequest
 from simulator.search.layouts import make_workers
@@ -93,6 +98,68 @@ def run(trace: Agents, requests: Sequence[TraceRequest], config: SimConfig) -> F
     return figures(simulate(trace, config), requests, trace.block_tokens)
 
 
+# --- tasks ----------------------------------------------------------------------------------------------------
+
+TASK_SLO: Final = Slo(ttft_s=1.0, tpot_s=0.03)
+DEADLINES: Final = (1.0, 2.0, 4.0)  # of the tasks, in times of pauses and answers that just meet the ordinary targets
+
+
+@dataclass(frozen=True, slots=True)
+class _Tasks:
+    requests: Sequence[TraceRequest]
+    block_tokens: int
+    name: str = "tasks"
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        return iter(self.requests)
+
+
+def report_tasks(seed: int) -> None:
+    """Sessions without subagents on one GPU. A task attains its deadline if all of its turns are served, the last one
+    in time; its client does not repeat a rejected turn."""
+    rows = []
+    for rate_rps in (4.0, 8.0):
+        trace = replace(
+            coding_agents(rate_rps=rate_rps, duration_s=60.0, seed=seed, scale=0.25),
+            subagent_share=0.0,
+            away_share=0.0,
+            mean_turns=16.0,
+            pause_s=1.0,
+            pause_spread=0.5,
+        )
+        requests = list(trace)
+        roots: list[int] = []
+        needed_s: dict[int, float] = defaultdict(float)
+        for number, one in enumerate(requests):
+            roots.append(number if one.follows is None else roots[one.follows])
+            needed_s[roots[-1]] += one.pause_s + TASK_SLO.ttft_s + TASK_SLO.tpot_s * one.output_tokens
+        rng = random.Random(seed)
+        deadline_s = {root: value * rng.choice(DEADLINES) for root, value in needed_s.items()}
+        tasks = [replace(one, slo_task_s=deadline_s[root]) for root, one in zip(roots, requests, strict=True)]
+        for rules_off in ((), ("rejection",)):
+            found = []
+            for sent in (requests, tasks):
+                config = SimConfig(
+                    workers=make_workers(load_profile(PROFILE), 0, 1),
+                    slo=TASK_SLO,
+                    block_size=BLOCK_SIZE,
+                    seed=seed,
+                    router=RouterSettings(rules_off=rules_off),
+                )
+                result = simulate(_Tasks(sent, trace.block_tokens), config)
+                served = Counter(roots[one.number] for one in result.requests if one.ended_s is not None and one.tokens)
+                ends_s = {roots[one.number]: one.ended_s or math.inf for one in result.requests}
+                begins_s = {one.number: one.arrival_s for one in result.requests}
+                attained = sum(
+                    served[root] == turns and ends_s[root] - begins_s[root] <= deadline_s[root]
+                    for root, turns in Counter(roots).items()
+                )
+                found += [f"{attained} of {len(deadline_s)}", f"{sum(served.values())} of {len(requests)}"]
+            rows.append([f"{rate_rps:g}/s", "no" if rules_off else "yes", *found])
+    head = ["turns", "rejects", "targets: tasks in time", "turns served", "deadlines: tasks in time", "turns served"]
+    print(table([head, *rows]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=1)
@@ -104,8 +171,12 @@ def main() -> None:
     parser.add_argument("--times", type=float, default=4.0, help="working set, in pools")
     parser.add_argument("--seed", type=int, default=100)
     parser.add_argument("--choice", action="store_true", help="compare load rules, over mixes of tiers and loads")
+    parser.add_argument("--tasks", action="store_true", help="compare deadlines of tasks with ordinary targets")
     parser.add_argument("--requests", type=int, default=100, help="of each run with --choice")
     arguments = parser.parse_args()
+    if arguments.tasks:
+        report_tasks(arguments.seed)
+        return
     if arguments.choice:
         report(arguments.requests, arguments.seed)
         return
