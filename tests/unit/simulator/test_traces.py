@@ -154,7 +154,7 @@ def test_a_file_without_requests_is_an_error(tmp_path: Path, lines: tuple[str, .
 
 
 def test_a_file_of_no_known_format_lists_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="one of Mooncake JSONL, Azure CSV"):
+    with pytest.raises(TraceError, match=r"one of sessions JSONL, .*Mooncake JSONL, Azure CSV"):
         FileTrace(written(tmp_path, "time,in,out", "1,2,3"))
 
 
