@@ -51,16 +51,12 @@ def responses_call(
     history: Sequence[dict[str, Any]] = (),
     stored: Mapping[str, Any] | None = None,
 ) -> SdkCall:
-    """`history`: the items of stored responses before the input. `stored`: what the answer says about storing. Raises
+    """`history`: the stored items before the input. `stored`: what the answer says about storing. Raises
     InvalidRequest and UnknownModel."""
     check_model(given.get("model"), model)
     request = validated(ResponsesRequest, supported("responses", given))
-    begin = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
-    for item in history:
-        _add(begin, "previous_response_id", {name: value for name, value in item.items() if value is not None})
-    messages, places = _messages(begin, request.input)
-    if request.instructions is not None:
-        places["messages[0]"] = "instructions"
+    source = "conversation" if stored and stored["conversation"] else "previous_response_id"
+    messages, places = _messages(request, f"{source}.items", history)
     is_scored = LOGPROBS in (request.include or ())
     numbered = [(at, one) for at, one in enumerate(request.tools or ()) if isinstance(one, FunctionTool)]
     functions = [one for _, one in numbered]
@@ -85,20 +81,23 @@ def responses_call(
 
 
 def _messages(
-    messages: list[dict[str, Any]], found: str | list[dict[str, Any]]
+    request: ResponsesRequest, before: str, history: Sequence[dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """The messages and those of the input, and the item of the input that each message or call comes from."""
+    """The messages, and the item that each message or call comes from: of the input, or of `history`, which is called
+    `before`."""
+    messages: list[dict[str, Any]] = []
     places: dict[str, str] = {}
-    if isinstance(found, str):
+    if request.instructions is not None:
+        places["messages[0]"] = "instructions"
+        messages.append({"role": "system", "content": request.instructions})
+    _add_all(messages, places, before, history)
+    if isinstance(request.input, str):
         places[f"messages[{len(messages)}]"] = "input"
-        messages.append({"role": "user", "content": found})
-        found = []
-    elif not found:
+        messages.append({"role": "user", "content": request.input})
+    elif not request.input:
         raise InvalidRequest("input", "no item", "at least one item")
-    for index, item in enumerate(found):
-        given = {name: value for name, value in item.items() if value is not None}
-        if added := _add(messages, place := f"input[{index}]", given):
-            places[added] = place
+    else:
+        _add_all(messages, places, "input", request.input)
     for message in messages:
         if "reasoning_content" in message:
             message["reasoning_content"] = "\n".join(message["reasoning_content"])
@@ -108,9 +107,18 @@ def _messages(
 def messages_of(field: str, items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Those of a chat. Raises InvalidRequest about an item of `field`."""
     messages: list[dict[str, Any]] = []
-    for index, item in enumerate(items):
-        _add(messages, f"{field}[{index}]", {name: value for name, value in item.items() if value is not None})
+    _add_all(messages, {}, field, items)
     return messages
+
+
+def _add_all(
+    messages: list[dict[str, Any]], places: dict[str, str], field: str, items: Sequence[dict[str, Any]]
+) -> None:
+    for index, item in enumerate(items):
+        given = {name: value for name, value in item.items() if value is not None}
+        if added := _add(messages, place := f"{field}[{index}]", given):
+            places.setdefault(f"messages[{len(messages) - 1}]", place)
+            places[added] = place
 
 
 def _add(messages: list[dict[str, Any]], place: str, item: dict[str, Any]) -> str:

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from pdserve.client.request import generate_request
 from pdserve.client.results import Model
 from pdserve.core.errors import InvalidRequest, PdserveError
+from pdserve.core.types import MAX_TOOL_CALLS
 from pdserve.gateway.api import http_input
 from pdserve.gateway.api.request_models import MAX_PROMPTS
+from pdserve.gateway.api.responses import responses_call
 from pdserve.gateway.api.sdk_call import SdkCall, Shown, chat_call, text_call
 
 MODEL = Model(
@@ -236,3 +238,17 @@ def test_a_target_is_a_number(value: str) -> None:
 def test_an_error_about_the_priority_repeats_it_with_its_own_sign(priority: int) -> None:
     with pytest.raises(InvalidRequest, match=rf"got {priority}, expected -2147483647 to 2147483648"):
         text_call({"prompt": "a", "priority": priority}, MODEL, {})
+
+
+@pytest.mark.parametrize(
+    ("conversation", "source"), [({"id": "c"}, "conversation.items[1]"), (None, "previous_response_id.items[1]")]
+)
+def test_an_error_about_a_stored_item_names_where_it_is_stored(conversation: Any, source: str) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    history = [MESSAGES[0], *[call] * (MAX_TOOL_CALLS + 1)]
+    with pytest.raises(InvalidRequest) as caught:
+        responses_call({"input": "x"}, MODEL, {}, history=history, stored={"conversation": conversation})
+    assert caught.value.field == f"{source}.tool_calls"
+    found = responses_call({"input": [*MESSAGES, call]}, MODEL, {}, history=history[:2]).names
+    assert found["messages[0]"] == "previous_response_id.items[0]"
+    assert found["messages[3].tool_calls[0].function"] == "input[1]"
