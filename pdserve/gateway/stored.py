@@ -16,7 +16,7 @@ from typing import Any, Final, final
 
 from pdserve.core.errors import IdInUse, InvalidRequest, NotFound, Unavailable, shortened
 from pdserve.core.types import MAX_MESSAGES, RESPONSE_ID_PREFIX
-from pdserve.gateway.api.conversations import CONVERSATION_ID, without_logprobs
+from pdserve.gateway.api.conversations import CONVERSATION_ID, kept_item
 from pdserve.gateway.api.http_input import REQUEST_ID
 from pdserve.gateway.door import Caller
 from pdserve.gateway.storage import LARGE_BYTES, MAKE_ROOM, Hold, Storage, decoded, tenant_of
@@ -175,7 +175,7 @@ class ResponseStore:
         """Whether it is stored. Raises InvalidRequest, IdInUse and Unavailable if it must be."""
 
         def encode() -> bytes:
-            items = [*turn.items, *map(without_logprobs, response["output"])]
+            items = [kept_item(one) for one in (*turn.items, *response["output"])]
             return json.dumps(items, ensure_ascii=False, separators=(",", ":")).encode()
 
         most = min(self._config.store_bytes, MAX_RECORD_BYTES)

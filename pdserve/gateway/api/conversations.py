@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 from pydantic import Field
 
 from pdserve.core.errors import InvalidRequest, NotFound
-from pdserve.gateway.api.request_models import MAX_NAMES, Most, Strict, described
+from pdserve.gateway.api.request_models import ITEMS, MAX_NAMES, Most, Strict, described
 from pdserve.gateway.api.responses import messages_of
 from pdserve.gateway.api.sdk_call import validated
 
@@ -74,36 +74,36 @@ def update_request(given: Mapping[str, Any]) -> ConversationUpdate:
     return validated(ConversationUpdate, given)
 
 
+def kept_item(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What is stored of an item that is valid: not what no later turn needs, which could take much memory to read."""
+    kind = given.get("type") or "message"
+    found = {name: given[name] for name in ITEMS[kind].model_fields if given.get(name) is not None}
+    for name in ("content", "summary", "output"):
+        if isinstance(found.get(name), list):
+            found[name] = [_kept_part(one) for one in found[name] if isinstance(one, dict)]
+    about = {name: given[name] for name in ("id", "status") if isinstance(given.get(name), str)}
+    return {"type": kind, **about, **found}
+
+
+def _kept_part(part: Mapping[str, Any]) -> dict[str, Any]:
+    found = {name: part[name] for name in ("type", "text", "refusal") if isinstance(part.get(name), str)}
+    return {**found, "annotations": []} if found.get("type") == "output_text" else found
+
+
 def stored_item(given: Mapping[str, Any], new_id: str, *, keeps_id: bool) -> dict[str, Any]:
     """In the form that OpenAI's clients read. `new_id` follows the prefix of the item's type; with `keeps_id`, an id
     that the item has stays."""
-    found = {name: value for name, value in given.items() if value is not None}
-    kind = found.setdefault("type", "message")
-    old_id = found.get("id")
-    is_kept = keeps_id and isinstance(old_id, str) and ITEM_ID.fullmatch(old_id)
-    found["id"] = old_id if is_kept else _PREFIXES[kind] + new_id
-    found.setdefault("status", "completed")
+    found = {"status": "completed", **kept_item(given)}
+    kind = found["type"]
+    if not (keeps_id and ITEM_ID.fullmatch(found.get("id", ""))):
+        found["id"] = _PREFIXES[kind] + new_id
     if kind == "message":
         if isinstance(text := found["content"], str):
             is_answer = found["role"] == "assistant"
-            part = {"type": "output_text", "text": text, "annotations": []}
-            found["content"] = [part if is_answer else {"type": "input_text", "text": text}]
+            found["content"] = [_kept_part({"type": "output_text" if is_answer else "input_text", "text": text})]
     elif kind == "reasoning":
         found.setdefault("summary", [])
-    return without_logprobs(found)
-
-
-def without_logprobs(item: dict[str, Any]) -> dict[str, Any]:
-    parts = item.get("content")
-    if not isinstance(parts, list):
-        return item
-    return {
-        **item,
-        "content": [
-            {name: one for name, one in part.items() if name != "logprobs"} if isinstance(part, dict) else part
-            for part in parts
-        ],
-    }
+    return found
 
 
 def conversation_answer(conversation_id: str, created_at: int, metadata: Mapping[str, str]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,7 +15,7 @@ from redis import Redis
 from pdserve.config import GatewayConfig
 from pdserve.core.errors import InvalidRequest, NotFound, Overloaded, Unavailable
 from pdserve.gateway import conversations, storage
-from pdserve.gateway.api.conversations import ConversationRequest, stored_item
+from pdserve.gateway.api.conversations import ConversationRequest, kept_item, stored_item
 from pdserve.gateway.conversations import ConversationStore, Stores
 from pdserve.gateway.storage import Storage
 from pdserve.gateway.stored import Turn
@@ -434,17 +433,29 @@ async def test_a_redis_that_is_gone_is_unavailable() -> None:
     await stores.close()
 
 
-def test_an_item_is_stored_without_logprobs_and_with_an_id() -> None:
-    part = {"type": "output_text", "text": "a", "logprobs": [1]}
-    given = {"id": "msg 1", "type": "message", "role": "assistant", "content": [part], "name": None}
+def test_an_item_is_stored_with_an_id_and_what_later_turns_need() -> None:
+    junk: Any = [{}] * 9
+    part = {"type": "output_text", "text": "a", "logprobs": junk, "annotations": junk, "junk": junk}
+    given = {"id": "msg 1", "type": "message", "role": "assistant", "content": [part], "status": junk, "junk": junk}
     found = stored_item(given, "new", keeps_id=True)
     assert found == {
         "id": "msg_new",
         "type": "message",
         "role": "assistant",
-        "content": [{"type": "output_text", "text": "a"}],
+        "content": [{"type": "output_text", "text": "a", "annotations": []}],
         "status": "completed",
     }
     assert stored_item({**given, "id": "msg_1"}, "new", keeps_id=True)["id"] == "msg_1"
     assert stored_item({**given, "id": "msg_1"}, "new", keeps_id=False)["id"] == "msg_new"
-    json.dumps(found)
+    text = {"type": "reasoning_text", "text": "b"}
+    assert stored_item({"type": "reasoning", "content": [{**text, "junk": junk}, junk, 1]}, "new", keeps_id=False) == {
+        "id": "rs_new",
+        "type": "reasoning",
+        "content": [text],
+        "summary": [],
+        "status": "completed",
+    }
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    assert stored_item({**call, "junk": junk}, "new", keeps_id=False) == {**call, "id": "fc_new", "status": "completed"}
+    result = {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "5"}]}
+    assert kept_item({**result, "junk": junk, "status": None}) == result

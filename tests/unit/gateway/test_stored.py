@@ -244,6 +244,12 @@ async def test_other_tenants_find_nothing(store: ResponseStore) -> None:
     assert await read(store, "resp_1") == turn().items
 
 
+async def test_unknown_fields_are_not_stored(store: ResponseStore) -> None:
+    one = turn()
+    await keep(store, "resp_1", replace(one, items=[{**item, "id": "a", "junk": [{}]} for item in one.items]))
+    assert await read(store, "resp_1") == [{**item, "id": "a"} for item in one.items]
+
+
 async def test_history_has_inputs_and_outputs_in_order(store: ResponseStore) -> None:
     await keep(store, "resp_1", turn(text="a"), "b")
     await keep(store, "resp_2", turn("resp_1", text="c"), "d")
