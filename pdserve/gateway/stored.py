@@ -87,22 +87,24 @@ class Turn:
 def turn_of(
     fields: Mapping[str, Any], caller: Caller, num_bytes: int, request_id: str | None = None
 ) -> tuple[Turn, dict[str, Any]]:
-    """`request_id`: its client's. Also returns the other fields. Raises InvalidRequest."""
+    """`request_id`: its client's. Also returns the other fields. Raises InvalidRequest and NotFound."""
     rest = dict(fields)
-    store, previous = rest.pop("store", None), rest.pop("previous_response_id", "")
+    store, previous = rest.pop("store", None), rest.pop("previous_response_id", None)
     if store is not None and not isinstance(store, bool):
         raise InvalidRequest("store", "another value", "true or false")
-    if not isinstance(previous, str):
+    if previous is not None and not isinstance(previous, str):
         raise InvalidRequest("previous_response_id", "another value", "the id of a response")
-    conversation = rest.pop("conversation", "")
-    if isinstance(conversation, dict) and conversation.keys() == {"id"}:
+    conversation = rest.pop("conversation", None)
+    if isinstance(conversation, dict) and conversation.keys() == {"id"} and conversation["id"] is not None:
         conversation = conversation["id"]
-    if not isinstance(conversation, str):
+    if conversation is not None and not isinstance(conversation, str):
         raise InvalidRequest("conversation", "another value", "the id of a conversation, or an object with its `id`")
-    if conversation and previous:
+    if conversation is not None and previous is not None:
         raise InvalidRequest("conversation", "a value beside previous_response_id", "one of the two")
-    if conversation and not CONVERSATION_ID.fullmatch(conversation):
+    if conversation is not None and not CONVERSATION_ID.fullmatch(conversation):
         raise NotFound("conversation", conversation)
+    if previous is not None:
+        _check_id(previous)
     given = rest.get("input")
     items: Sequence[Any] = given if isinstance(given, list) else []
     if isinstance(given, str):
@@ -114,8 +116,8 @@ def turn_of(
         tenant=tenant_of(caller),
         is_stored=store is not False and can_be_found,
         is_required=store is True,
-        previous=previous,
-        conversation=conversation,
+        previous=previous or "",
+        conversation=conversation or "",
         items=items,
         num_bytes=num_bytes,
     )
@@ -145,7 +147,6 @@ class ResponseStore:
     async def history(self, turn: Turn, hold: Hold) -> list[Any]:
         """The items of the conversation before the turn. Raises NotFound, InvalidRequest, Unavailable, and what `hold`
         raises."""
-        _check_id(turn.previous)
         num_bytes, _ = await self._read_chain(turn, self._config.max_body_bytes, is_wanted=False)
         hold(num_bytes)
         _, found = await self._read_chain(turn, num_bytes, is_wanted=True)

@@ -168,7 +168,8 @@ def test_a_conversation_excludes_a_previous_response(served: Served) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         answer(served, "x", conversation=known, previous_response_id="resp_x")
     assert caught.value.param == "conversation"
-    for given in ("conv_x", "../x", "conv_" + "0" * 32):
+    given: Any
+    for given in ("conv_x", "../x", "conv_" + "0" * 32, "", {"id": ""}):
         with pytest.raises(openai.NotFoundError):
             answer(served, "x", conversation=given)
 
