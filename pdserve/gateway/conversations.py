@@ -2,7 +2,8 @@
 
 A conversation is a hash: `created`, `metadata`, `next` (the number of the next item), `bytes` (of all), and a field
 "NUMBER ID" for each item. It is one key, so that Redis evicts all of it or nothing. Each call that changes it is one
-script: the items of a turn follow each other, whatever other turns run at the same time. A change renews its lifetime.
+script: the items of a turn follow each other, whatever other turns run at the same time. Its lifetime begins again with
+each change, and with each turn that reads it.
 """
 
 from __future__ import annotations
@@ -26,98 +27,93 @@ from pdserve.gateway.api.conversations import (
     stored_item,
 )
 from pdserve.gateway.respond import Keep
-from pdserve.gateway.storage import MAKE_ROOM, Hold, Storage, decoded
+from pdserve.gateway.storage import RECORDS, Hold, Storage, decoded
 from pdserve.gateway.stored import ResponseStore, Turn
 
 MAX_ITEMS: Final = 2048  # of a conversation
 READS: Final = 4  # attempts to read a page of a conversation that others extend at the same time
 _BESIDE_BYTES: Final = 128  # of a conversation, beside its metadata and items
 
-# ARGV: prefix, id, most bytes and most records of the tenant, lifetime in ms, most items and most bytes of the
-# conversation, time of its creation (0: it exists), metadata (empty: as before); then ids and items.
+# ARGV from 7: most items and most bytes of the conversation, time of its creation (0: it exists), metadata (empty: as
+# before); then ids and items. Items that are there already are not added again.
 _WRITE: Final = (
-    MAKE_ROOM
+    RECORDS
     + """
-local id, is_new, metadata = ARGV[2], ARGV[8] ~= '0', ARGV[9]
-local key, life = ARGV[1] .. id, tonumber(ARGV[5])
+local is_new, metadata = ARGV[9] ~= '0', ARGV[10]
 local before = redis.call('HGET', key, 'bytes')
 if not is_new and not before then return {'missing'} end
-local size, count, taken = tonumber(before or '"""
+local function written()
+  return {'written', redis.call('HGET', key, 'created'), redis.call('HGET', key, 'metadata')}
+end
+local size, count, repeated, names = tonumber(before or '"""
     + str(_BESIDE_BYTES)
-    + """'), 0, {}
+    + """'), 0, 0, {}
 for _, name in ipairs(redis.call('HKEYS', key)) do
   local item = string.match(name, '^%d+ (.+)$')
   if item then
-    taken[item] = true
+    names[item] = name
     count = count + 1
   end
 end
-for at = 10, #ARGV, 2 do
-  if taken[ARGV[at]] then return {'used', ARGV[at]} end
-  taken[ARGV[at]] = true
+for at = 11, #ARGV, 2 do
+  local name = names[ARGV[at]]
+  if name then
+    if redis.call('HGET', key, name) ~= ARGV[at + 1] then return {'used'} end
+    repeated = repeated + 2
+  end
+  names[ARGV[at]] = ''
   count = count + 1
   size = size + #ARGV[at] + #ARGV[at + 1]
 end
+if repeated > 0 then return repeated == #ARGV - 10 and written() or {'used'} end
 if metadata ~= '' then size = size + #metadata - redis.call('HSTRLEN', key, 'metadata') end
-if count > tonumber(ARGV[6]) then return {'items', count} end
-if size > tonumber(ARGV[7]) then return {'bytes', size} end
-check_tables()
-local listed = tonumber(redis.call('HGET', KEYS[2], id) or '0')
-if before then redis.call('ZADD', KEYS[1], '+inf', id) end  -- so that all others leave first
-local is_made = make_room(size - listed, ARGV[3], tonumber(ARGV[4]) + (before and 1 or 0))
-if before then redis.call('ZADD', KEYS[1], now + redis.call('PTTL', key), id) end
-if not is_made then
-  keep_tables()
-  return 'full'
-end
-if is_new then redis.call('HSET', key, 'created', ARGV[8]) end
+if count > tonumber(ARGV[7]) then return {'items', count} end
+if size > tonumber(ARGV[8]) then return {'bytes', size} end
+if make_room(size) ~= 'made' then return {'full', size} end
+if is_new then redis.call('HSET', key, 'created', ARGV[9]) end
 if metadata ~= '' then redis.call('HSET', key, 'metadata', metadata) end
 redis.call('HSET', key, 'bytes', size)
-for at = 10, #ARGV, 2 do
+for at = 11, #ARGV, 2 do
   local number = redis.call('HINCRBY', key, 'next', 1)
   redis.call('HSET', key, number .. ' ' .. ARGV[at], ARGV[at + 1])
 end
-redis.call('PEXPIRE', key, life)
-redis.call('ZADD', KEYS[1], now + life, id)
-redis.call('HSET', KEYS[2], id, size)
-redis.call('HINCRBY', KEYS[2], 'sum', size - listed)
-keep_tables()
-return {'written', redis.call('HGET', key, 'created'), redis.call('HGET', key, 'metadata')}
+list(size)
+return written()
 """
 )
-# ARGV: prefix, id, id of the item.
-_DELETE_ITEM: Final = """
-local key = ARGV[1] .. ARGV[2]
+# ARGV[7]: id of the item.
+_DELETE_ITEM: Final = (
+    RECORDS
+    + """
 if redis.call('EXISTS', key) == 0 then return {'missing'} end
 for _, name in ipairs(redis.call('HKEYS', key)) do
-  if string.match(name, '^%d+ (.+)$') == ARGV[3] then
-    local size = #ARGV[3] + redis.call('HSTRLEN', key, name)
+  if string.match(name, '^%d+ (.+)$') == ARGV[7] then
+    check_tables()
+    local size = redis.call('HINCRBY', key, 'bytes', -#ARGV[7] - redis.call('HSTRLEN', key, name))
     redis.call('HDEL', key, name)
-    redis.call('HINCRBY', key, 'bytes', -size)
-    if redis.call('HEXISTS', KEYS[2], ARGV[2]) == 1 then
-      redis.call('HINCRBY', KEYS[2], ARGV[2], -size)
-      redis.call('HINCRBY', KEYS[2], 'sum', -size)
-    end
+    list(size)
     return {'deleted', redis.call('HGET', key, 'created'), redis.call('HGET', key, 'metadata')}
   end
 end
 return {'no item'}
 """
-# ARGV: prefix, id, most bytes, 1 for the first items first, most items, id of the item before the first (empty: none),
-# id of the only item that is wanted (empty: all). Returns the bytes if these are more, and otherwise whether there are
-# more items, and the items.
-_PAGE: Final = """
-local key = ARGV[1] .. ARGV[2]
+)
+# ARGV from 7: most bytes, 1 for the first items first, most items, id of the item before the first (empty: none), id of
+# the only item that is wanted (empty: all), 1 to begin the lifetime again. Returns the bytes of the items if these are
+# more, and otherwise whether there are more items, the bytes of the conversation, and the items.
+_PAGE: Final = (
+    RECORDS
+    + """
 if redis.call('EXISTS', key) == 0 then return {'missing'} end
-local names, number, is_found = {}, {}, ARGV[6] == ''
+local names, number, is_found = {}, {}, ARGV[10] == ''
 for _, name in ipairs(redis.call('HKEYS', key)) do
   local at, item = string.match(name, '^(%d+) (.+)$')
-  if at and (ARGV[7] == '' or ARGV[7] == item) then
+  if at and (ARGV[11] == '' or ARGV[11] == item) then
     names[#names + 1] = name
     number[name] = tonumber(at)
   end
 end
-local is_ascending = ARGV[4] == '1'
+local is_ascending = ARGV[8] == '1'
 table.sort(names, function(a, b)
   if is_ascending then return number[a] < number[b] end
   return number[a] > number[b]
@@ -125,22 +121,28 @@ end)
 local page, bytes, more = {}, 0, 0
 for _, name in ipairs(names) do
   if is_found then
-    if #page >= tonumber(ARGV[5]) then
+    if #page >= tonumber(ARGV[9]) then
       more = 1
       break
     end
     page[#page + 1] = name
     bytes = bytes + redis.call('HSTRLEN', key, name)
-  elseif string.match(name, '^%d+ (.+)$') == ARGV[6] then
+  elseif string.match(name, '^%d+ (.+)$') == ARGV[10] then
     is_found = true
   end
 end
 if not is_found then return {'no item'} end
-if bytes > tonumber(ARGV[3]) then return {'large', bytes} end
-local found = {'page', more}
+if bytes > tonumber(ARGV[7]) then return {'large', bytes} end
+local size = tonumber(redis.call('HGET', key, 'bytes'))
+if ARGV[12] == '1' then
+  check_tables()
+  list(size)
+end
+local found = {'page', more, size}
 for _, name in ipairs(page) do found[#found + 1] = redis.call('HGET', key, name) end
 return found
 """
+)
 
 
 @final
@@ -153,9 +155,9 @@ class ConversationStore:
     async def create(self, tenant: str, request: ConversationRequest) -> dict[str, Any]:
         """Raises InvalidRequest and Unavailable."""
         conversation_id = CONVERSATION_PREFIX + secrets.token_hex(16)
-        items = [stored_item(one, secrets.token_hex(16), keeps_id=False) for one in request.items or ()]
+        _, texts = await asyncio.to_thread(_made, request.items or ())
         metadata = request.metadata or {}
-        return await self._change(tenant, conversation_id, items, metadata=metadata, created_s=int(time.time()))
+        return await self._change(tenant, conversation_id, texts, metadata=metadata, created_s=int(time.time()))
 
     async def describe(self, tenant: str, conversation_id: str) -> dict[str, Any]:
         """Raises NotFound and Unavailable."""
@@ -177,21 +179,21 @@ class ConversationStore:
 
     async def add(self, tenant: str, conversation_id: str, given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Returns the added items. Raises NotFound, InvalidRequest and Unavailable."""
-        items = [stored_item(one, secrets.token_hex(16), keeps_id=False) for one in given]
-        await self._change(tenant, conversation_id, items)
+        items, texts = await asyncio.to_thread(_made, given)
+        await self._change(tenant, conversation_id, texts)
         return page_answer(items, has_more=False)
 
     async def page(
         self, tenant: str, conversation_id: str, hold: Hold, limit: int, after: str, *, is_ascending: bool
     ) -> dict[str, Any]:
         """Raises NotFound, Unavailable, and what `hold` raises."""
-        items, has_more = await self._read(tenant, conversation_id, hold, limit, after, is_ascending=is_ascending)
+        items, has_more, _ = await self._read(tenant, conversation_id, hold, limit, after, is_ascending=is_ascending)
         return page_answer(items, has_more=has_more)
 
     async def item(self, tenant: str, conversation_id: str, item_id: str, hold: Hold) -> dict[str, Any]:
         """Raises NotFound, Unavailable, and what `hold` raises."""
         _check_item(item_id)
-        items, _ = await self._read(tenant, conversation_id, hold, 1, only=item_id)
+        items, *_ = await self._read(tenant, conversation_id, hold, 1, only=item_id)
         if not items:
             raise NotFound("item", item_id)
         return items[0]
@@ -200,34 +202,34 @@ class ConversationStore:
         """Returns the conversation. Raises NotFound and Unavailable."""
         _check_item(item_id)
         self._key(tenant, conversation_id)
-        storage = self._storage
-        arguments = [storage.prefix(tenant), conversation_id, item_id]
-        kind, *rest = await storage.ask(tenant, self._delete_item, storage.tables(tenant), arguments)
+        kind, *rest = await self._storage.run(tenant, self._delete_item, conversation_id, item_id)
         if kind != b"deleted":
             raise _not_found(kind, conversation_id, item_id)
         return conversation_answer(conversation_id, int(rest[0]), json.loads(rest[1]))
 
     async def history(self, turn: Turn, hold: Hold) -> list[dict[str, Any]]:
-        """All items, before a turn is answered. Raises NotFound, Unavailable, what `hold` raises, and InvalidRequest if
-        the turn does not fit."""
-        items, _ = await self._read(turn.tenant, turn.conversation, hold, MAX_ITEMS)
+        """All items, before a turn is answered. The lifetime begins again, so that it does not end during the turn.
+        Raises NotFound, Unavailable, what `hold` raises, and InvalidRequest if the turn does not fit."""
+        items, _, num_bytes = await self._read(turn.tenant, turn.conversation, hold, MAX_ITEMS, begins_again=True)
         if (num_items := len(items) + len(turn.items)) >= MAX_ITEMS:
             raise _too_long(f"over {num_items} items with the answer", f"at most {MAX_ITEMS} items")
+        if (total := num_bytes + turn.num_bytes) > self._most_bytes:
+            raise _too_long(f"{total} bytes with the body of this call", f"at most {self._most_bytes} bytes")
         return items
 
     async def append(self, turn: Turn, output: Sequence[dict[str, Any]]) -> None:
         """The turn's input and its answer. Raises NotFound, InvalidRequest and Unavailable."""
-
-        def made(*, keeps_id: bool) -> list[dict[str, Any]]:
-            return [
-                *(stored_item(one, secrets.token_hex(16), keeps_id=False) for one in turn.items),
-                *(stored_item(one, secrets.token_hex(16), keeps_id=keeps_id) for one in output),
-            ]
-
         try:
-            await self._change(turn.tenant, turn.conversation, made(keeps_id=True))
+            await self._append(turn, output, keeps_id=True)
         except _ItemIdInUse:  # a client used its request id twice
-            await self._change(turn.tenant, turn.conversation, made(keeps_id=False))
+            await self._append(turn, output, keeps_id=False)
+
+    async def _append(self, turn: Turn, output: Sequence[dict[str, Any]], *, keeps_id: bool) -> None:
+        _, texts = await asyncio.to_thread(_made, turn.items, output, keeps_id=keeps_id)
+        try:
+            await self._change(turn.tenant, turn.conversation, texts)
+        except Unavailable:  # a slow Redis may still add these items; it does not add them twice
+            await self._change(turn.tenant, turn.conversation, texts)
 
     # ------------------------------------------------------------------------------------------------------------
 
@@ -244,27 +246,20 @@ class ConversationStore:
         self,
         tenant: str,
         conversation_id: str,
-        items: Sequence[Mapping[str, Any]],
+        texts: Sequence[bytes],
         *,
         metadata: Mapping[str, str] | None = None,
         created_s: int = 0,
     ) -> dict[str, Any]:
+        """`texts`: ids of items, each before its encoded item."""
         self._key(tenant, conversation_id)
-        config, storage = self._config, self._storage
-        texts: list[bytes] = []
-        for at, one in enumerate(items):
-            texts += [one["id"].encode(), _encoded(one)]
-            if at % 64 == 63:  # others of the event loop run in between
-                await asyncio.sleep(0)
-        size = sum(map(len, texts))
-        if len(items) > MAX_ITEMS:
-            raise _too_long(f"{len(items)} items", f"at most {MAX_ITEMS} items")
+        num_items, size = len(texts) // 2, sum(map(len, texts))
+        if num_items > MAX_ITEMS:
+            raise _too_long(f"{num_items} items", f"at most {MAX_ITEMS} items")
         if size > self._most_bytes:
             raise _too_long(f"{size} bytes", f"at most {self._most_bytes} bytes")
-        limits = [config.store_bytes, config.store_count, int(config.store_s * 1000), MAX_ITEMS, self._most_bytes]
-        about = [created_s, b"" if metadata is None else _encoded(metadata)]
-        arguments = [storage.prefix(tenant), conversation_id, *limits, *about, *texts]
-        kind, *rest = await storage.write(tenant, self._write, arguments, size)
+        about = [MAX_ITEMS, self._most_bytes, created_s, b"" if metadata is None else _encoded(metadata)]
+        kind, *rest = await self._storage.write(tenant, self._write, conversation_id, [*about, *texts], size)
         match kind:
             case b"missing":
                 raise NotFound("conversation", conversation_id)
@@ -286,21 +281,20 @@ class ConversationStore:
         *,
         is_ascending: bool = True,
         only: str = "",
-    ) -> tuple[list[dict[str, Any]], bool]:
-        """Also whether there are more. The bytes are counted before they are read."""
+        begins_again: bool = False,
+    ) -> tuple[list[dict[str, Any]], bool, int]:
+        """Also whether there are more, and the bytes of the conversation. Bytes are counted before they are read."""
         self._key(tenant, conversation_id)
         held = 0
         for _ in range(READS):
-            arguments = [
-                self._storage.prefix(tenant), conversation_id, held, int(is_ascending), limit, after, only
-            ]  # fmt: skip
-            kind, *rest = await self._storage.ask(tenant, self._page, [], arguments, size=held)
+            arguments = [held, int(is_ascending), limit, after, only, int(begins_again)]
+            kind, *rest = await self._storage.run(tenant, self._page, conversation_id, *arguments, size=held)
             if kind == b"large":
                 hold(rest[0] - held)
                 held = rest[0]
             elif kind == b"page":
-                items = await decoded(b"[" + b",".join(rest[1:]) + b"]")
-                return items, bool(rest[0])
+                items = await decoded(b"[" + b",".join(rest[2:]) + b"]")
+                return items, bool(rest[0]), rest[1]
             else:
                 raise _not_found(kind, conversation_id, after)
         raise Unavailable("other calls extend this conversation at the same time", 1.0)
@@ -327,10 +321,10 @@ class Stores:
             return None
 
         async def keep(response: Mapping[str, Any], encoded: bytes) -> bool:
-            is_stored = turn.is_stored and await self.responses.keep(turn, response, encoded)
-            if turn.conversation:
+            record = await self.responses.record(turn, response, encoded) if turn.is_stored else None
+            if turn.conversation:  # before the response is stored, because this may fail
                 await self.conversations.append(turn, response["output"])
-            return is_stored
+            return record is not None and await self.responses.keep(turn, response["id"], encoded, record)
 
         return keep
 
@@ -340,6 +334,15 @@ class Stores:
 
 class _ItemIdInUse(Exception):
     pass
+
+
+def _made(
+    given: Sequence[Mapping[str, Any]], output: Sequence[Mapping[str, Any]] = (), *, keeps_id: bool = False
+) -> tuple[list[dict[str, Any]], list[bytes]]:
+    """The stored items, and the id and the encoded form of each. `keeps_id`: of those of the output."""
+    items = [stored_item(one, secrets.token_hex(16), keeps_id=False) for one in given]
+    items += [stored_item(one, secrets.token_hex(16), keeps_id=keeps_id) for one in output]
+    return items, [text for one in items for text in (one["id"].encode(), _encoded(one))]
 
 
 def _encoded(value: Mapping[str, Any]) -> bytes:

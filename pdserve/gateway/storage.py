@@ -1,9 +1,9 @@
 """What is stored in Redis for each tenant, its limits, and calls to Redis. Responses and conversations share both.
 
 Off unless `store_bytes` is set. Each tenant has its own keys, so that no id of another tenant is ever found. The
-records of a tenant are limited in bytes and number; the one whose lifetime ends first leaves first. Scripts keep the
-sums exact, whichever gateway stores, and rebuild a table that Redis has evicted. A Redis that is slow or gone fails
-only the calls that need it, with Unavailable.
+records of a tenant are limited in bytes and number; the one whose lifetime ends first leaves first, but a conversation
+never leaves for its own items and responses. Scripts keep the sums exact, whichever gateway stores, and rebuild a table
+that Redis has evicted. A Redis that is slow or gone fails only the calls that need it, with Unavailable.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final, final
 
 from pdserve.config import GatewayConfig
 from pdserve.core.access.shares import COUNT_WEIGHT, Shares
-from pdserve.core.errors import ConfigError, Unavailable
+from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
 from pdserve.core.urls import hide_password
 from pdserve.gateway.door import Caller
 from pdserve.outage_log import PeerLog
@@ -31,37 +31,34 @@ WRITES: Final = 3  # attempts to make room for a record and to write it
 MAX_PURGED: Final = 256  # records that leave in one script, during which Redis serves no other client
 LARGE_BYTES: Final = 65_536  # larger ones are encoded and decoded in a thread
 
-# KEYS: ids by the time when they end, and their sizes, with the sum of these as one more field. ARGV[1]: prefix of the
-# keys of records.
-DROP: Final = """
-local function drop(id)
-  redis.call('DEL', ARGV[1] .. id)
-  redis.call('ZREM', KEYS[1], id)
-  local size = redis.call('HGET', KEYS[2], id)
+# The beginning of each script. KEYS: ids by the time when they end, and their sizes, with the sum of these as one more
+# field. ARGV: prefix of the keys of records, id of the script's record, id of a record that does not leave for it, most
+# bytes and most records of the tenant, lifetime in ms. Redis may evict the tables, because all have an end.
+RECORDS: Final = """
+local id, spared, key = ARGV[2], ARGV[3], ARGV[1] .. ARGV[2]
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local function drop(one)
+  redis.call('UNLINK', ARGV[1] .. one)
+  redis.call('ZREM', KEYS[1], one)
+  local size = redis.call('HGET', KEYS[2], one)
   if size then
-    redis.call('HDEL', KEYS[2], id)
+    redis.call('HDEL', KEYS[2], one)
     redis.call('HINCRBY', KEYS[2], 'sum', -size)
   end
 end
-"""
-# Redis may evict one of the tables, because all have an end.
-MAKE_ROOM: Final = (
-    DROP
-    + """
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local function rebuild()
   local ids = redis.call('ZRANGE', KEYS[1], 0, -1)
   if #ids == 0 then ids = redis.call('HKEYS', KEYS[2]) end
   local sum = 0
-  redis.call('DEL', KEYS[1], KEYS[2])
-  for _, id in ipairs(ids) do
-    local left = redis.call('PTTL', ARGV[1] .. id)
+  redis.call('UNLINK', KEYS[1], KEYS[2])
+  for _, one in ipairs(ids) do
+    local left = redis.call('PTTL', ARGV[1] .. one)
     if left > 0 then
-      local size = redis.call('HSTRLEN', ARGV[1] .. id, 'response') + redis.call('HSTRLEN', ARGV[1] .. id, 'items')
-        + tonumber(redis.call('HGET', ARGV[1] .. id, 'bytes') or '0')
-      redis.call('HSET', KEYS[2], id, size)
-      redis.call('ZADD', KEYS[1], now + left, id)
+      local size = redis.call('HSTRLEN', ARGV[1] .. one, 'response') + redis.call('HSTRLEN', ARGV[1] .. one, 'items')
+        + tonumber(redis.call('HGET', ARGV[1] .. one, 'bytes') or '0')
+      redis.call('HSET', KEYS[2], one, size)
+      redis.call('ZADD', KEYS[1], now + left, one)
       sum = sum + size
     end
   end
@@ -70,37 +67,48 @@ end
 local function check_tables()
   if redis.call('EXISTS', KEYS[1]) ~= redis.call('EXISTS', KEYS[2]) then rebuild() end
 end
-local function has_room(size, most_bytes, most)
-  return redis.call('ZCARD', KEYS[1]) < tonumber(most)
-    and tonumber(redis.call('HGET', KEYS[2], 'sum') or '0') + size <= tonumber(most_bytes)
-end
-local function make_room(size, most_bytes, most)
-  check_tables()
-  for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, PURGED)) do drop(id) end
-  for _ = 1, PURGED do
-    if has_room(size, most_bytes, most) then return true end
-    local oldest = redis.call('ZRANGE', KEYS[1], 0, 0)[1]
-    if not oldest then return true end
-    drop(oldest)
-  end
-  return has_room(size, most_bytes, most)
-end
 local function keep_tables()
   local last = redis.call('ZRANGE', KEYS[1], -1, -1, 'WITHSCORES')[2]
   for i = 1, 2 do if last then redis.call('PEXPIREAT', KEYS[i], string.format('%.0f', last)) end end
 end
-"""
-).replace("PURGED", str(MAX_PURGED))
-# ARGV: prefix, size, most bytes, most records. 0: there is still no room.
-_ROOM: Final = (
-    MAKE_ROOM
-    + """
-local is_made = make_room(tonumber(ARGV[2]), ARGV[3], ARGV[4])
-keep_tables()
-return is_made and 1 or 0
-"""
-)
-_DELETE: Final = DROP + "local found = redis.call('EXISTS', ARGV[1] .. ARGV[2]); drop(ARGV[2]); return found"
+local function has_room(size)
+  local listed = redis.call('HGET', KEYS[2], id)
+  local others = tonumber(redis.call('HGET', KEYS[2], 'sum') or '0') - tonumber(listed or '0')
+  local count = redis.call('ZCARD', KEYS[1]) - (listed and 1 or 0)
+  return count < tonumber(ARGV[5]) and others + size <= tonumber(ARGV[4])
+end
+-- For the record, which then has `size` bytes. Returns 'made', 'some' if more must leave, or 'none' if no more can.
+local function make_room(size)
+  check_tables()
+  for _, one in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, PURGED)) do
+    if one ~= spared then drop(one) end
+  end
+  local told = 'some'
+  for _ = 1, PURGED do
+    if has_room(size) then break end
+    local first = redis.call('ZRANGE', KEYS[1], 0, 1)
+    local oldest = first[1] ~= spared and first[1] or first[2]
+    if not oldest then
+      told = 'none'
+      break
+    end
+    drop(oldest)
+  end
+  keep_tables()
+  return has_room(size) and 'made' or told
+end
+-- Lists the record, which now has `size` bytes, and begins its lifetime.
+local function list(size)
+  local before = tonumber(redis.call('HGET', KEYS[2], id) or '0')
+  redis.call('PEXPIRE', key, ARGV[6])
+  redis.call('ZADD', KEYS[1], now + tonumber(ARGV[6]), id)
+  redis.call('HSET', KEYS[2], id, size)
+  redis.call('HINCRBY', KEYS[2], 'sum', size - before)
+  keep_tables()
+end
+""".replace("PURGED", str(MAX_PURGED))
+_ROOM: Final = RECORDS + "return make_room(tonumber(ARGV[7]))"
+_DELETE: Final = RECORDS + "local found = redis.call('EXISTS', key); drop(id); return found"
 
 #: Counts bytes for their caller before they are read. Raises Overloaded.
 Hold = Callable[[int], None]
@@ -154,22 +162,35 @@ class Storage:
     def tables(self, tenant: str) -> list[str]:
         return [f"pdserve:{self.config.cluster}:stored-{name}:{tenant}" for name in ("ends", "sizes")]
 
-    async def write(self, tenant: str, script: Any, arguments: Sequence[Any], size: int) -> Any:
-        """What the script returns, which is `full` where it found no room for `size` bytes. Raises Unavailable."""
-        config, tables = self.config, self.tables(tenant)
-        room = [self.prefix(tenant), size, config.store_bytes, config.store_count]
+    async def write(
+        self, tenant: str, script: Any, record_id: str, arguments: Sequence[Any], size: int, spared: str | None = None
+    ) -> Any:
+        """What the script returns, which is `full` and the size of the record where it found no room. `size`: of the
+        arguments. Raises InvalidRequest if there is no room beside `spared`, and Unavailable."""
         for _ in range(WRITES):
-            told = await self.ask(tenant, script, tables, arguments, size=size)
-            if told != b"full":
+            told = await self.run(tenant, script, record_id, *arguments, size=size, spared=spared)
+            if told[0] != b"full":
                 return told
-            while not await self.ask(tenant, self._room, tables, room):
-                pass  # each call removes some
+            while (room := await self.run(tenant, self._room, record_id, told[1], spared=spared)) == b"some":
+                pass
+            if room == b"none":
+                most = f"at most {self.config.store_bytes} bytes and {self.config.store_count} records, or false"
+                raise InvalidRequest("store", f"a response of {told[1]} bytes beside its conversation", most)
         raise Unavailable("other calls of this tenant store too much at the same time", 1.0)
 
     async def delete(self, tenant: str, record_id: str) -> bool:
         """Whether it was there. Raises Unavailable."""
-        arguments = [self.prefix(tenant), record_id]
-        return bool(await self.ask(tenant, self._delete, self.tables(tenant), arguments))
+        return bool(await self.run(tenant, self._delete, record_id))
+
+    async def run(
+        self, tenant: str, script: Any, record_id: str, *arguments: Any, size: int = 0, spared: str | None = None
+    ) -> Any:
+        """A script that begins with RECORDS. `spared`: the record itself unless given. `size` as of `ask`. Raises
+        Unavailable."""
+        config = self.config
+        limits = [config.store_bytes, config.store_count, int(config.store_s * 1000)]
+        about = [self.prefix(tenant), record_id, record_id if spared is None else spared, *limits]
+        return await self.ask(tenant, script, self.tables(tenant), [*about, *arguments], size=size)
 
     async def ask(self, tenant: str, call: Any, *arguments: Any, size: int = 0) -> Any:
         """`size`: bytes of its arguments and answer, if these may be many."""

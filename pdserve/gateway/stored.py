@@ -19,7 +19,7 @@ from pdserve.core.types import MAX_MESSAGES, RESPONSE_ID_PREFIX
 from pdserve.gateway.api.conversations import CONVERSATION_ID, kept_item
 from pdserve.gateway.api.http_input import REQUEST_ID
 from pdserve.gateway.door import Caller
-from pdserve.gateway.storage import LARGE_BYTES, MAKE_ROOM, Hold, Storage, decoded, tenant_of
+from pdserve.gateway.storage import LARGE_BYTES, RECORDS, Hold, Storage, decoded, tenant_of
 
 MAX_CHAIN: Final = 512  # responses before one
 MAX_RECORD_BYTES: Final = 8 * 2**20  # one response with its input
@@ -27,22 +27,16 @@ MAX_RECORD_BYTES: Final = 8 * 2**20  # one response with its input
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_.~:@=+,-]{1,128}")
 _ID: Final = re.compile(re.escape(RESPONSE_ID_PREFIX) + _REQUEST_ID.pattern)
 
-# ARGV: prefix, id, response, items, number of input items, id before it, most bytes, most responses, lifetime in ms.
+# ARGV from 7: response, items, number of input items, id before it.
 _PUT: Final = (
-    MAKE_ROOM
+    RECORDS
     + """
-local key, size, life = ARGV[1] .. ARGV[2], #ARGV[3] + #ARGV[4], tonumber(ARGV[9])
-if redis.call('EXISTS', key) == 1 then return 'used' end
-local is_made = make_room(size, ARGV[7], ARGV[8])
-if is_made then
-  redis.call('HSET', key, 'response', ARGV[3], 'items', ARGV[4], 'inputs', ARGV[5], 'previous', ARGV[6])
-  redis.call('PEXPIRE', key, life)
-  redis.call('ZADD', KEYS[1], now + life, ARGV[2])
-  redis.call('HSET', KEYS[2], ARGV[2], size)
-  redis.call('HINCRBY', KEYS[2], 'sum', size)
-end
-keep_tables()
-return is_made and 'stored' or 'full'
+if redis.call('EXISTS', key) == 1 then return {'used'} end
+local size = #ARGV[7] + #ARGV[8]
+if make_room(size) ~= 'made' then return {'full', size} end
+redis.call('HSET', key, 'response', ARGV[7], 'items', ARGV[8], 'inputs', ARGV[9], 'previous', ARGV[10])
+list(size)
+return {'stored'}
 """
 )
 # ARGV: prefix, id, most responses, most bytes, whether the items are wanted. Returns the bytes of the items, and these,
@@ -172,35 +166,37 @@ class ResponseStore:
             raise _too_long(f"over {most} bytes", f"at most {most} bytes")
         return about, found
 
-    async def keep(self, turn: Turn, response: Mapping[str, Any], encoded: bytes) -> bool:
-        """Whether it is stored. Raises InvalidRequest, IdInUse and Unavailable if it must be."""
+    async def record(self, turn: Turn, response: Mapping[str, Any], encoded: bytes) -> bytes | None:
+        """The encoded items of the response's record; None: it is too large. Raises InvalidRequest if it must be stored
+        and is too large."""
 
         def encode() -> bytes:
             items = [kept_item(one) for one in (*turn.items, *response["output"])]
             return json.dumps(items, ensure_ascii=False, separators=(",", ":")).encode()
 
-        most = min(self._config.store_bytes, MAX_RECORD_BYTES)
         is_large = turn.num_bytes + len(encoded) > LARGE_BYTES
         items = await asyncio.to_thread(encode) if is_large else encode()
+        size, most = len(encoded) + len(items), min(self._config.store_bytes, MAX_RECORD_BYTES)
+        if size <= most:
+            return items
+        if turn.is_required:
+            raise InvalidRequest("store", f"a response of {size} bytes", f"at most {most} bytes, or false")
+        return None
+
+    async def keep(self, turn: Turn, response_id: str, encoded: bytes, items: bytes) -> bool:
+        """Whether it is stored. `items`: those of its `record`. Raises InvalidRequest, IdInUse and Unavailable if it
+        must be."""
+        record = [encoded, items, len(turn.items), turn.conversation or turn.previous]
         size = len(encoded) + len(items)
         try:
-            if size > most:
-                raise InvalidRequest("store", f"a response of {size} bytes", f"at most {most} bytes, or false")
-            await self._write(turn, response["id"], encoded, items)
+            told = await self._storage.write(turn.tenant, self._put, response_id, record, size, turn.conversation)
+            if told == [b"used"]:
+                raise IdInUse(response_id)
         except (InvalidRequest, IdInUse, Unavailable):
             if turn.is_required:
                 raise
             return False
         return True
-
-    async def _write(self, turn: Turn, response_id: str, encoded: bytes, items: bytes) -> None:
-        config = self._config
-        record = [encoded, items, len(turn.items), turn.conversation or turn.previous]
-        limits = [config.store_bytes, config.store_count, int(config.store_s * 1000)]
-        arguments = [self._storage.prefix(turn.tenant), response_id, *record, *limits]
-        size = len(encoded) + len(items)
-        if await self._storage.write(turn.tenant, self._put, arguments, size) == b"used":
-            raise IdInUse(response_id)
 
     async def response(self, tenant: str, response_id: str, hold: Hold) -> dict[str, Any]:
         """Raises NotFound, Unavailable, and what `hold` raises."""

@@ -153,7 +153,7 @@ OPERATIONS: Final[Mapping[tuple[str, str], Operation]] = {
         summary="Returns an item of a conversation", tag="stored", answers={200: JSON}
     ),
     ("DELETE", "/v1/conversations/{conversation_id}/items/{item_id}"): Operation(
-        summary="Deletes an item of a conversation, which is returned", tag="stored", answers={200: JSON}
+        summary="Deletes an item and returns its conversation", tag="stored", answers={200: JSON}
     ),
     ("GET", "/v1/sessions"): Operation(
         summary="Lists the sessions of the caller's tenant, by pages of `limit`, and where their prefixes are cached",

@@ -207,7 +207,9 @@ async def keep(store: ResponseStore, name: str, one: Turn | None = None, text: s
     part = {"type": "output_text", "text": text, "logprobs": [1]}
     item = {"type": "message", "role": "assistant", "content": [part]}
     response = {"id": name, "output": [item], **fields}
-    return await store.keep(one or turn(), response, json.dumps(response).encode())
+    encoded, one = json.dumps(response).encode(), one or turn()
+    items = await store.record(one, response, encoded)
+    return items is not None and await store.keep(one, name, encoded, items)
 
 
 def hold(num_bytes: int) -> None:
@@ -376,8 +378,9 @@ async def test_few_responses_leave_at_once(
     put = many._put
 
     async def spy(*arguments: Any) -> Any:
-        asked.append(await put(*arguments))
-        return asked[-1]
+        told = await put(*arguments)
+        asked.append(told[0])
+        return told
 
     many._put = spy
     await keep(many, "resp_large", turn(text="x" * 150_000))
