@@ -302,10 +302,12 @@ class Fetches:
         for source in self.sources:
             count = source.num_found(attempt, missing, first)
             count = next((at for at in range(count) if missing[at] in self._number_of), count)
-            saved_s = self._saved_s(source, attempt, count, first, ahead_s)
-            # All that the source has: later tokens take longer to compute, and not longer to fetch.
-            if saved_s > 0.0 and (best is None or saved_s > best[0]):
-                best = saved_s, source, count
+            # All that the source has, because later tokens take longer to compute, and not longer to fetch. Or what
+            # arrives before the turn of the prompt, which costs it nothing.
+            for wanted in (count, self._num_before(source, attempt, count, ahead_s)):
+                saved_s = self._saved_s(source, attempt, wanted, first, ahead_s)
+                if saved_s > 0.0 and (best is None or saved_s > best[0]):
+                    best = saved_s, source, wanted
         if best is None:
             return self._wait_for(lookups, attempt, missing, first, wait, now_s, ahead_s)
         _, source, found = best
@@ -448,6 +450,20 @@ class Fetches:
         if num_blocks <= 0:
             return 0.0
         return self._computed_s(num_blocks, first) - max(0.0, source.predict_s(attempt, num_blocks) - ahead_s)
+
+    @staticmethod
+    def _num_before(source: BlockSource, attempt: Attempt, num_blocks: int, turn_s: float) -> int:
+        """How many of the blocks the source supplies until the turn of the prompt."""
+        if turn_s <= 0.0 or source.predict_s(attempt, num_blocks) <= turn_s:
+            return 0
+        few, many = 0, num_blocks  # the time of `few` is shorter, that of `many` is not
+        while many - few > 1:
+            middle = (few + many) // 2
+            if source.predict_s(attempt, middle) <= turn_s:
+                few = middle
+            else:
+                many = middle
+        return few
 
     def _computed_s(self, num_blocks: int, first: int) -> float:
         size = self._kv.block_size

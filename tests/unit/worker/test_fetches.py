@@ -341,6 +341,21 @@ def test_a_fetch_may_take_until_the_turn_of_its_prompt(role: Role) -> None:
 
 
 @ROLES
+def test_what_arrives_before_the_turn_of_a_prompt_is_fetched(role: Role) -> None:
+    worker = Worker(role)
+    worker.source.keep(TEXT[1:21])
+    worker.source.seconds = 2.2 * SIZE * TOKEN_S  # all five blocks would take 44 s, and 22 + 20 to compute
+    worker.offer("a", TEXT[:22])
+    key = worker.offer("b", TEXT[1:23])
+    worker.step()
+    assert [len(fetch.blocks) for fetch in worker.running.values()] == [2]
+    worker.end(1)
+    worker.run()
+    assert worker.cached[key] == 8
+    worker.close()
+
+
+@ROLES
 def test_a_prompt_waits_for_a_lookup(role: Role) -> None:
     worker = Worker(role, source=LateSource)
     late = worker.source
