@@ -32,13 +32,13 @@ from pdserve.core.kv.cache import KvCache
 from pdserve.core.kv.fetch import BlockSource, Fetch, FetchAborted, Fetches, FetchStarted
 from pdserve.core.kv.hashing import hash_seed
 from pdserve.core.kv.host_tier import (
-    LONG_BLOCKS,
     HostTier,
     LoadRule,
     LowerTier,
     LowerTiers,
     QueuedCopies,
-    is_sooner,
+    is_disk_worthwhile,
+    long_blocks,
 )
 from pdserve.core.kv.kv_shape import Fingerprint, TransferKey
 from pdserve.core.kv.retention import block_cost
@@ -631,9 +631,10 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         return store if store is not None and self._is_worthwhile(store) else None
 
     def _is_worthwhile(self, tier: DiskTier | StoreTier) -> bool:
-        computed_s = CostModel(self.cost).prefill_s(LONG_BLOCKS * self.engine.spec.block_size)
-        if not is_sooner(tier.read_s(LONG_BLOCKS), computed_s):
-            log.warning("a tier is off, because computing takes less time than reading", extra={"tier": tier.name})
+        num_blocks = long_blocks(self.engine.spec.block_size)
+        computed_s = CostModel(self.cost).prefill_s(num_blocks * self.engine.spec.block_size)
+        if not is_disk_worthwhile(tier.read_s(num_blocks), computed_s):
+            log.warning("a tier is off, because computing takes much less time than reading", extra={"tier": tier.name})
             tier.close()
             return False
         self.sources[tier.name] = tier
@@ -740,7 +741,7 @@ def _host_tier(
     queued: QueuedCopies | None = None,
 ) -> HostTier | None:
     """None if computing is sooner: routers would count on blocks that are computed again. Overwrites the pool."""
-    rule = LoadRule(copies.measure_s(), CostModel(cost).prefill_s)
+    rule = LoadRule(copies.measure_s(), CostModel(cost).prefill_s, is_beside=queued is not None)
     if not rule.is_worthwhile(block_size):
         log.warning("copying KV blocks would take longer than computing them, so there is no host tier")
         return None

@@ -2,7 +2,7 @@
 
     {"name": ..., "prefill_s": {"base", "per_token", "per_token_context"},
      "decode_s": {"base", "per_row", "per_context_token"}, "kv_bytes_per_token", "kv_capacity_tokens",
-     "link": {NAME: {"latency_s", "bytes_per_s"}}}
+     "link": {NAME: {"latency_s", "bytes_per_s"}}, "is_gpu"}
 
 A file with "tensor_parallel" has a set of coefficients for each degree, published in milliseconds as a + b * sum(L) + c
 * sum(L^2). NAME:tp2 selects one of them. Its decode times are piecewise, with a break at batch 95. The piece for
@@ -46,6 +46,7 @@ class Profile:
     source: str = ""
     shape: ModelShape | None = None
     degree: int = 1  # GPUs per worker
+    is_gpu: bool = False
     derived: str = ""  # the values that were derived from another degree instead of measured
 
 
@@ -81,6 +82,7 @@ def parse_profile(data: Mapping[str, Any], degree: int = 0) -> Profile:
         links=_links(root),
         source=str(data.get("source", "")),
         shape=_shape(root),
+        is_gpu=root.data.get("is_gpu") is True,
     )
 
 
@@ -107,6 +109,7 @@ def _per_degree(root: _Node, degree: int) -> Profile:
         source=str(root.data.get("source", "")),
         shape=_shape(root),
         degree=degree,
+        is_gpu=root.data.get("is_gpu") is True,
     )
 
 

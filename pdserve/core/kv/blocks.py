@@ -11,7 +11,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
 
 from pdserve.core.kv.host_tier import HostTier, LowerTier
 from pdserve.core.kv.retention import Retention
@@ -96,6 +96,8 @@ def runs_of(blocks: Sequence[int]) -> list[tuple[int, int]]:
 
 # --- allocation -----------------------------------------------------------------------------------------------
 
+AHEAD_SHARE: Final = 0.125  # of the pool, saved before it is evicted where a save takes no time from the engine
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheChange:
@@ -145,6 +147,8 @@ class BlockAllocator:
         self._block_of: dict[bytes, int] = {}
         num_tiered = num_blocks + (0 if tier is None else tier.num_slots)
         self._retention = Retention(num_tiered, computed_s, self._block_of)
+        self._ahead = self._retention.ahead
+        self._most_ahead = 0 if tier is None or tier.loads_at_once else int(AHEAD_SHARE * num_blocks)
         self._stored: dict[bytes, None] = {}  # a dict, because it keeps the order
         self._removed: dict[bytes, None] = {}
         self._sequence = 0
@@ -159,7 +163,7 @@ class BlockAllocator:
 
     @property
     def num_evictable(self) -> int:
-        return len(self._retention.pool)
+        return len(self._retention.pool) + len(self._ahead)
 
     @property
     def num_available(self) -> int:
@@ -185,7 +189,7 @@ class BlockAllocator:
         for block_hash in staying:
             self._retention.host.discard(block_hash)
         for left in range(num_evicted, 0, -1):
-            block = self._block_of[self._retention.pool.pop(self.now_s)]
+            block = self._block_of[self._next_to_leave()]
             if left <= most_saved:  # the most valuable of many
                 self._save(block)
             self._forget(block)
@@ -200,6 +204,27 @@ class BlockAllocator:
         self.stamps.begin(blocks)
         return blocks
 
+    def save_ahead(self) -> None:
+        """Saves some of the blocks that leave next, so that their eviction needs no copy. They stay cached. An
+        allocation may evict more blocks at once than the host tier takes."""
+        tier = self.tier
+        if tier is None or len(self._ahead) >= self._most_ahead or not self._retention.pool:
+            return
+        before, most_saved = tier.num_saved, tier.most_saved
+        while len(self._ahead) < self._most_ahead and self._retention.pool and tier.num_saved - before < most_saved:
+            block_hash = self._retention.pool.pop(self.now_s)
+            self._ahead[block_hash] = None
+            self._copy(block_hash, self._block_of[block_hash])
+        if tier.num_saved > before:
+            tier.flush()
+
+    def _next_to_leave(self) -> bytes:
+        if self._ahead:
+            block_hash = next(iter(self._ahead))
+            del self._ahead[block_hash]
+            return block_hash
+        return self._retention.pool.pop(self.now_s)
+
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """The blocks of the longest cached prefix of `hashes`. Adds a reference to each."""
         blocks: list[int] = []
@@ -208,7 +233,7 @@ class BlockAllocator:
             if block is None:
                 break
             if self._references[block] == 0:
-                self._retention.pool.discard(one)
+                self._retention.no_longer_leaves(one)
             self._references[block] += 1
             blocks.append(block)
         return blocks
@@ -350,7 +375,7 @@ class BlockAllocator:
         for block, count in enumerate(self._references):
             assert count >= 0, f"block {block} has {count} references"
         free = {block for first, length in self._free.runs() for block in range(first, first + length)}
-        cached = {self._block_of[block_hash] for block_hash in self._retention.pool}
+        cached = {self._block_of[block_hash] for block_hash in (*self._retention.pool, *self._ahead)}
         referenced = {block for block, count in enumerate(self._references) if count}
         assert len(free) == len(self._free), "a block is free twice"
         assert not free & cached, f"both free and cached: {sorted(free & cached)}"
@@ -387,19 +412,27 @@ class BlockAllocator:
             if self.lower is not None:
                 self.lower.take_block(block_hash, block)
             return
+        if not self._copy(block_hash, block) and self._lower is not None:
+            self._lower.take_block(block_hash, block)
+
+    def _copy(self, block_hash: bytes, block: int) -> bool:
+        """Copies a block to the host tier, unless it has one. False if the block is not worth it."""
+        tier, retention = self.tier, self._retention
+        assert tier is not None
         if block_hash in tier:
-            return
+            return True
+        if not tier.rule.saves(*retention.expected_use(block_hash, self.now_s)):
+            return False
         if tier.is_full:
-            if not self._retention.is_worth_a_copy(block_hash, self.now_s):
-                if self.lower is not None:
-                    self.lower.take_block(block_hash, block)
-                return
+            if not retention.is_worth_a_copy(block_hash, self.now_s):
+                return False
             left = self._retention.host.pop(self.now_s)
             tier.leave(left)
             if not self._is_found(left):
                 self._note(left, self._removed, self._stored)
         tier.save(block, block_hash)
-        self._retention.entered_host(block_hash, self.now_s)
+        retention.entered_host(block_hash, self.now_s)
+        return True
 
     def _forget(self, block: int) -> None:
         block_hash = self._hash_of.pop(block)

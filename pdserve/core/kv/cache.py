@@ -34,8 +34,10 @@ class KvCache:
         self.lent: dict[TransferKey, list[int]] = {}  # to other workers
 
     def advance(self, now_s: float) -> None:
-        """The time at which blocks are used from now on, for the order in which they leave."""
+        """The time at which blocks are used from now on, for the order in which they leave. Those that leave next may
+        be saved."""
         self.blocks.now_s = max(self.blocks.now_s, now_s)
+        self.blocks.save_ahead()
 
     def allocate(self, num_tokens: int, hashes: Sequence[bytes] = (), *, spare: int = 0) -> Allocation | None:
         """Blocks for a text of `num_tokens` tokens: those of its longest cached prefix, then new ones.

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, final
 
-LONG_BLOCKS: Final = 64  # of a prompt that is worth to be loaded
+LONG_TOKENS: Final = 32_768  # of a prompt that is worth to be loaded, if any is: later tokens take longer to compute
+SLOWEST: Final = 8.0  # times as long as computing: a tier that is read beside steps would save less than an eighth
+UNKNOWN_CHANCE: Final = 0.5  # of another use of a block, before any is learned
 
 
 class BlockCopies(Protocol):
@@ -95,18 +97,41 @@ def is_sooner(load_s: float, computed_s: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LoadRule:
-    """Blocks are loaded where that is sooner than computing them, and where nothing is known about computing."""
+    """Blocks are loaded where that is sooner than computing them, and where nothing is known about computing. They are
+    saved if what a load is expected to save is more than the time that the save takes."""
 
     block_s: float  # to load one block
     prefill_s: Callable[[int, int], float]  # to compute so many tokens after so many others; 0.0: unknown
+    is_beside: bool = False  # copies are made beside steps, and take no time from the engine
 
     def loads(self, num_blocks: int, *, cached_tokens: int, block_size: int) -> bool:
         """Whether to load `num_blocks` blocks that follow `cached_tokens` tokens."""
         return is_sooner(num_blocks * self.block_s, self.prefill_s(num_blocks * block_size, cached_tokens))
 
+    def saves(self, computed_s: float, chance: float | None) -> bool:
+        """Whether to save a block of a text whose blocks take `computed_s` each to compute; 0.0: unknown. It is used
+        again with the probability `chance`; None: unknown."""
+        if computed_s == 0.0:
+            return True
+        if self.is_beside:
+            return chance != 0.0 and self.block_s < SLOWEST * computed_s
+        return (UNKNOWN_CHANCE if chance is None else chance) * (computed_s - self.block_s) > self.block_s
+
     def is_worthwhile(self, block_size: int) -> bool:
-        """Whether to have a tier: a block is copied when it leaves the pool, and when it is loaded."""
-        return is_sooner(2 * LONG_BLOCKS * self.block_s, self.prefill_s(LONG_BLOCKS * block_size, 0))
+        """Whether to have a tier."""
+        num_blocks = long_blocks(block_size)
+        return self.saves(self.prefill_s(num_blocks * block_size, 0) / num_blocks, 1.0)
+
+
+def is_disk_worthwhile(read_s: float, computed_s: float) -> bool:
+    """Whether to have a disk tier, from the times of a long prompt. A disk may be slower than computing: what it reads
+    before the turn of a prompt costs the prompt nothing."""
+    return is_sooner(read_s, SLOWEST * computed_s)
+
+
+def long_blocks(block_size: int) -> int:
+    """Of a prompt for which a tier is worthwhile, if it is for any."""
+    return max(1, LONG_TOKENS // block_size)
 
 
 @final

@@ -62,6 +62,7 @@ class ReuseRates:
         self._used: dict[ReuseClass, list[float]] = defaultdict(_no_counts)
         self._unused: dict[ReuseClass, list[float]] = defaultdict(_no_counts)
         self._values: dict[ReuseClass, list[float]] = {}
+        self._chances: dict[ReuseClass | None, list[float]] = {}  # None: of all classes
         self._common = [0.0] * _NUM_AGES
 
     def used(self, reuse_class: ReuseClass, age_s: float, count: float) -> None:
@@ -82,6 +83,15 @@ class ReuseRates:
         value = values[_age(age_s)]
         return -1.0 if reuse_class[0] is Kind.ENDED and value == 0.0 else value
 
+    def chance(self, reuse_class: ReuseClass, age_s: float) -> float | None:
+        """The probability of another use of a block before it is forgotten; None: nothing is known."""
+        chances = self._chances.get(reuse_class)
+        if chances is None:
+            if reuse_class[0] is Kind.ENDED:
+                return 0.0
+            chances = self._chances.get(None)
+        return None if chances is None else chances[_age(age_s)]
+
     def learn(self, present: Iterable[tuple[ReuseClass, float, float]]) -> None:
         """Updates the values. `present`: class, age and number of the blocks that are watched."""
         unused = {one: list(counts) for one, counts in self._unused.items()}
@@ -101,9 +111,11 @@ class ReuseRates:
             at_risk[reuse_class] = risk
         common = [used / (risk + 1.0) for used, risk in zip(used_of_all, at_risk_of_all, strict=True)]
         self._common = _values(nothing, nothing, common)
+        self._chances[None] = _chances(nothing, nothing, common)
         for reuse_class, risk in at_risk.items():
             prior = common if reuse_class[0] in (Kind.PRIVATE, Kind.SHARED, Kind.LEFT) else _prior(reuse_class)
             self._values[reuse_class] = _values(self._used.get(reuse_class, nothing), risk, prior)
+            self._chances[reuse_class] = _chances(self._used.get(reuse_class, nothing), risk, prior)
         for counts in (*self._used.values(), *self._unused.values()):
             counts[:] = [_KEPT * count for count in counts]
 
@@ -121,10 +133,22 @@ def _prior(reuse_class: ReuseClass) -> list[float]:
     return [each if age <= number else 0.0 for age in range(_NUM_AGES)]
 
 
-def _values(used: Sequence[float], at_risk: Sequence[float], prior: Sequence[float]) -> list[float]:
+def _stays(used: Sequence[float], at_risk: Sequence[float], prior: Sequence[float]) -> list[float]:
+    """The probability that a block stays unused until each age, and to the end of the last one."""
     stays = [1.0]
     for count, risk, expected in zip(used, at_risk, prior, strict=True):
         stays.append(stays[-1] * max(0.0, 1.0 - (count + _PRIOR * expected) / (risk + _PRIOR)))
+    return stays
+
+
+def _chances(used: Sequence[float], at_risk: Sequence[float], prior: Sequence[float]) -> list[float]:
+    """Of a use, of blocks that are unused until each age."""
+    stays = _stays(used, at_risk, prior)
+    return [1.0 - stays[-1] / one if one > 0.0 else 1.0 for one in stays[:-1]]
+
+
+def _values(used: Sequence[float], at_risk: Sequence[float], prior: Sequence[float]) -> list[float]:
+    stays = _stays(used, at_risk, prior)
     # The highest ratio is the steepest descent to a later point, of which only those of the convex hull can be that.
     values = [0.0] * _NUM_AGES
     hull = [(0.0, stays[-1])]  # seconds spent until the last age, negative, and what stays; the nearest is the last
@@ -295,6 +319,7 @@ class Retention:
         all alike. `cached`: the blocks of the pool, also those that are used."""
         self.rates = ReuseRates()
         self.pool, self.host = EvictionQueue(self.rates), EvictionQueue(self.rates)
+        self.ahead: dict[bytes, None] = {}  # the next that leave the pool, in order; no longer in `pool`
         self._computed_s, self._cached = computed_s, cached
         self._most_known = round(WATCHED * num_blocks)
         self._known: dict[bytes, Segment] = {}
@@ -379,6 +404,13 @@ class Retention:
         """No text uses the cached block."""
         self.pool.add(block_hash, self._known.get(block_hash) or self._segment_of(block_hash, now_s))
 
+    def no_longer_leaves(self, block_hash: bytes) -> None:
+        """A text uses the cached block, or it is wrong."""
+        if block_hash in self.ahead:
+            del self.ahead[block_hash]
+        else:
+            self.pool.discard(block_hash)
+
     def entered_host(self, block_hash: bytes, now_s: float) -> None:
         self.host.add(block_hash, self._segment_of(block_hash, now_s))
 
@@ -390,9 +422,16 @@ class Retention:
         rank = self.host.rank(self._segment_of(block_hash, now_s), now_s)
         return rank >= self.host.least(now_s)
 
+    def expected_use(self, block_hash: bytes, now_s: float) -> tuple[float, float | None]:
+        """Seconds to compute a block of its text, the mean of all, and the probability of another use of the block;
+        0.0 and None: unknown."""
+        segment = self._segment_of(block_hash, now_s)
+        text_s = 0.0 if self._computed_s is None else self._computed_s(segment.length // 2)
+        return text_s, self.rates.chance(segment.reuse_class, now_s - segment.at_s)
+
     def drop(self, block_hash: bytes) -> None:
         """The contents of the block are wrong."""
-        self.pool.discard(block_hash)
+        self.no_longer_leaves(block_hash)
         self.host.discard(block_hash)
         segment = self._known.pop(block_hash, None)
         if segment is not None:
@@ -488,7 +527,7 @@ class Retention:
 
     def _is_used(self, block_hash: bytes) -> bool:
         """Whether a text has the block now: its use is counted already."""
-        return block_hash in self._cached and block_hash not in self.pool
+        return block_hash in self._cached and block_hash not in self.pool and block_hash not in self.ahead
 
     def _next_order(self) -> int:
         self._order += 1

@@ -225,6 +225,96 @@ def test_wrong_contents_leave_the_tier_too() -> None:
 PULL = TransferKey(transfer_id="pull", attempt=1, generation=1)
 
 
+class QueuedSlots(Slots):
+    """Copies that are made behind the engine."""
+
+    room = 100
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__(num_slots)
+        self.num_flushes = 0
+
+    def flush(self) -> None:
+        self.num_flushes += 1
+
+
+def queued(most_saved: int, num_slots: int = 8) -> tuple[KvCache, QueuedSlots]:
+    """A pool of 16 blocks, of which 2 are saved before they leave."""
+    slots = QueuedSlots(num_slots)
+    rule = LoadRule(1.0, lambda num_tokens, cached_tokens: 2.0 * num_tokens, is_beside=True)
+    return KvCache(BlockAllocator(16, tier=HostTier(slots, rule, most_saved, queued=slots)), SIZE), slots
+
+
+def test_blocks_that_leave_next_are_saved_before() -> None:
+    kv, slots = queued(most_saved=1)
+    held = computed(kv, 3 * SIZE, HASHES)
+    kv.advance(1.0)
+    assert not slots.copies  # they are in use
+    kv.release(held)
+    for now_s in (2.0, 3.0, 4.0):
+        kv.advance(now_s)
+    assert slots.copies == [("save", held[2], 7), ("save", held[1], 6)]  # an eighth of the pool, one at a time
+    assert slots.num_flushes == 2
+    assert kv.take_changes() is not None
+    kv.blocks.check(holders=[])
+    assert kv.extend(15) is not None  # both leave
+    assert len(slots.copies) == 2
+    assert kv.take_changes() is None
+    kv.blocks.check()
+
+
+def test_a_block_that_was_saved_before_may_be_used_again() -> None:
+    kv, _ = queued(most_saved=8)
+    held = computed(kv, 3 * SIZE, HASHES)
+    kv.release(held)
+    kv.advance(1.0)
+    again = kv.allocate(3 * SIZE + 1, HASHES)
+    assert again is not None
+    assert again.blocks[:3] == held
+    kv.blocks.check(holders=[again.blocks])
+    assert kv.extend(12) is not None
+    kv.blocks.invalidate(held[2])
+    kv.release(again.blocks)
+    kv.advance(2.0)
+    kv.blocks.check()
+
+
+RULE = LoadRule(1.0, lambda num_tokens, cached_tokens: float(num_tokens))
+BESIDE = LoadRule(1.0, lambda num_tokens, cached_tokens: float(num_tokens), is_beside=True)
+
+
+@pytest.mark.parametrize(
+    ("rule", "computed_s", "chance", "is_saved"),
+    [
+        (RULE, 0.0, 0.0, True),  # nothing is known
+        (RULE, 2.1, 1.0, True),
+        (RULE, 1.9, 1.0, False),  # two copies take longer
+        (RULE, 2.1, None, False),
+        (RULE, 3.1, None, True),
+        (RULE, 10.0, 0.1, False),
+        (BESIDE, 0.5, 0.1, True),  # a load before the turn of its prompt costs nothing
+        (BESIDE, 0.5, None, True),
+        (BESIDE, 10.0, 0.0, False),
+        (BESIDE, 0.1, 1.0, False),
+    ],
+)
+def test_a_block_is_saved_for_what_it_may_save(
+    rule: LoadRule, computed_s: float, chance: float | None, is_saved: bool
+) -> None:
+    assert rule.saves(computed_s, chance) is is_saved
+
+
+def test_a_block_that_is_not_worth_a_copy_leaves_without_one() -> None:
+    slots = Slots(8)
+    rule = LoadRule(1.0, lambda num_tokens, cached_tokens: 1.0)
+    kv = KvCache(BlockAllocator(4, tier=HostTier(slots, rule, 8), computed_s=lambda first: 2.9), SIZE)
+    kv.release(computed(kv, 3 * SIZE, HASHES))
+    evict_all(kv)
+    assert not slots.copies
+    assert kv.num_found(HASHES) == 0
+    kv.blocks.check()
+
+
 def test_lent_blocks_stay_until_they_are_taken_back(kv: KvCache) -> None:
     held = computed(kv, 3 * SIZE, HASHES)
     kv.release(held)
