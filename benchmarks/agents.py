@@ -173,12 +173,13 @@ def main() -> None:
     parser.add_argument("--choice", action="store_true", help="compare load rules, over mixes of tiers and loads")
     parser.add_argument("--tasks", action="store_true", help="compare deadlines of tasks with ordinary targets")
     parser.add_argument("--requests", type=int, default=100, help="of each run with --choice")
+    parser.add_argument("--most-seeds", type=int, default=8, help="of each mix with --choice")
     arguments = parser.parse_args()
     if arguments.tasks:
         report_tasks(arguments.seed)
         return
     if arguments.choice:
-        report(arguments.requests, arguments.seed)
+        report(arguments.requests, arguments.seed, arguments.most_seeds)
         return
     trace = coding_agents(
         rate_rps=arguments.rate * arguments.gpus,

@@ -5,9 +5,13 @@ Simulates one H100 that prefills and decodes, with one tier below its pool, over
 length of sessions and the load. Each mix is run with our rule and with fixed ones: never load, always load, and load if
 at least so many tokens are found. All rules have the same traces, tiers and give-up times; only the choice differs.
 
-The figure of a mix is the mean TTFT, because the choice is about seconds, and each of them counts the same in a mean; a
-percentile would hide what most requests lose. Beside it is the share of requests within a target. The load is the time
-to compute all prompts without any cache, over the time of the trace.
+The schedules of two rules diverge with the first choice that differs, and then queues differ by chance. So each mix is
+repeated with further seeds, until two standard errors of the ratio to the best fixed rule are less than its distance
+from the bar, or `--most-seeds` are used. If the bar is still within them, the mix is undecided.
+
+The figure of a mix is the mean TTFT of all seeds, because the choice is about seconds, and each of them counts the same
+in a mean; a percentile would hide what most requests lose. Beside it is the share of requests within a target. The load
+is the time to compute all prompts without any cache, over the time of the trace.
 
 Bars: in each mix at most 1.03 times the mean TTFT of the best fixed rule of that mix; and over all mixes, in the
 geometric mean, at least 10 % below the one fixed rule that is best over all of them.
@@ -31,7 +35,7 @@ from pdserve.core.kv.fetch import BlockSource
 from pdserve.core.kv.host_tier import LoadRule
 from pdserve.core.types import Slo
 from pdserve.profiles import load_profile
-from simulator.cluster.tiers import SimulatedDisk, TierRules
+from simulator.cluster.tiers import SimulatedSource, TierRules
 from simulator.cluster.world import World
 from simulator.model import SimConfig, TraceRequest, WorkerShape
 from simulator.search.layouts import make_workers
@@ -44,6 +48,8 @@ LOADS: Final = (0.1, 0.7, 2.0)
 TIERS: Final = ("disk", "host")
 LEAST_TOKENS: Final = (1_024, 8_192, 32_768)  # of the fixed rules, beside "always" and "never"
 WITHIN: Final = 1.03
+LEAST_SEEDS: Final = 2
+HELPS: Final = 0.97  # of the mean TTFT without a tier
 SHARE_OF_SINGLE: Final = 0.90
 OURS: Final = "ours"
 NEVER: Final = "never"
@@ -58,12 +64,12 @@ OUTPUT_TOKENS: Final = 16
 class FixedSource:
     """Says that it is fast if it has enough, and that it has nothing otherwise."""
 
-    def __init__(self, disk: SimulatedDisk, least_blocks: float) -> None:
-        self.name = disk.name
-        self._disk, self._least_blocks = disk, least_blocks
+    def __init__(self, source: SimulatedSource, least_blocks: float) -> None:
+        self.name = source.name
+        self._source, self._least_blocks = source, least_blocks
 
     def num_found(self, attempt: Attempt, hashes: Sequence[bytes], first: int) -> int:
-        count = self._disk.num_found(attempt, hashes, first)
+        count = self._source.num_found(attempt, hashes, first)
         return count if count >= self._least_blocks else 0
 
     def predict_s(self, attempt: Attempt, num_blocks: int) -> float:
@@ -77,6 +83,9 @@ class FixedLoad(LoadRule):
     def loads(self, num_blocks: int, *, cached_tokens: int, block_size: int) -> bool:
         return num_blocks >= self.least_blocks
 
+    def saves(self, computed_s: float, chance: float | None) -> bool:
+        return True
+
     def is_worthwhile(self, block_size: int) -> bool:
         return True
 
@@ -87,13 +96,13 @@ class FixedRules(TierRules):
         self._least_blocks = least_tokens / block_size
 
     def host(self, rule: LoadRule) -> LoadRule:
-        return FixedLoad(rule.block_s, rule.prefill_s, self._least_blocks)
+        return FixedLoad(rule.block_s, rule.prefill_s, rule.is_beside, self._least_blocks)
 
     def has_disk(self, read_s: float, computed_s: float) -> bool:
         return True
 
-    def disk(self, disk: SimulatedDisk) -> BlockSource:
-        return FixedSource(disk, self._least_blocks)
+    def source(self, source: SimulatedSource) -> BlockSource:
+        return FixedSource(source, self._least_blocks)
 
 
 #: The least tokens of each rule; None: by predicted seconds.
@@ -207,8 +216,12 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    ttft_s: float  # mean
+    times_s: tuple[float, ...]  # mean TTFT, of each seed
     attained: float  # share of the requests within the target
+
+    @property
+    def ttft_s(self) -> float:
+        return statistics.mean(self.times_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +238,22 @@ class Compared:
         """Our mean TTFT over that of another rule."""
         return self.figures[OURS].ttft_s / self.figures[rule].ttft_s
 
+    @property
+    def error(self) -> float:
+        """The standard error of the ratio to the best rule, over seeds; infinite with one."""
+        ours, best = self.figures[OURS].times_s, self.figures[self.best]
+        if len(ours) < 2:
+            return math.inf
+        ratio = self.ratio(self.best)
+        rests = [mine - ratio * theirs for mine, theirs in zip(ours, best.times_s, strict=True)]
+        return math.sqrt(sum(one**2 for one in rests) / (len(ours) * (len(ours) - 1))) / best.ttft_s
+
+    @property
+    def is_within(self) -> bool | None:
+        """Whether it meets the bar; None: that is not decided."""
+        ratio = self.ratio(self.best)
+        return ratio <= WITHIN if abs(ratio - WITHIN) >= 2.0 * self.error else None
+
 
 def simulated(turns: Turns, mix: Mix, rule: str, shape: WorkerShape, seed: int) -> Figure:
     length, least = mix.length, RULES[rule]
@@ -240,7 +269,7 @@ def simulated(turns: Turns, mix: Mix, rule: str, shape: WorkerShape, seed: int) 
     rules = None if least is None else FixedRules(least, length.block_tokens)
     times_s = [one.ttft_s for one in World(turns, config, tier_rules=rules).run().requests if one.ttft_s is not None]
     assert len(times_s) == len(turns.requests), f"{len(turns.requests) - len(times_s)} requests have no answer"
-    return Figure(statistics.mean(times_s), sum(one <= length.ttft_s for one in times_s) / len(times_s))
+    return Figure((statistics.mean(times_s),), sum(one <= length.ttft_s for one in times_s) / len(times_s))
 
 
 def compare(
@@ -251,18 +280,35 @@ def compare(
     bandwidths_gb_s: Sequence[float] = BANDWIDTHS_GB_S,
     count: int,
     seed: int,
+    most_seeds: int = 1,
 ) -> Iterator[Compared]:
     shape = make_workers(load_profile(PROFILE), 0, 1)[0]
     for length, load in itertools.product(lengths, loads):
-        turns = Turns(length, load, count, seed, CostModel(shape.cost))
-        never = simulated(turns, Mix(length, load, "none", 0.0), NEVER, shape, seed)
+        turns: list[Turns] = []
+        nevers: list[Figure] = []  # of each seed
         for tier, gb_s in itertools.product(tiers, bandwidths_gb_s):
             mix = Mix(length, load, tier, gb_s)
-            found = {NEVER: never}
-            for rule in RULES:
-                if rule != NEVER:
-                    found[rule] = simulated(turns, mix, rule, shape, seed)
-            yield Compared(mix, found)
+            runs: list[dict[str, Figure]] = []
+            while True:
+                number = len(runs)
+                if number == len(turns):
+                    turns.append(Turns(length, load, count, seed + number, CostModel(shape.cost)))
+                    none = Mix(length, load, "none", 0.0)
+                    nevers.append(simulated(turns[number], none, NEVER, shape, seed + number))
+                found = {NEVER: nevers[number]}
+                for rule in RULES:
+                    if rule != NEVER:
+                        found[rule] = simulated(turns[number], mix, rule, shape, seed + number)
+                runs.append(found)
+                compared = Compared(mix, {rule: _joined([one[rule] for one in runs]) for rule in RULES})
+                if len(runs) >= most_seeds or (compared.is_within is not None and len(runs) >= LEAST_SEEDS):
+                    break
+            yield compared
+
+
+def _joined(figures: Sequence[Figure]) -> Figure:
+    times_s = itertools.chain.from_iterable(one.times_s for one in figures)
+    return Figure(tuple(times_s), statistics.mean(one.attained for one in figures))
 
 
 def one_for_all(several: Sequence[Compared]) -> str:
@@ -275,18 +321,22 @@ def overall(several: Sequence[Compared], rule: str) -> float:
     return math.exp(statistics.mean(-math.log(one.ratio(rule)) for one in several))
 
 
-def report(count: int, seed: int) -> None:
+def report(count: int, seed: int, most_seeds: int) -> None:
     began_s, several = time.monotonic(), []
-    for one in compare(count=count, seed=seed):
+    for one in compare(count=count, seed=seed, most_seeds=most_seeds):
         several.append(one)
-        ratio, since_s = one.ratio(one.best), time.monotonic() - began_s
-        print(f"{one.mix.text}: ours / best fixed {ratio:.3f}, {one.best} ({since_s:.0f} s)", flush=True)
+        ratio, since_s, num_seeds = one.ratio(one.best), time.monotonic() - began_s, len(one.figures[OURS].times_s)
+        print(
+            f"{one.mix.text}: ours / best fixed {ratio:.3f} +- {one.error:.3f} ({num_seeds} seeds), {one.best} "
+            f"({since_s:.0f} s)",
+            flush=True,
+        )
     head = ["mix", *RULES, "ours / best", "attained: ours", "best"]
     rows = [
         [
             one.mix.text,
             *(f"{1000.0 * one.figures[rule].ttft_s:.0f}" for rule in RULES),
-            f"{one.ratio(one.best):.3f} {one.best}",
+            f"{one.ratio(one.best):.3f} +- {one.error:.3f} {one.best}",
             f"{100.0 * one.figures[OURS].attained:.0f} %",
             f"{100.0 * max(each.attained for name, each in one.figures.items() if name != OURS):.0f} %",
         ]
@@ -299,13 +349,18 @@ def report(count: int, seed: int) -> None:
             print(f"{rule}: {overall(several, rule):.3f} times our mean TTFT, in the geometric mean of all mixes")
     worst = max(one.ratio(one.best) for one in several)
     within = sum(one.ratio(one.best) <= WITHIN for one in several)
+    beyond = sum(one.is_within is False for one in several)
+    undecided = sum(one.is_within is None for one in several)
     print(
         f"within {100 * (WITHIN - 1):.0f} % of the best fixed rule of the mix in {within} of {len(several)} mixes, "
-        f"worst {worst:.3f}: {'met' if within == len(several) else 'missed'}"
+        f"worst {worst:.3f}, {beyond} beyond it by two standard errors, {undecided} undecided: "
+        f"{'met' if within == len(several) else 'missed'}"
     )
+    helped = sum(min(one.figures[rule].ttft_s for rule in RULES) < HELPS * one.figures[NEVER].ttft_s for one in several)
+    print(f"in {helped} of {len(several)} mixes some rule is at least {100 * (1 - HELPS):.0f} % better than no tier")
     single = one_for_all(several)
     share = 1.0 / overall(several, single)
     print(
-        f"{share:.3f} of the best single rule, {single}; bar {SHARE_OF_SINGLE}: "
+        f"{share:.3f} of the best threshold for all, {single} (infinite: never; 0: always); bar {SHARE_OF_SINGLE}: "
         f"{'met' if share <= SHARE_OF_SINGLE else 'missed'}"
     )

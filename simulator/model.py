@@ -100,6 +100,7 @@ class WorkerShape:
     max_context_tokens: int = 131_072 + 8192
     host_bytes: int = 0  # memory of the host for KV blocks that have left the pool
     host_bytes_per_s: float = 25e9  # of copies to it and back
+    copies_beside_steps: bool = False  # as on a GPU; on a CPU, the engine's thread makes them
     disk_bytes: int = 0  # for KV blocks that have left memory
     disk_bytes_per_s: float = 3e9  # of reads
     disk_latency_s: float = 0.001  # of a read, beside its bytes

@@ -21,7 +21,6 @@ from pdserve.core.cost.latency import CostModel
 from pdserve.core.kv.blocks import BlockAllocator, CacheChange
 from pdserve.core.kv.cache import KvCache
 from pdserve.core.kv.fetch import Fetch, FetchAborted, Fetches, FetchStarted
-from pdserve.core.kv.host_tier import LONG_BLOCKS
 from pdserve.core.kv.kv_shape import TransferKey
 from pdserve.core.kv.retention import block_cost
 from pdserve.core.types import Role
@@ -32,7 +31,7 @@ from simulator.cluster.network import Network, SimulatedGrant, Transfer
 from simulator.cluster.prompts import BlockNames, SyntheticAttempt, blank, sampling_of
 from simulator.cluster.speed import Speed
 from simulator.cluster.tally import Tally
-from simulator.cluster.tiers import SimulatedCopies, SimulatedDisk, TierRules
+from simulator.cluster.tiers import TierRules, simulated_tiers
 from simulator.model import SimConfig, WorkerShape
 
 DENSE_SAMPLES: Final = 100  # batches that are reported as often as by a live worker; after learning, fewer are enough
@@ -76,16 +75,15 @@ class Machine(ABC, Generic[Step, Effect]):
         self.block_size = env.config.block_size
         num_blocks = shape.kv_capacity_tokens // self.block_size
         model = CostModel(shape.prior or shape.cost)
-        rules = env.tier_rules
-        disk = SimulatedDisk(self.agenda, shape, self.block_size, self._disk_changed)
-        long_s = model.prefill_s(LONG_BLOCKS * self.block_size)
-        is_on = disk.num_slots > 0 and rules.has_disk(disk.read_s(LONG_BLOCKS), long_s)
-        self.disk = disk if is_on else None
-        self.copies = SimulatedCopies(shape, self.block_size)
+        tiers = simulated_tiers(
+            self.agenda, shape, self.block_size, model.prefill_s, env.tier_rules, self._disk_changed
+        )
+        self.disk, self.copies = tiers.disk, tiers.copies
+        self.sources = {one.name: one for one in tiers.sources}
         self.blocks = BlockAllocator(
             num_blocks,
-            tier=self.copies.tier(model.prefill_s, self.disk, rules),
-            lower=self.disk,
+            tier=tiers.host,
+            lower=tiers.disk,
             computed_s=block_cost(model.prefill_s, self.block_size),
         )
         self.kv = KvCache(self.blocks, self.block_size)
@@ -294,17 +292,17 @@ class Machine(ABC, Generic[Step, Effect]):
 
     def fetches_with(self, prefill_s: Callable[[int, int], float]) -> Fetches | None:
         """As in pdserve/worker/program.py."""
-        if self.disk is not None:
-            self.fetches = Fetches(self.kv, [self.env.tier_rules.disk(self.disk)], prefill_s)
+        if self.sources:
+            self.fetches = Fetches(self.kv, [*map(self.env.tier_rules.source, self.sources.values())], prefill_s)
         return self.fetches
 
     def fetched(self, fetch: Fetch, num_blocks: int) -> None:
-        """The disk no longer writes to the blocks of the fetch."""
-        assert self.fetches is not None, "a fetch ends without a disk"
+        """The source no longer writes to the blocks of the fetch."""
+        assert self.fetches is not None, "a fetch ends without a source"
         self.fetches.ended(fetch.number, num_blocks)
 
     def give_up(self) -> None:
-        """The time of a prompt that waits for the disk may be over, so that the next step may begin with it."""
+        """The time of a prompt that waits for a tier may be over, so that the next step may begin with it."""
 
     def expect_give_up(self) -> None:
         """Called after each plan."""
@@ -359,11 +357,10 @@ class Machine(ABC, Generic[Step, Effect]):
             case fx.PromptScored():
                 raise AssertionError("a simulated prompt has no logprobs")
             case FetchStarted():
-                assert self.disk is not None, "a fetch without a disk"
-                self.disk.begin(effect.fetch, partial(self.post, self.fetched, effect.fetch))
+                fetch = effect.fetch
+                self.sources[fetch.source].begin(fetch, partial(self.post, self.fetched, fetch))
             case FetchAborted():
-                assert self.disk is not None, "a fetch without a disk"
-                self.disk.abort(effect.number)
+                self.sources[effect.source].abort(effect.number)
             case _:
                 assert_never(effect)
 

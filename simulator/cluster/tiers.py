@@ -1,12 +1,14 @@
-"""The tiers below a simulated worker's pool: host memory, whose copies delay the next step, and a disk, for whose reads
-prompts wait. Pure.
+"""The tiers below a simulated worker's pool: host memory and a disk. Pure.
 
 The tables are those of live workers: HostTier and Fetches. Here are only the times of copies and reads, and what the
-disk has. Writes to the disk take no time.
+disk has. On a CPU, copies of the host tier delay the next step. On a GPU they are made beside steps, and prompts wait
+for them, as for reads of a disk. Writes to the disk take no time.
 """
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,10 +16,11 @@ from typing import Final, final
 
 from pdserve.core.attempt import Attempt
 from pdserve.core.kv.fetch import BlockSource, Fetch
-from pdserve.core.kv.host_tier import HostTier, LoadRule, is_sooner
+from pdserve.core.kv.host_tier import HostTier, LoadRule, is_disk_worthwhile, long_blocks
 from simulator.cluster.agenda import Agenda
 from simulator.model import WorkerShape
 
+BURST_BYTES: Final = 2**27  # saved by a GPU at once; twice as much is on its way to the host
 YOUNG_SHARE: Final = 0.75  # of the disk: a block that is evicted again while it is older than that is written anew
 
 
@@ -30,42 +33,10 @@ class TierRules:
 
     def has_disk(self, read_s: float, computed_s: float) -> bool:
         """Whether to have a disk tier, from the times of a long prompt."""
-        return is_sooner(read_s, computed_s)
+        return is_disk_worthwhile(read_s, computed_s)
 
-    def disk(self, disk: SimulatedDisk) -> BlockSource:
-        return disk
-
-
-@final
-class SimulatedCopies:
-    """The copies of a host tier take time before the next step, as those of a live worker do. Their number for one
-    allocation is not limited."""
-
-    def __init__(self, shape: WorkerShape, block_size: int) -> None:
-        self._block_size = block_size
-        block_bytes = block_size * shape.kv_bytes_per_token
-        self.num_slots = shape.host_bytes // block_bytes
-        self._block_s = block_bytes / shape.host_bytes_per_s
-        self._due_s = 0.0
-
-    def tier(
-        self, prefill_s: Callable[[int, int], float], disk: SimulatedDisk | None, rules: TierRules
-    ) -> HostTier | None:
-        """None if it has no memory, or is not worthwhile."""
-        rule = rules.host(LoadRule(self._block_s, prefill_s))
-        is_on = self.num_slots > 0 and rule.is_worthwhile(self._block_size)
-        return HostTier(self, rule, self.num_slots, disk) if is_on else None
-
-    def save(self, block: int, slot: int) -> None:
-        self._due_s += self._block_s
-
-    def load(self, slot: int, block: int) -> None:
-        self._due_s += self._block_s
-
-    def take_s(self) -> float:
-        """Seconds of the copies since the last call."""
-        due_s, self._due_s = self._due_s, 0.0
-        return due_s
+    def source(self, source: SimulatedSource) -> BlockSource:
+        return source
 
 
 @dataclass(slots=True)
@@ -74,68 +45,27 @@ class _Read:
     end: Callable[[int], None]
 
 
-@final
-class SimulatedDisk:
-    """The oldest blocks leave. One fetch is read after the other."""
+class SimulatedSource(ABC):
+    """A tier for which prompts wait. One fetch is read after the other."""
 
-    name = "disk"
-
-    def __init__(
-        self, agenda: Agenda, shape: WorkerShape, block_size: int, changed: Callable[[Sequence[bytes]], None]
-    ) -> None:
-        """`changed` gets the hashes that have been removed, or are added if the disk has them."""
-        self._agenda, self._changed = agenda, changed
-        self._block_s = block_size * shape.kv_bytes_per_token / shape.disk_bytes_per_s
-        self._latency_s = shape.disk_latency_s
-        self.num_slots = shape.disk_bytes // (block_size * shape.kv_bytes_per_token)
-        self._written: dict[bytes, int] = {}  # number of the write of each block, ascending
-        self._num_written = 0
+    def __init__(self, name: str, agenda: Agenda, block_s: float, latency_s: float) -> None:
+        self.name = name
+        self._agenda, self._block_s, self._latency_s = agenda, block_s, latency_s
         self._queue: deque[_Read] = deque()
         self._reading: _Read | None = None
         self._began_s = 0.0
         self._num_queued = 0  # blocks
         self.num_read = 0
 
-    def __contains__(self, block_hash: bytes) -> bool:
-        return block_hash in self._written
+    @abstractmethod
+    def __contains__(self, block_hash: bytes) -> bool: ...
 
     def read_s(self, num_blocks: int) -> float:
         """To read so many blocks, without a queue."""
         return self._latency_s + num_blocks * self._block_s
 
-    # -- blocks that leave memory --------------------------------------------------------------------------------
-
-    @property
-    def room(self) -> int:
-        return self.num_slots
-
-    def take_block(self, block_hash: bytes, block: int) -> None:
-        self._write(block_hash)
-
-    def take_copy(self, block_hash: bytes, slot: int) -> None:
-        self._write(block_hash)
-
-    def drop(self, block_hash: bytes) -> None:
-        self._written.pop(block_hash, None)
-
-    def _write(self, block_hash: bytes) -> None:
-        before = self._written.get(block_hash)
-        if before is not None and self._num_written - before < YOUNG_SHARE * self.num_slots:
-            return
-        self._written.pop(block_hash, None)
-        changed = [block_hash]
-        if len(self._written) >= self.num_slots:
-            oldest = next(iter(self._written))
-            del self._written[oldest]
-            changed.append(oldest)
-        self._num_written += 1
-        self._written[block_hash] = self._num_written
-        self._changed(changed)
-
-    # -- blocks that prompts wait for ----------------------------------------------------------------------------
-
     def num_found(self, attempt: Attempt, hashes: Sequence[bytes], first: int) -> int:
-        return next((at for at, one in enumerate(hashes) if one not in self._written), len(hashes))
+        return self._count(hashes)
 
     def predict_s(self, attempt: Attempt, num_blocks: int) -> float:
         queued_s = len(self._queue) * self._latency_s + self._num_queued * self._block_s
@@ -184,7 +114,141 @@ class SimulatedDisk:
         """The leading blocks that have not left meanwhile."""
         count = 0
         for one in hashes:
-            if one not in self._written:
+            if one not in self:
                 break
             count += 1
         return count
+
+
+@final
+class SimulatedDisk(SimulatedSource):
+    """The oldest blocks leave."""
+
+    def __init__(
+        self, agenda: Agenda, shape: WorkerShape, block_size: int, changed: Callable[[Sequence[bytes]], None]
+    ) -> None:
+        """`changed` gets the hashes that have been removed, or are added if the disk has them."""
+        block_bytes = block_size * shape.kv_bytes_per_token
+        super().__init__("disk", agenda, block_bytes / shape.disk_bytes_per_s, shape.disk_latency_s)
+        self._changed = changed
+        self.num_slots = shape.disk_bytes // block_bytes
+        self._written: dict[bytes, int] = {}  # number of the write of each block, ascending
+        self._num_written = 0
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._written
+
+    @property
+    def room(self) -> int:
+        return self.num_slots
+
+    def take_block(self, block_hash: bytes, block: int) -> None:
+        self._write(block_hash)
+
+    def take_copy(self, block_hash: bytes, slot: int) -> None:
+        self._write(block_hash)
+
+    def drop(self, block_hash: bytes) -> None:
+        self._written.pop(block_hash, None)
+
+    def _write(self, block_hash: bytes) -> None:
+        before = self._written.get(block_hash)
+        if before is not None and self._num_written - before < YOUNG_SHARE * self.num_slots:
+            return
+        self._written.pop(block_hash, None)
+        changed = [block_hash]
+        if len(self._written) >= self.num_slots:
+            oldest = next(iter(self._written))
+            del self._written[oldest]
+            changed.append(oldest)
+        self._num_written += 1
+        self._written[block_hash] = self._num_written
+        self._changed(changed)
+
+
+@final
+class SimulatedCopies:
+    """Copies of a host tier that the engine's thread makes before the next step. Their number for one allocation is not
+    limited."""
+
+    def __init__(self, shape: WorkerShape, block_size: int) -> None:
+        block_bytes = block_size * shape.kv_bytes_per_token
+        self.num_slots = shape.host_bytes // block_bytes
+        self._block_s = block_bytes / shape.host_bytes_per_s
+        self._due_s = 0.0
+
+    def save(self, block: int, slot: int) -> None:
+        self._due_s += self._block_s
+
+    def load(self, slot: int, block: int) -> None:
+        self._due_s += self._block_s
+
+    def take_s(self) -> float:
+        """Seconds of the copies since the last call."""
+        due_s, self._due_s = self._due_s, 0.0
+        return due_s
+
+
+@final
+class SimulatedQueuedCopies(SimulatedSource):
+    """Copies of a host tier beside steps, by a link with two directions. Blocks are staged before they are reused."""
+
+    def __init__(self, agenda: Agenda, shape: WorkerShape, block_size: int) -> None:
+        block_bytes = block_size * shape.kv_bytes_per_token
+        super().__init__("host", agenda, block_bytes / shape.host_bytes_per_s, 0.0)
+        self.num_slots = shape.host_bytes // block_bytes
+        self.tier: HostTier | None = None
+        self.most_saved = max(1, BURST_BYTES // block_bytes)
+        self._saved_at_s = 0.0  # when the link has copied all that is staged
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return self.tier is not None and block_hash in self.tier
+
+    @property
+    def room(self) -> int:
+        staged_s = max(0.0, self._saved_at_s - self._agenda.now_s)
+        return max(0, 2 * self.most_saved - math.ceil(staged_s / self._block_s))
+
+    def flush(self) -> None:
+        """Blocks are staged at once."""
+
+    def save(self, block: int, slot: int) -> None:
+        self._saved_at_s = max(self._saved_at_s, self._agenda.now_s) + self._block_s
+
+    def load(self, slot: int, block: int) -> None:
+        raise AssertionError("nothing is loaded at once")
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedTiers:
+    host: HostTier | None
+    disk: SimulatedDisk | None
+    copies: SimulatedCopies
+    sources: tuple[SimulatedSource, ...]
+
+
+def simulated_tiers(
+    agenda: Agenda,
+    shape: WorkerShape,
+    block_size: int,
+    prefill_s: Callable[[int, int], float],
+    rules: TierRules,
+    changed: Callable[[Sequence[bytes]], None],
+) -> SimulatedTiers:
+    """Those that have memory and are worthwhile. `changed`: of the disk."""
+    any_disk = SimulatedDisk(agenda, shape, block_size, changed)
+    num_long = long_blocks(block_size)
+    is_on = rules.has_disk(any_disk.read_s(num_long), prefill_s(num_long * block_size, 0))
+    disk = any_disk if any_disk.num_slots and is_on else None
+    copies = SimulatedCopies(shape, block_size)
+    queued = SimulatedQueuedCopies(agenda, shape, block_size) if shape.copies_beside_steps else None
+    rule = rules.host(LoadRule(block_size * shape.kv_bytes_per_token / shape.host_bytes_per_s, prefill_s, bool(queued)))
+    host = None
+    if copies.num_slots and rule.is_worthwhile(block_size):
+        most_saved = copies.num_slots if queued is None else queued.most_saved
+        host = HostTier(queued or copies, rule, most_saved, disk, queued=queued)
+    sources: list[SimulatedSource] = []
+    if queued is not None and host is not None:
+        queued.tier = host
+        sources.append(queued)
+    return SimulatedTiers(host, disk, copies, (*sources, *([] if disk is None else [disk])))

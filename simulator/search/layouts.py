@@ -131,6 +131,7 @@ def make_workers(
             kv_capacity_tokens=of.kv_capacity_tokens,
             kv_bytes_per_token=of.kv_bytes_per_token,
             link=over,
+            copies_beside_steps=of.is_gpu,
         )
         for role, count, of in (
             (Role.PREFILL, num_prefill, profile),

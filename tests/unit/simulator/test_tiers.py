@@ -8,12 +8,24 @@ from typing import Any
 
 import pytest
 
-from benchmarks.choice import LENGTHS, NEVER, OURS, PATIENT, RULES, compare, one_for_all, overall
+from benchmarks.choice import (
+    LENGTHS,
+    NEVER,
+    OURS,
+    PATIENT,
+    RULES,
+    Compared,
+    Figure,
+    Mix,
+    compare,
+    one_for_all,
+    overall,
+)
 from pdserve.core.kv.fetch import Fetch
 from pdserve.core.types import Role
 from pdserve.profiles import load_profile
 from simulator.cluster.agenda import Agenda
-from simulator.cluster.tiers import SimulatedDisk
+from simulator.cluster.tiers import BURST_BYTES, SimulatedDisk, SimulatedQueuedCopies
 from simulator.cluster.world import World
 from simulator.model import SimConfig, TraceRequest, WorkerShape
 from simulator.search.layouts import make_workers
@@ -98,6 +110,44 @@ def test_the_oldest_block_leaves() -> None:
     assert [count for _, _, count in rig.ends] == [1]  # not beyond the one that has left
 
 
+def test_copies_beside_steps_are_staged() -> None:
+    agenda = Agenda()
+    shape = make_workers(load_profile("h100-sxm.llama-3.1-8b.bf16"), 0, 1)[0]
+    assert shape.copies_beside_steps
+    block_bytes = 2 * BURST_BYTES // 8
+    size = block_bytes // shape.kv_bytes_per_token
+    shape = replace(shape, host_bytes=9 * block_bytes, host_bytes_per_s=float(block_bytes))
+    copies = SimulatedQueuedCopies(agenda, shape, size)
+    assert (copies.num_slots, copies.most_saved, copies.room) == (9, 4, 8)
+    for slot in range(4):
+        copies.save(slot, slot)
+    assert copies.room == 4
+    agenda.at(2.5, lambda: None)
+    agenda.step()
+    assert copies.room == 6  # the link has copied two, and a half
+
+
+def test_a_mix_is_repeated_until_it_is_decided() -> None:
+    def figure(*times_s: float) -> Figure:
+        return Figure(times_s, 1.0)
+
+    def compared(*ours_s: float) -> Compared:
+        others = {rule: figure(*(10.0 for _ in ours_s)) for rule in RULES}
+        return Compared(Mix(LENGTHS[0], 0.1, "disk", 1.0), {**others, OURS: figure(*ours_s)})
+
+    assert compared(5.0).is_within is None  # one seed has no error
+    assert compared(10.0, 10.1).is_within
+    assert compared(11.0, 11.1).is_within is False
+    noisy = compared(9.0, 11.8)
+    assert noisy.ratio(NEVER) == pytest.approx(1.04)
+    assert noisy.error == pytest.approx(0.14)
+    assert noisy.is_within is None
+    [one] = compare(
+        lengths=[LENGTHS[0]], loads=[0.1], tiers=["disk"], bandwidths_gb_s=[0.3], count=3, seed=1, most_seeds=3
+    )
+    assert [len(each.times_s) for each in one.figures.values()] == [2] * len(RULES)
+
+
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE], ids=lambda role: role.value)
 def test_prompts_get_from_the_disk_what_has_left_the_pool(role: Role) -> None:
     workers = make_workers(load_profile("h100-sxm.llama-3.1-8b.bf16"), int(role is Role.PREFILL), 1)
@@ -149,5 +199,5 @@ def test_the_choice_is_as_good_as_the_best_fixed_rule() -> None:
     slow, fast, slow_host = several
     assert slow.figures["always"].ttft_s > 1.1 * slow.figures[OURS].ttft_s
     assert fast.figures[NEVER].ttft_s > 1.1 * fast.figures[OURS].ttft_s
-    assert slow_host.figures["always"].ttft_s > 2.0 * slow_host.figures[OURS].ttft_s
+    assert slow_host.figures["always"].ttft_s > 1.1 * slow_host.figures[OURS].ttft_s
     assert overall(several, one_for_all(several)) > 1.0
