@@ -8,8 +8,9 @@ Of a prompt, the leading full blocks that an earlier prompt had are *reusable*; 
 compute. Bars: at least 97 % of the reusable tokens served, and the 90th percentile of a request's time per output token
 2.5 times better with tiers. `python -m benchmarks.tiers` shows the same on a live cluster.
 
-With `--choice`, it compares the choice between loading and computing with fixed rules (benchmarks/choice.py). With
-`--tasks`, it compares deadlines of whole tasks with ordinary targets.
+With `--choice`, it compares the choice between loading and computing with fixed rules (benchmarks/choice.py), with
+`--tasks`, deadlines of whole tasks with ordinary targets, and with `--off`, workers without tiers with those of an
+earlier commit (benchmarks/off.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from benchmarks import off
 from benchmarks.choice import report
 from benchmarks.harness import table
 from pdserve.core.types import Slo
@@ -173,10 +175,16 @@ def main() -> None:
     parser.add_argument("--choice", action="store_true", help="compare load rules, over mixes of tiers and loads")
     parser.add_argument("--tasks", action="store_true", help="compare deadlines of tasks with ordinary targets")
     parser.add_argument("--requests", type=int, default=100, help="of each run with --choice")
+    parser.add_argument("--off", action="store_true", help="compare workers without tiers with another commit")
+    parser.add_argument("--before", default=off.BEFORE_TIERS, metavar="COMMIT", help="that commit, with --off")
+    parser.add_argument("--rounds", type=int, default=6, help="of --off")
     parser.add_argument("--most-seeds", type=int, default=8, help="of each mix with --choice")
     arguments = parser.parse_args()
     if arguments.tasks:
         report_tasks(arguments.seed)
+        return
+    if arguments.off:
+        off.report(arguments.before, arguments.rounds)
         return
     if arguments.choice:
         report(arguments.requests, arguments.seed, arguments.most_seeds)
