@@ -18,6 +18,8 @@ TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=8)
 class Copies:
     """Host memory whose contents are hashes, as those of the pool are here."""
 
+    room = 4  # of copies that are queued
+
     def __init__(self, sequences: Sequences, num_slots: int) -> None:
         self._sequences, self.num_slots, self._slots = sequences, num_slots, dict[int, bytes]()
 
@@ -26,6 +28,9 @@ class Copies:
 
     def load(self, slot: int, block: int) -> None:
         self._sequences.contents[block] = self._slots[slot]
+
+    def flush(self) -> None:
+        """Copies are made at once."""
 
 
 class Lower:
@@ -51,14 +56,18 @@ class Sequences(RuleBasedStateMachine):
 
     held = Bundle("held")
 
-    @initialize(num_blocks=st.integers(1, 12), num_slots=st.integers(0, 8), most_saved=st.integers(1, 8))
-    def start(self, num_blocks: int, num_slots: int, most_saved: int) -> None:
+    @initialize(
+        num_blocks=st.integers(1, 20),
+        num_slots=st.integers(0, 8),
+        most_saved=st.integers(1, 8),
+        is_queued=st.booleans(),
+    )
+    def start(self, num_blocks: int, num_slots: int, most_saved: int, is_queued: bool) -> None:
         self.lower = Lower()
-        tier = (
-            HostTier(Copies(self, num_slots), LoadRule(0.0, lambda uncached, cached: 0.0), most_saved, self.lower)
-            if num_slots
-            else None
-        )
+        tier, copies = None, Copies(self, num_slots)
+        if num_slots:
+            load_rule, queued = LoadRule(0.0, lambda uncached, cached: 0.0), copies if is_queued else None
+            tier = HostTier(copies, load_rule, most_saved, self.lower, queued=queued)
         self.allocator = BlockAllocator(num_blocks, tier=tier, lower=self.lower)
         self.holders: dict[int, list[int]] = {}
         self.contents: dict[int, bytes] = {}  # Block -> hash of its contents.
@@ -98,6 +107,12 @@ class Sequences(RuleBasedStateMachine):
     @rule(which=consumes(held))
     def end(self, which: int) -> None:
         self.allocator.release(self.holders.pop(which))
+
+    @rule()
+    def save_ahead(self) -> None:
+        num_evictable = self.allocator.num_evictable
+        self.allocator.save_ahead()
+        assert self.allocator.num_evictable == num_evictable
 
     @rule(which=held)
     def damage(self, which: int) -> None:
