@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol, final
 
 LONG_TOKENS: Final = 32_768  # of a prompt that is worth to be loaded, if any is: later tokens take longer to compute
+SHORT_BLOCKS: Final = 64
 SLOWEST: Final = 8.0  # times as long as computing: a tier that is read beside steps would save less than an eighth
 UNKNOWN_CHANCE: Final = 0.5  # of another use of a block, before any is learned
 
@@ -118,9 +119,10 @@ class LoadRule:
         return (UNKNOWN_CHANCE if chance is None else chance) * (computed_s - self.block_s) > self.block_s
 
     def is_worthwhile(self, block_size: int) -> bool:
-        """Whether to have a tier."""
-        num_blocks = long_blocks(block_size)
-        return self.saves(self.prefill_s(num_blocks * block_size, 0) / num_blocks, 1.0)
+        """Whether to have a tier: it pays for a long prompt or, if an engine's steps take about as long whatever their
+        tokens, for a short one."""
+        lengths = (SHORT_BLOCKS, long_blocks(block_size))
+        return any(self.saves(self.prefill_s(count * block_size, 0) / count, 1.0) for count in lengths)
 
 
 def is_disk_worthwhile(read_s: float, computed_s: float) -> bool:
