@@ -94,6 +94,12 @@ def runs_of(blocks: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
+def longest_runs_first(blocks: Iterable[int]) -> list[int]:
+    """The order in which `FreeRuns.take` gives all of `blocks`."""
+    runs = sorted(((length, first) for first, length in runs_of(sorted(blocks))), reverse=True)
+    return [block for length, first in runs for block in range(first, first + length)]
+
+
 # --- allocation -----------------------------------------------------------------------------------------------
 
 AHEAD_SHARE: Final = 0.125  # of the pool, saved before it is evicted where a save takes no time from the engine
@@ -188,17 +194,20 @@ class BlockAllocator:
         staying = copied if num_evicted > 0 else ()
         for block_hash in staying:
             self._retention.host.discard(block_hash)
-        for left in range(num_evicted, 0, -1):
-            block = self._block_of[self._next_to_leave()]
+        evicted = [self._block_of[block_hash] for block_hash in self._next_to_leave(num_evicted)]
+        for left, block in zip(range(num_evicted, 0, -1), evicted, strict=False):
             if left <= most_saved:  # the most valuable of many
                 self._save(block)
             self._forget(block)
-            self._free.add(block)
-        if self.tier is not None and num_evicted > 0:
+        if self.tier is not None and evicted:
             self.tier.flush()
         for block_hash in reversed(staying):
             self._retention.entered_host(block_hash, self.now_s)
-        blocks = self._free.take(count)
+        if self._free:
+            for block in evicted:
+                self._free.add(block)
+            evicted = []
+        blocks = longest_runs_first(evicted) if evicted else self._free.take(count)
         for block in blocks:
             self._references[block] = 1
         self.stamps.begin(blocks)
@@ -212,18 +221,19 @@ class BlockAllocator:
             return
         before, most_saved = tier.num_saved, tier.most_saved
         while len(self._ahead) < self._most_ahead and self._retention.pool and tier.num_saved - before < most_saved:
-            block_hash = self._retention.pool.pop(self.now_s)
+            (block_hash,) = self._retention.pool.pop(1, self.now_s)
             self._ahead[block_hash] = None
             self._copy(block_hash, self._block_of[block_hash])
         if tier.num_saved > before:
             tier.flush()
 
-    def _next_to_leave(self) -> bytes:
-        if self._ahead:
+    def _next_to_leave(self, count: int) -> list[bytes]:
+        leaving: list[bytes] = []
+        while self._ahead and len(leaving) < count:
             block_hash = next(iter(self._ahead))
             del self._ahead[block_hash]
-            return block_hash
-        return self._retention.pool.pop(self.now_s)
+            leaving.append(block_hash)
+        return leaving + self._retention.pool.pop(count - len(leaving), self.now_s)
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """The blocks of the longest cached prefix of `hashes`. Adds a reference to each."""
@@ -325,12 +335,13 @@ class BlockAllocator:
     def release(self, blocks: Sequence[int], reuse_within_s: float | None = None) -> None:
         """A text no longer uses its blocks, given in its order. `reuse_within_s`: a later text is announced to use them
         within that time; 0: none will; None: unknown."""
-        hashes = [self._hash_of[block] for block in blocks if block in self._hash_of]
+        hashes = [one for one in map(self._hash_of.get, blocks) if one is not None]
         self._retention.released(hashes, self.now_s, reuse_within_s)
         self.give_back(blocks)
 
     def give_back(self, blocks: Sequence[int]) -> None:
         """Releases one reference of each block, given in the order of a text, without a use."""
+        unused: list[bytes] = []
         # Reversed, so that a shared prefix is evicted last: without it, the blocks after it cannot be found.
         for block in reversed(blocks):
             assert self._references[block] > 0, f"block {block} is released more often than taken"
@@ -340,7 +351,8 @@ class BlockAllocator:
                 if block_hash is None:
                     self._free.add(block)
                 else:
-                    self._retention.may_leave_pool(block_hash, self.now_s)
+                    unused.append(block_hash)
+        self._retention.may_leave_pool(unused, self.now_s)
 
     def lower_changed(self, added: Iterable[bytes], removed: Iterable[bytes]) -> None:
         """What the tier below memory has got and lost since the last call."""
@@ -412,8 +424,8 @@ class BlockAllocator:
             if self.lower is not None:
                 self.lower.take_block(block_hash, block)
             return
-        if not self._copy(block_hash, block) and self._lower is not None:
-            self._lower.take_block(block_hash, block)
+        if not self._copy(block_hash, block) and self.lower is not None:
+            self.lower.take_block(block_hash, block)
 
     def _copy(self, block_hash: bytes, block: int) -> bool:
         """Copies a block to the host tier, unless it has one. False if the block is not worth it."""
@@ -426,7 +438,7 @@ class BlockAllocator:
         if tier.is_full:
             if not retention.is_worth_a_copy(block_hash, self.now_s):
                 return False
-            left = self._retention.host.pop(self.now_s)
+            (left,) = self._retention.host.pop(1, self.now_s)
             tier.leave(left)
             if not self._is_found(left):
                 self._note(left, self._removed, self._stored)

@@ -3,8 +3,8 @@ is passed as `now_s`.
 
 What saves is a later use, so each class of blocks has learned rates: how many of its blocks were used again at which
 age, and how many stayed unused. The class is the number of turns of the text that used the block last or, if several
-texts share it, the number of its uses. Blocks whose use a client has announced, blocks of sessions that have ended, and
-blocks that a newer turn of their text no longer has, are classes of their own.
+texts share it, the number of its uses. Blocks whose use is announced and blocks of sessions that have ended are classes
+of their own.
 
 The value of a block is, over all times that it could stay, the highest ratio of the probability of a use by then to the
 expected time until then: the Gittins index. It is multiplied by the time to compute the block. It may rise with age,
@@ -19,23 +19,22 @@ from __future__ import annotations
 
 import math
 import random
-from bisect import bisect_right, insort
+from bisect import bisect_right
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from itertools import pairwise
+from enum import IntEnum
+from itertools import groupby, pairwise
 from typing import Final, final
 
 # --- rates of reuse -------------------------------------------------------------------------------------------
 
 
-class Kind(Enum):
-    PRIVATE = "private"  # of one text; its number is that of turns
-    SHARED = "shared"  # of several texts; its number is that of uses
-    LEFT = "left"  # a newer turn of the text went on without them
-    WITHIN = "within"  # a client has announced a use within a time
-    ENDED = "ended"  # a client has ended the session
+class Kind(IntEnum):
+    PRIVATE = 1  # of one text; its number is that of turns
+    SHARED = 2  # of several texts; its number is that of uses
+    WITHIN = 3  # a use within a time is announced
+    ENDED = 4  # a client has ended the session
 
 
 ReuseClass = tuple[Kind, int]
@@ -63,7 +62,8 @@ class ReuseRates:
         self._unused: dict[ReuseClass, list[float]] = defaultdict(_no_counts)
         self._values: dict[ReuseClass, list[float]] = {}
         self._chances: dict[ReuseClass | None, list[float]] = {}  # None: of all classes
-        self._common = [0.0] * _NUM_AGES
+        self._uses_of_all = [0.0] * _NUM_AGES  # the probability of a use at each age, of blocks at it
+        self._common = [0.0] * _NUM_AGES  # values of a class of which nothing else is known
 
     def used(self, reuse_class: ReuseClass, age_s: float, count: float) -> None:
         self._used[reuse_class][_age(age_s)] += count
@@ -76,12 +76,10 @@ class ReuseRates:
         """Expected uses per second of a block; 0.0 if nothing is known, and less if a session has ended."""
         values = self._values.get(reuse_class)
         if values is None:
-            if reuse_class[0] is Kind.WITHIN:
-                values = self._values[reuse_class] = _values([0.0] * _NUM_AGES, [0.0] * _NUM_AGES, _prior(reuse_class))
-            else:
-                return -1.0 if reuse_class[0] is Kind.ENDED else self._common[_age(age_s)]
-        value = values[_age(age_s)]
-        return -1.0 if reuse_class[0] is Kind.ENDED and value == 0.0 else value
+            values = self._common
+            if reuse_class[0] in (Kind.WITHIN, Kind.ENDED):
+                values = self._values[reuse_class] = self._of_class(reuse_class, [0.0] * _NUM_AGES, [0.0] * _NUM_AGES)
+        return values[bisect_right(_EDGES_S, age_s)]
 
     def chance(self, reuse_class: ReuseClass, age_s: float) -> float | None:
         """The probability of another use of a block before it is forgotten; None: nothing is known."""
@@ -110,27 +108,33 @@ class ReuseRates:
                 at_risk_of_all[age] += risk[age]
             at_risk[reuse_class] = risk
         common = [used / (risk + 1.0) for used, risk in zip(used_of_all, at_risk_of_all, strict=True)]
+        self._uses_of_all = common
         self._common = _values(nothing, nothing, common)
         self._chances[None] = _chances(nothing, nothing, common)
         for reuse_class, risk in at_risk.items():
-            prior = common if reuse_class[0] in (Kind.PRIVATE, Kind.SHARED, Kind.LEFT) else _prior(reuse_class)
-            self._values[reuse_class] = _values(self._used.get(reuse_class, nothing), risk, prior)
-            self._chances[reuse_class] = _chances(self._used.get(reuse_class, nothing), risk, prior)
+            used = self._used.get(reuse_class, nothing)
+            self._values[reuse_class] = self._of_class(reuse_class, used, risk)
+            self._chances[reuse_class] = _chances(used, risk, self._prior(reuse_class))
         for counts in (*self._used.values(), *self._unused.values()):
             counts[:] = [_KEPT * count for count in counts]
+
+    def _of_class(self, reuse_class: ReuseClass, used: Sequence[float], at_risk: Sequence[float]) -> list[float]:
+        values = _values(used, at_risk, self._prior(reuse_class))
+        return [value or -1.0 for value in values] if reuse_class[0] is Kind.ENDED else values
+
+    def _prior(self, reuse_class: ReuseClass) -> Sequence[float]:
+        """The expected probability of a use at each age, of blocks at it."""
+        kind, number = reuse_class
+        if kind is Kind.ENDED:
+            return [0.0] * _NUM_AGES
+        if kind is not Kind.WITHIN:
+            return self._uses_of_all
+        each = 1.0 - (1.0 - _PROMISED) ** (1.0 / (number + 1))
+        return [each if age <= number else 0.0 for age in range(_NUM_AGES)]
 
 
 def _age(age_s: float) -> int:
     return bisect_right(_EDGES_S, age_s)
-
-
-def _prior(reuse_class: ReuseClass) -> list[float]:
-    """The probability of a use at each age, of blocks at it, that an announcement means."""
-    kind, number = reuse_class
-    if kind is Kind.ENDED:
-        return [0.0] * _NUM_AGES
-    each = 1.0 - (1.0 - _PROMISED) ** (1.0 / (number + 1))
-    return [each if age <= number else 0.0 for age in range(_NUM_AGES)]
 
 
 def _stays(used: Sequence[float], at_risk: Sequence[float], prior: Sequence[float]) -> list[float]:
@@ -181,10 +185,10 @@ class Segment:
     turn: int  # of the text
     uses: int
     length: int  # of the text, in blocks
+    first_new: int  # of the text, the block with which it began to differ from those before
     cost: float  # of computing one of its blocks
     hashes: tuple[bytes, ...]
     num_known: int = 0  # its hashes that no newer segment has
-    deeper: Segment | None = None  # the next one of the text
     place: int = -1  # among all with known hashes
 
 
@@ -198,9 +202,9 @@ class EvictionQueue:
     def __init__(self, rates: ReuseRates) -> None:
         self._rates = rates
         self._segment_of: dict[bytes, Segment] = {}
-        self._live: dict[Segment, list[int]] = {}  # number of its blocks here, and where to look for the deepest
-        self._by_class: dict[ReuseClass, list[Segment]] = {}  # by order; also segments without blocks here
-        self._num_listed = 0
+        # Of each class, the segments in the order in which they came: how many of their blocks are here, and where to
+        # look for the deepest.
+        self._by_class: dict[ReuseClass, OrderedDict[Segment, list[int]]] = {}
         self._chosen: tuple[Segment, float] | None = None
 
     def __len__(self) -> int:
@@ -212,29 +216,33 @@ class EvictionQueue:
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._segment_of)
 
-    def add(self, block_hash: bytes, segment: Segment) -> None:
-        if block_hash in self._segment_of:
-            self.discard(block_hash)
-        self._segment_of[block_hash] = segment
-        live = self._live.get(segment)
-        if live is None:
-            self._live[segment] = [1, len(segment.hashes)]
-            insort(self._by_class.setdefault(segment.reuse_class, []), segment, key=_order)
-            self._num_listed += 1
+    def add(self, hashes: Sequence[bytes], segment: Segment) -> None:
+        """Blocks of the segment. None of them is in the queue."""
+        self._segment_of.update(dict.fromkeys(hashes, segment))
+        segments = self._by_class.get(segment.reuse_class)
+        if segments is None:
+            segments = self._by_class[segment.reuse_class] = OrderedDict()
+        here = segments.get(segment)
+        if here is None:
+            segments[segment] = [len(hashes), len(segment.hashes)]
             self._chosen = None
         else:
-            live[0] += 1
+            here[0] += len(hashes)
 
     def discard(self, block_hash: bytes) -> None:
         segment = self._segment_of.pop(block_hash, None)
-        if segment is None:
-            return
-        live = self._live[segment]
-        live[0] -= 1
-        if live[0] == 0:
-            del self._live[segment]
-            if self._num_listed > 2 * len(self._live) + 64:
-                self._compact()
+        if segment is not None:
+            here = self._by_class[segment.reuse_class][segment]
+            here[0] -= 1
+            if here[0] == 0:
+                self._remove(segment)
+
+    def _remove(self, segment: Segment) -> None:
+        segments = self._by_class[segment.reuse_class]
+        del segments[segment]
+        if not segments:
+            del self._by_class[segment.reuse_class]
+        self._chosen = None
 
     def least(self, now_s: float) -> int:
         """The rank of the block that leaves first. The queue must not be empty."""
@@ -245,59 +253,49 @@ class EvictionQueue:
         value = self._rates.value(segment.reuse_class, now_s - segment.at_s) * segment.cost
         return math.frexp(value)[1] if value > 0.0 else _LOWEST_RANK + (value == 0.0)
 
-    def pop(self, now_s: float) -> bytes:
-        segment = self._choose(now_s)
-        live = self._live[segment]
-        while True:
-            live[1] = (min(live[1], len(segment.hashes)) or len(segment.hashes)) - 1
-            block_hash = segment.hashes[live[1]]
-            if self._segment_of.get(block_hash) is segment:
-                self.discard(block_hash)
-                return block_hash
+    def pop(self, count: int, now_s: float) -> list[bytes]:
+        """The least valuable blocks, in the order in which they leave. There must be as many."""
+        popped: list[bytes] = []
+        while len(popped) < count:
+            segment = self._choose(now_s)
+            here = self._by_class[segment.reuse_class][segment]
+            hashes, at = segment.hashes, here[1]
+            while here[0] and len(popped) < count:
+                at = (min(at, len(hashes)) or len(hashes)) - 1
+                if self._segment_of.get(hashes[at]) is segment:
+                    del self._segment_of[hashes[at]]
+                    popped.append(hashes[at])
+                    here[0] -= 1
+            here[1] = at
+            if here[0] == 0:
+                self._remove(segment)
+        return popped
 
     def _choose(self, now_s: float) -> Segment:
-        if self._chosen is not None and self._chosen[1] == now_s and self._chosen[0] in self._live:
+        if self._chosen is not None and self._chosen[1] == now_s:
             return self._chosen[0]
-        best: tuple[int, int] | None = None
+        least: tuple[int, int] | None = None
         chosen = None
-        for listed in self._by_class.values():
-            while listed and listed[-1] not in self._live:
-                listed.pop()
-                self._num_listed -= 1
-            dead = next((at for at, one in enumerate(listed) if one in self._live), 0)
-            if dead:
-                del listed[:dead]
-                self._num_listed -= dead
-            for segment in (listed[0], listed[-1]) if listed else ():
+        for segments in self._by_class.values():
+            for segment in (next(iter(segments)), next(reversed(segments))):
                 key = (self.rank(segment, now_s), segment.order)
-                if best is None or key < best:
-                    best, chosen = key, segment
+                if least is None or key < least:
+                    least, chosen = key, segment
         assert chosen is not None, "no block may leave"
         self._chosen = (chosen, now_s)
         return chosen
 
-    def _compact(self) -> None:
-        for reuse_class, listed in list(self._by_class.items()):
-            kept = [one for one in dict.fromkeys(listed) if one in self._live]
-            if kept:
-                self._by_class[reuse_class] = kept
-            else:
-                del self._by_class[reuse_class]
-        self._num_listed = sum(map(len, self._by_class.values()))
-
-
-def _order(segment: Segment) -> int:
-    return segment.order
-
 
 # --- what is known of texts -----------------------------------------------------------------------------------
 
-CONTINUED: Final = 0.6  # of a text, in a text that is a later turn of it
-WATCHED: Final = 2.5  # times the blocks of all tiers: those that have left are watched for a while
-MOST_TURNS: Final = 64
+# Blocks that are watched, of those of all tiers: more of small ones, because most reuse comes after they have left.
+WATCHED: Final = 2.5
+WATCHED_OF_FEW: Final = 20.0
+FEW_WATCHED: Final = 131_072
 _COST_TOKENS: Final = 2048  # of a prompt, for the cost of one of its blocks
 _FIRST_TEXTS: Final = 256  # before the first update of the rates
-_LEARN_TEXTS: Final = 128  # between later ones
+_LEARN_TEXTS: Final = 128  # between later ones, at least
+_LEARN_SHARE: Final = 64  # one of so many segments
 _MOST_SAMPLED: Final = 1024  # segments, for an update
 
 
@@ -321,7 +319,7 @@ class Retention:
         self.pool, self.host = EvictionQueue(self.rates), EvictionQueue(self.rates)
         self.ahead: dict[bytes, None] = {}  # the next that leave the pool, in order; no longer in `pool`
         self._computed_s, self._cached = computed_s, cached
-        self._most_known = round(WATCHED * num_blocks)
+        self._most_known = round(max(WATCHED * num_blocks, min(WATCHED_OF_FEW * num_blocks, FEW_WATCHED)))
         self._known: dict[bytes, Segment] = {}
         self._segments: OrderedDict[Segment, None] = OrderedDict()  # with known hashes, nearly by the time of their use
         self._places: list[Segment] = []  # the same in any order
@@ -352,44 +350,33 @@ class Retention:
 
     def released(self, hashes: Sequence[bytes], now_s: float, reuse_within_s: float | None = None) -> None:
         """A text no longer uses its cached blocks `hashes`, given in its order. They are not in `pool` yet."""
-        runs: list[tuple[int, int, Segment | None]] = []  # first block, end, segment so far
+        runs: list[tuple[int, Segment | None]] = []  # first block, segment so far
         for at, block_hash in enumerate(hashes):
             found = self._known.get(block_hash)
-            if runs and runs[-1][2] is found:
-                runs[-1] = (runs[-1][0], at + 1, found)
-            else:
-                runs.append((at, at + 1, found))
-        before = [one for _, _, one in runs if one is not None]
-        last = before[-1] if before else None
-        num_known = next((first for first, _, one in runs if one is None), len(hashes))
-        turn, is_later = 1, False
+            if not runs or runs[-1][1] is not found:
+                runs.append((at, found))
+        first_new = next((first for first, one in runs if one is None), len(hashes))
+        last = next((one for _, one in reversed(runs) if one is not None), None)
+        turn = 1
         if last is not None:
-            is_later = num_known >= min(last.length - 1, CONTINUED * last.length) and num_known > 0
-            is_private = last.reuse_class[0] is not Kind.SHARED
-            turn = min(last.turn + 1, MOST_TURNS) if is_later else last.turn if is_private else 1
-        parts: list[tuple[ReuseClass, int, int, int]] = []  # class, uses, first block, end
-        for first, end, one in runs:
+            if first_new > last.first_new:  # it has some of what was new in the text before, so it is a later turn
+                turn = last.turn + 1
+            elif last.reuse_class[0] is not Kind.SHARED:
+                turn = last.turn
+        parts: list[tuple[int, ReuseClass, int]] = []  # first block, class, uses
+        for first, one in runs:
             uses = 1 if one is None else one.uses + 1
             reuse_class = _classify(uses, turn, reuse_within_s)
-            if parts and parts[-1][0] == reuse_class:
-                parts[-1] = (reuse_class, parts[-1][1], parts[-1][2], end)
-            else:
-                parts.append((reuse_class, uses, first, end))
-        deeper: Segment | None = None
-        for reuse_class, uses, first, end in reversed(parts):
-            cost = 1.0 if self._computed_s is None else self._computed_s((first + end) // 2) or 1.0
-            deeper = self._segment(
-                Segment(
-                    reuse_class, now_s, self._next_order(), turn, uses, len(hashes), cost, tuple(hashes[first:end])
-                ),
-                deeper,
-            )
-        if is_later:
-            self._leave_behind(last)
+            if not parts or parts[-1][1] != reuse_class:
+                parts.append((first, reuse_class, uses))
+        end = len(hashes)
+        for first, reuse_class, uses in reversed(parts):
+            self._segment(reuse_class, now_s, turn, uses, len(hashes), first_new, first, tuple(hashes[first:end]))
+            end = first
         self._num_left -= 1
         self._forget(now_s)
         if self._num_left <= 0:
-            self._num_left = _LEARN_TEXTS
+            self._num_left = max(_LEARN_TEXTS, len(self._places) // _LEARN_SHARE)
             sampled = self._places
             if len(sampled) > _MOST_SAMPLED:
                 sampled = self._draw.choices(sampled, k=_MOST_SAMPLED)
@@ -400,9 +387,10 @@ class Retention:
                 if not self._is_used(one.hashes[0])
             )
 
-    def may_leave_pool(self, block_hash: bytes, now_s: float) -> None:
-        """No text uses the cached block."""
-        self.pool.add(block_hash, self._known.get(block_hash) or self._segment_of(block_hash, now_s))
+    def may_leave_pool(self, hashes: Iterable[bytes], now_s: float) -> None:
+        """No text uses these cached blocks, the deepest first."""
+        for segment, alike in groupby(hashes, lambda one: self._known.get(one) or self._segment_of(one, now_s)):
+            self.pool.add(list(alike), segment)
 
     def no_longer_leaves(self, block_hash: bytes) -> None:
         """A text uses the cached block, or it is wrong."""
@@ -412,7 +400,7 @@ class Retention:
             self.pool.discard(block_hash)
 
     def entered_host(self, block_hash: bytes, now_s: float) -> None:
-        self.host.add(block_hash, self._segment_of(block_hash, now_s))
+        self.host.add((block_hash,), self._segment_of(block_hash, now_s))
 
     def is_worth_a_copy(self, block_hash: bytes, now_s: float) -> bool:
         """Whether the block is worth no less than the one that would leave the full host tier for it. False if none may
@@ -452,23 +440,32 @@ class Retention:
         """One of its own, without a use, if it has none: its text has not ended, or it was forgotten."""
         found = self._known.get(block_hash)
         if found is None:
-            cost = 1.0 if self._computed_s is None else self._computed_s(0) or 1.0
-            found = self._segment(
-                Segment((Kind.PRIVATE, 0), now_s, self._next_order(), 0, 0, 1, cost, (block_hash,)), None
-            )
+            found = self._segment((Kind.PRIVATE, 0), now_s, 0, 0, 1, 0, 0, (block_hash,))
         return found
 
-    def _segment(self, segment: Segment, deeper: Segment | None) -> Segment:
-        segment.deeper = deeper
-        queues = [queue for queue in (self.pool, self.host) if queue]
-        for block_hash in segment.hashes:
+    def _segment(
+        self,
+        reuse_class: ReuseClass,
+        now_s: float,
+        turn: int,
+        uses: int,
+        length: int,
+        first_new: int,
+        first: int,
+        hashes: tuple[bytes, ...],
+    ) -> Segment:
+        """`hashes` are blocks of the text from number `first` on. The cost of all is that of the middle one."""
+        self._order += 1
+        cost = 1.0 if self._computed_s is None else self._computed_s(first + len(hashes) // 2) or 1.0
+        segment = Segment(reuse_class, now_s, self._order, turn, uses, length, first_new, cost, hashes)
+        for block_hash in hashes:
             old = self._known.get(block_hash)
+            self._known[block_hash] = segment
             if old is not None:
                 self._lose(old)
-            self._known[block_hash] = segment
-            for queue in queues:
-                if block_hash in queue:
-                    queue.add(block_hash, segment)
+                if block_hash in self.host:
+                    self.host.discard(block_hash)
+                    self.host.add((block_hash,), segment)
         segment.num_known = len(segment.hashes)
         segment.place = len(self._places)
         self._places.append(segment)
@@ -485,26 +482,6 @@ class Retention:
             if last is not segment:
                 self._places[segment.place] = last
                 last.place = segment.place
-
-    def _leave_behind(self, segment: Segment | None) -> None:
-        """A later turn of the text does not have the other blocks of the segment, and those that follow it."""
-        while segment is not None:
-            left = tuple(one for one in segment.hashes if self._known.get(one) is segment)
-            if left and segment.reuse_class[0] is not Kind.LEFT:
-                self._segment(
-                    Segment(
-                        (Kind.LEFT, 0),
-                        segment.at_s,
-                        segment.order,
-                        segment.turn,
-                        segment.uses,
-                        segment.length,
-                        segment.cost,
-                        left,
-                    ),
-                    None,
-                )
-            segment = segment.deeper
 
     def _forget(self, now_s: float) -> None:
         """Blocks that have left all tiers, those that were used first. Looks at no more than twice what was added since
@@ -528,10 +505,6 @@ class Retention:
     def _is_used(self, block_hash: bytes) -> bool:
         """Whether a text has the block now: its use is counted already."""
         return block_hash in self._cached and block_hash not in self.pool and block_hash not in self.ahead
-
-    def _next_order(self) -> int:
-        self._order += 1
-        return self._order
 
 
 def _classify(uses: int, turn: int, reuse_within_s: float | None) -> ReuseClass:

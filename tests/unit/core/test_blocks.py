@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 
 import pytest
 
-from pdserve.core.kv.blocks import BlockAllocator, CacheChange, runs_of
+from pdserve.core.kv.blocks import BlockAllocator, CacheChange, FreeRuns, longest_runs_first, runs_of
 
 
 def h(number: int) -> bytes:
@@ -44,6 +45,16 @@ def test_scattered_memory_is_handed_out_largest_run_first(blocks: BlockAllocator
     assert held is not None
     blocks.release([0, 1, 2, 4, 6, 7])
     assert blocks.allocate(5) == [0, 1, 2, 6, 7]
+
+
+def test_evicted_memory_is_handed_out_as_free_memory_is() -> None:
+    draw = random.Random(0)
+    for _ in range(100):
+        evicted = draw.sample(range(30), draw.randrange(1, 30))
+        free = FreeRuns(0)
+        for block in evicted:
+            free.add(block)
+        assert longest_runs_first(evicted) == free.take(len(evicted))
 
 
 def test_an_impossible_allocation_changes_nothing(blocks: BlockAllocator) -> None:

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from pdserve.core.kv import retention as retention_module
 from pdserve.core.kv.blocks import BlockAllocator
 from pdserve.core.kv.cache import KvCache
 from pdserve.core.kv.host_tier import HostTier, LoadRule
 from pdserve.core.kv.retention import _WIDTHS_S as WIDTHS_S
 from pdserve.core.kv.retention import (
-    WATCHED,
     EvictionQueue,
     Kind,
     Retention,
@@ -112,16 +112,16 @@ def test_announcements_that_do_not_come_true_are_not_believed() -> None:
     assert retention.rates.value(announced, 0.0) < 0.1 * fresh
 
 
-def test_blocks_that_a_newer_turn_lacks_are_of_a_class_of_their_own() -> None:
-    retention = Retention(100)
-    first = names(1, 10)
-    retention.released(first, 1.0)
-    retention.began(first[:9], 2.0)
-    retention.released([*first[:9], *names(2, 5)], 2.0)
-    retention.check()
-    for block_hash, expected in ((first[0], (Kind.PRIVATE, 2)), (first[9], (Kind.LEFT, 0))):
-        retention.may_leave_pool(block_hash, 3.0)
-        assert retention._known[block_hash].reuse_class == expected
+def test_a_session_with_the_same_long_prefix_is_no_later_turn() -> None:
+    retention = Retention(1000)
+    prefix = names(0, 30)
+    for text in range(1, 5):
+        retention.released([*prefix, *names(text, 5)], float(text))
+    assert retention._known[names(4, 5)[0]].turn == 1
+    retention.released([*prefix, *names(4, 5), *names(9, 5)], 6.0)
+    assert retention._known[names(9, 5)[0]].turn == 2
+    retention.released([*prefix, *names(4, 5), *names(10, 20)], 7.0)
+    assert retention._known[names(10, 5)[0]].turn == 2, "the second turn again, with another end"
 
 
 def test_a_prefix_of_many_texts_is_shared() -> None:
@@ -132,12 +132,15 @@ def test_a_prefix_of_many_texts_is_shared() -> None:
     assert retention._known[names(5, 20)[0]].reuse_class == (Kind.PRIVATE, 1)
 
 
-def test_what_is_watched_is_limited() -> None:
+@pytest.mark.parametrize(("few", "most"), [(100, 2.5 * 50), (400, 400), (2000, 20 * 50)])
+def test_what_is_watched_is_limited(few: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention_module, "FEW_WATCHED", few)
     kv = pool(50)
     draw = random.Random(0)
     for number in range(400):
         use(kv, names(draw.randrange(200), draw.randrange(1, 20)), now_s=float(number))
-        assert len(kv.blocks._retention) <= WATCHED * 50 + 20
+        assert len(kv.blocks._retention) <= most + 20
+    assert len(kv.blocks._retention) > most - 20
     assert kv.blocks.num_free + kv.blocks.num_evictable == 50
 
 
@@ -184,14 +187,13 @@ class Read(tuple[bytes, ...]):
 def test_blocks_that_come_and_leave_in_turn_cost_the_same_in_long_texts() -> None:
     hashes = Read(names(1, 1000))
     queue = EvictionQueue(ReuseRates())
-    segment = Segment(ONCE, 1.0, 1, 1, 1, len(hashes), 1.0, hashes)
+    segment = Segment(ONCE, 1.0, 1, 1, 1, len(hashes), 0, 1.0, hashes)
     left = []
     for at, block_hash in enumerate(reversed(names(1, 1000))):
-        queue.add(block_hash, segment)
+        queue.add([block_hash], segment)
         if at % 2:
-            left.append(queue.pop(2.0))
-    while queue:
-        left.append(queue.pop(2.0))
+            left += queue.pop(1, 2.0)
+    left += queue.pop(len(queue), 2.0)
     assert sorted(left) == names(1, 1000)
     assert hashes.num_read <= 3 * 1000
 
@@ -229,20 +231,26 @@ def test_values_do_not_depend_on_the_seed_of_hashes() -> None:
     assert len(printed) == 1
 
 
-def test_no_text_waits_while_all_others_are_looked_at() -> None:
+def test_no_text_waits_while_all_others_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention_module, "_LEARN_SHARE", 16)  # of fewer texts than usual
+
     class Watched(ReuseRates):
+        num_updates = 0
+
         def learn(self, present: Iterable[tuple[ReuseClass, float, float]]) -> None:
+            self.num_updates += 1
             counts = [count for _, _, count in present]
             assert len(counts) <= 1024
             assert sum(counts) == pytest.approx(min(number + 1, len(retention)))
 
-    retention = Retention(3000)
-    retention.rates = Watched()
+    retention = Retention(200)
+    retention.rates = rates = Watched()
     for number in range(8000):
         before = len(retention)
         retention.released([number.to_bytes(16, "big")], float(number))
         assert len(retention) >= before - 4
-    assert len(retention) <= WATCHED * 3000 + 4
+    assert len(retention) <= 20 * 200 + 4
+    assert rates.num_updates < 45, "updates are as frequent as with few texts"
     retention.check()
 
 
@@ -257,9 +265,33 @@ def test_a_block_that_costs_more_stays() -> None:
     retention.rates.learn([])
     for at_s, hashes in ((1.0, names(1, 3)), (2.0, names(2, 1))):  # the first text's cost is that of its middle
         retention.released(hashes, at_s)
-        for block_hash in reversed(hashes):
-            retention.may_leave_pool(block_hash, at_s)
-    assert retention.pool.pop(3.0) == names(2, 1)[0]
+        retention.may_leave_pool(reversed(hashes), at_s)
+    assert retention.pool.pop(1, 3.0) == names(2, 1)
+
+
+def queue_of(rates: ReuseRates, *segments: tuple[float, float]) -> EvictionQueue:
+    """Of segments of one block: the time of their use, and the cost."""
+    queue = EvictionQueue(rates)
+    for number, (at_s, cost) in enumerate(segments):
+        hashes = tuple(names(number, 1))
+        queue.add(hashes, Segment(ONCE, at_s, number, 1, 1, 1, 0, cost, hashes))
+    return queue
+
+
+def test_the_newest_block_of_a_class_may_be_the_least_valuable() -> None:
+    rates = ReuseRates()
+    rates.used(ONCE, 10.0, 200)
+    rates.learn([])
+    assert queue_of(rates, (1.0, 1.0), (2.0, 1.0), (10.0, 1.0)).pop(1, 10.0) == names(2, 1), "the others' use is near"
+
+
+def test_values_that_hardly_differ_leave_in_the_order_of_use() -> None:
+    rates = ReuseRates()
+    rates.used(ONCE, 10.0, 200)
+    rates.learn([])
+    one = 1.0 / rates.value(ONCE, 0.0)
+    assert queue_of(rates, (1.0, 1.7 * one), (1.0, 1.1 * one)).pop(1, 1.0) == names(0, 1)
+    assert queue_of(rates, (1.0, 2.3 * one), (1.0, 1.1 * one)).pop(1, 1.0) == names(1, 1)
 
 
 def test_ended_sessions_leave_first_as_long_as_none_was_used() -> None:
