@@ -1,9 +1,10 @@
 """Which cached blocks a pool keeps: `python -m benchmarks.retention [--mooncake FILE]`.
 
-Block hits of the pool's own code (`KvCache`), of the least recently used order (LRU), and of Belady's offline optimum,
-which evicts the block whose next use is farthest away. Each request takes the blocks of its prompt and releases them
-before the next one arrives, so the three differ only in what they evict. Of blocks with the same next use, the optimum
-evicts the deepest first: a block without those before it gives no hit.
+Block hits of the pool's own code (`KvCache`), of the least recently used order (LRU), of LRU-2, of an oracle that knows
+which blocks will be used again but not when, and of Belady's offline optimum, which evicts the block whose next use is
+farthest away. Each request takes the blocks of its prompt and releases them before the next one arrives, so these
+differ only in what they evict. Of blocks with the same next use, the optimum evicts the deepest first: a block without
+those before it gives no hit.
 
 The traces are two of generated agents (`--seeds` each; the rule was chosen on others) and, with `--mooncake`,
 Mooncake's conversations, whose arrivals are spread over the 3 s to which they are rounded. Capacities are shares of the
@@ -62,6 +63,48 @@ def least_recently_used(texts: Texts, capacity: int) -> int:
     return hits
 
 
+def knowing_which(texts: Texts, capacity: int) -> int:
+    """An oracle that knows which blocks will be used again, but not when: the others leave first, then the least
+    recently used."""
+    last = {one: number for number, (_, ids) in enumerate(texts) for one in ids}
+    kept: OrderedDict[int, None] = OrderedDict()
+    unused: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for number, (_, ids) in enumerate(texts):
+        hits += next((at for at, one in enumerate(ids) if one not in kept and one not in unused), len(ids))
+        for one in reversed(ids):
+            kept.pop(one, None)
+            unused.pop(one, None)
+        while len(kept) + len(unused) + len(ids) > capacity - 1:
+            (unused or kept).popitem(last=False)
+        for one in reversed(ids):
+            (kept if last[one] > number else unused)[one] = None
+    return hits
+
+
+def twice_used_first(texts: Texts, capacity: int) -> int:
+    """LRU-2, of the known orders the one with the most hits in small pools on Mooncake's trace: the block whose last
+    use but one was earliest leaves first, and before them those that were used once. It forgets no use."""
+    uses: dict[int, tuple[int, int]] = {}  # the last but one, and the last
+    queue: list[tuple[int, int, int, int]] = []  # also entries that no longer hold
+    kept: dict[int, int] = {}  # number of its last text
+    hits = 0
+    for number, (_, ids) in enumerate(texts):
+        hits += _num_cached(ids, kept)
+        running = set(ids)
+        num_evicted = len(kept) + sum(one not in kept for one in ids) - (capacity - 1)
+        while num_evicted > 0:
+            _, used, _, one = heapq.heappop(queue)
+            if kept.get(one) == used and one not in running:
+                del kept[one]
+                num_evicted -= 1
+        for depth, one in enumerate(ids):
+            uses[one] = (uses[one][1] if one in uses else -1, number)
+            kept[one] = number
+            heapq.heappush(queue, (*uses[one], -depth, one))
+    return hits
+
+
 def optimum(texts: Texts, capacity: int) -> int:
     following: dict[int, int] = {}
     nexts: list[list[int]] = []
@@ -98,8 +141,9 @@ def texts_of(trace: Trace) -> Texts:
     return [(one.arrival_s, one.block_ids[: one.prompt_tokens // size]) for one in trace]
 
 
-def compare(texts: Texts, shares: Sequence[float]) -> list[tuple[int, float, float, float, float]]:
-    """For each capacity: blocks, the optimum's share of hits, LRU and ours over the optimum, CPU seconds of ours."""
+def compare(texts: Texts, shares: Sequence[float]) -> list[tuple[float, ...]]:
+    """For each capacity: blocks, the optimum's share of hits, the others' hits and ours over the optimum's, CPU seconds
+    of ours."""
     seen: set[int] = set()
     again: set[int] = set()
     for _, ids in texts:
@@ -114,7 +158,8 @@ def compare(texts: Texts, shares: Sequence[float]) -> list[tuple[int, float, flo
         began_s = time.process_time()
         hits = ours(texts, capacity)
         spent_s = time.process_time() - began_s
-        found.append((capacity, best / total, least_recently_used(texts, capacity) / best, hits / best, spent_s))
+        others = [one(texts, capacity) / best for one in (least_recently_used, twice_used_first, knowing_which)]
+        found.append((capacity, best / total, *others, hits / best, spent_s))
     return found
 
 
@@ -139,17 +184,17 @@ def main() -> None:
     else:
         file = FileTrace(arguments.mooncake)
         traces["Mooncake conversations"] = [texts_of(Reshaped(file, jittered(seeds[0], file.quantum_s)))]
-    rows = [["trace", "blocks", "optimum's hits", "LRU / optimum", "ours / optimum", "bar", "us per block"]]
+    rows = [["trace", "blocks", "optimum's hits", "LRU / optimum", "LRU-2", "oracle", "ours", "bar", "us per block"]]
     for name, several in traces.items():
         for results in zip(*(compare(texts, SHARES) for texts in several), strict=True):
-            blocks, best, recent, mine, spent_s = (statistics.mean(column) for column in zip(*results, strict=True))
+            blocks, best, *others, mine, spent_s = (statistics.mean(column) for column in zip(*results, strict=True))
             total = statistics.mean(sum(len(ids) for _, ids in texts) for texts in several)
             rows.append(
                 [
                     name,
                     f"{blocks:.0f}",
                     f"{100 * best:.1f} %",
-                    f"{recent:.3f}",
+                    *(f"{one:.3f}" for one in others),
                     f"{mine:.3f}",
                     "met" if mine >= BAR else "missed",
                     f"{1e6 * spent_s / total:.1f}",
