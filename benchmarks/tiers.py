@@ -6,7 +6,9 @@ pulls between workers do (benchmarks/pulls.py).
 - Sessions that grow, as those of agents do: each turn sends the conversation so far. Their KV needs `--times` as much
   memory as the pool has, and the turns of all sessions alternate, so without a tier a pool that evicts the least
   recently used block first has none of them when they come back. Rounds with and without a tier alternate, with a new
-  cluster of one decode worker each, which also computes the prompts.
+  cluster of one decode worker each, which also computes the prompts. With `--agents SCALE`, only these, and the
+  sessions are the published ones of the simulator (`coding_agents`), with `SCALE` times their numbers of tokens, in the
+  order of their arrivals, without the pauses.
 
 With `--disk FOLDER` only the disk tier, in that folder: fetches of blocks that are not in memory, beside
 sequential reads of a file of as many bytes, buffered and direct; and a decode step of the engine while blocks are
@@ -58,6 +60,7 @@ from pdserve.engine.memory.host import HostCopies
 from pdserve.engine.memory.store import StoreTier, store_tier
 from pdserve.prefix.embedded import EmbeddedRedis
 from pdserve.testing import Cluster
+from simulator.traces.workloads import coding_agents
 
 BLOCK_SIZE: Final = 16
 ROWS: Final = 8  # of a decode step
@@ -379,9 +382,54 @@ async def replay(target: str, arguments: argparse.Namespace) -> list[Turn]:
     return found
 
 
+def agent_turns(arguments: argparse.Namespace) -> list[tuple[list[int], int]]:
+    """Prompt and length of the answer of each turn of sessions that begin together. Prompts have tokens of the trace
+    for the answers before."""
+    trace = coding_agents(
+        rate_rps=36.0 * arguments.sessions, duration_s=1.0, seed=arguments.seed, scale=arguments.agents
+    )
+    return [
+        (
+            [
+                random.Random(f"{arguments.seed} {one} {at}").randrange(3, 4000)
+                for one in request.block_ids
+                for at in range(trace.block_tokens)
+            ][: request.prompt_tokens],
+            request.output_tokens,
+        )
+        for request in itertools.islice(trace, arguments.requests)
+    ]
+
+
+async def replay_agents(target: str, turns: list[tuple[list[int], int]]) -> list[Turn]:
+    """One after another; those with reusable blocks are measured."""
+    seen: set[tuple[int, ...]] = set()
+    found: list[Turn] = []
+    async with AsyncClient(target) as client:
+        for text, answer in turns:
+            prefixes = [tuple(text[:end]) for end in range(BLOCK_SIZE, len(text), BLOCK_SIZE)]
+            reusable = BLOCK_SIZE * sum(one in seen for one in prefixes)
+            seen.update(prefixes)
+            began_s, ttft_s, num_tokens = time.perf_counter(), 0.0, 0
+            stream = client.stream(text, max_tokens=answer, temperature=0.0, ignore_eos=True)
+            async for piece in stream:
+                ttft_s = ttft_s or time.perf_counter() - began_s
+                num_tokens += len(piece.token_ids)
+            seconds = time.perf_counter() - began_s
+            cached = stream.completion.usage.cached_prompt_tokens
+            if reusable:
+                found.append(Turn(0, reusable, min(cached, reusable), num_tokens, seconds, ttft_s))
+    return found
+
+
 def sessions(model: Path, block_bytes: int, arguments: argparse.Namespace) -> list[list[str]]:
     longest = arguments.turns * (arguments.growth + arguments.answer)
     working = arguments.sessions * -(-longest // BLOCK_SIZE)
+    agents = [] if arguments.agents is None else agent_turns(arguments)
+    if agents:
+        longest = max(len(text) + answer for text, answer in agents)
+        ends = range(BLOCK_SIZE, longest + 1, BLOCK_SIZE)
+        working = len({tuple(text[:end]) for text, _ in agents for end in ends if end <= len(text)})
     pool = max(working // arguments.times, arguments.at_once * -(-longest // BLOCK_SIZE) + 1)
     found: dict[bool, list[Turn]] = {False: [], True: []}
     shared = {"model": str(model), "block_size": BLOCK_SIZE}
@@ -389,7 +437,8 @@ def sessions(model: Path, block_bytes: int, arguments: argparse.Namespace) -> li
         has_tier = bool(number % 2)
         worker = {**shared, "kv_blocks": pool, "kv_host_bytes": 2 * working * block_bytes if has_tier else 0}
         with Cluster(prefill=0, decode=1, router={"model": str(model), **PATIENT}, worker=worker) as cluster:
-            found[has_tier] += asyncio.run(replay(cluster.address, arguments))
+            replayed = replay_agents(cluster.address, agents) if agents else replay(cluster.address, arguments)
+            found[has_tier] += asyncio.run(replayed)
         print(f"round {number // 2 + 1}, {'with' if has_tier else 'without'} a tier", flush=True)
     rows = [["", "reusable tokens served", "TTFT p50, p90 ms", "seconds of a request per output token, p90"]]
     for has_tier, turns in found.items():
@@ -416,6 +465,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--growth", type=int, default=128, help="tokens of each turn beside the conversation so far")
     parser.add_argument("--answer", type=int, default=16, help="tokens")
+    parser.add_argument("--agents", type=float, metavar="SCALE", help="published sessions, such as 0.01")
+    parser.add_argument("--requests", type=int, default=150, help="of published sessions, at most")
     parser.add_argument("--times", type=int, default=4, help="working set, in pools")
     parser.add_argument("--at-once", type=int, default=1, help="requests that run together")
     parser.add_argument("--seed", type=int, default=1)
@@ -455,8 +506,9 @@ def main() -> None:
                 print(table(steps_beside_reads(engine, Path(where), arguments.rounds)), flush=True)
             engine.close()
             return
-        print(table(copies(engine, arguments.rounds)), "\n", flush=True)
-        print(table(steps(engine, arguments.rounds)), "\n", flush=True)
+        if arguments.agents is None:
+            print(table(copies(engine, arguments.rounds)), "\n", flush=True)
+            print(table(steps(engine, arguments.rounds)), "\n", flush=True)
         engine.close()
         print(table(sessions(model, block_bytes, arguments)))
 
