@@ -19,7 +19,7 @@ from pdserve.core.attempt import Attempt, AttemptKey, FailureKind
 from pdserve.core.cost.overlap import hidden_share
 from pdserve.core.errors import InvalidRequest, PdserveError
 from pdserve.core.kv.hashing import chain_key
-from pdserve.core.kv.kv_shape import Grant, is_same_bytes
+from pdserve.core.kv.kv_shape import Grant, TransferKey, is_same_bytes
 from pdserve.telemetry import metric_names
 from pdserve.v1 import worker_pb2
 from pdserve.worker.program import AttemptTransfer, RoleProgram
@@ -29,6 +29,7 @@ from pdserve.worker.program import AttemptTransfer, RoleProgram
 class OutgoingTransfer(AttemptTransfer):
     grant: Grant
     text: Text | None  # the data that a receiver of another shape requires
+    has_failed: bool = False  # it could not start; another transfer may use its key
 
 
 class SendOrder(NamedTuple):
@@ -95,10 +96,12 @@ class AttemptSender:
     def act(self, effect: fx.SendEffect) -> None:
         outgoing: OutgoingTransfer | None = self._program.transfers.get(effect.key)
         if outgoing is None:
-            return  # the sender could not start, so an effect before this one has ended the attempt
+            return  # an effect before this one has ended the attempt
         match effect:
             case fx.SendStarted():
                 self._start(effect, outgoing)
+            case fx.BlocksDone() | fx.SendAborted() if outgoing.has_failed:
+                pass  # its end is posted
             case fx.BlocksDone():
                 groups = range(effect.first_group, effect.end_group)
                 self._sender.push(outgoing.key, effect.blocks, effect.is_last, groups)
@@ -125,7 +128,13 @@ class AttemptSender:
                 groups=effect.groups,
             )
         except PdserveError as error:
-            self._program.act(self._on_sent(key, is_whole=False, error=error.message))
+            # The end frees the attempt's blocks, which the step that has just been planned writes to.
+            outgoing.has_failed = True
+            context.post(partial(self._not_started, key, outgoing.key, error.message))
+
+    def _not_started(self, key: AttemptKey, transfer: TransferKey, error: str) -> None:
+        if self._program.transfer_of(key, transfer) is not None:
+            self._program.act(self._on_sent(key, is_whole=False, error=error))
 
     def _sent(self, key: AttemptKey, sent: Sent) -> None:
         outgoing: OutgoingTransfer | None = self._program.transfer_of(key, sent.key)

@@ -13,6 +13,7 @@ import pytest
 from kvtransfer import pulls
 from kvtransfer.protocol.grants import grant_to_proto
 from pdserve.core.access.proof import caller_name
+from pdserve.core.errors import Unavailable
 from pdserve.core.kv.kv_shape import Grant, TransferKey
 from pdserve.core.types import Role
 from pdserve.engine.load_engine import load_engine
@@ -167,6 +168,43 @@ async def test_a_long_step_does_not_delay_the_answer(start: Any, attach: Any, as
     assert router.all("pull_ended", "r")[0].num_tokens == REUSED
     assert await running == answer(long, 8, prefilled=len(long))
     await idle(p0, p1)
+
+
+async def test_no_block_of_a_running_step_is_free(start: Any, attach: Any, ask: Any) -> None:
+    """Between two layers, free blocks can be lent or fetched into. The transfer of the step's prompt cannot start."""
+    num_referenced: list[int] = []
+
+    def load(config: Any, role: Role) -> Any:
+        engine = load_engine(config, role)
+        step = engine.step
+
+        def stepped(rows: Any, on_layer: Any = None) -> Any:
+            def looked(num_layers: int) -> None:
+                blocks = p.program.blocks
+                num_referenced.extend(blocks._references[block] for row in rows for block in row.blocks)
+                on_layer(num_layers)
+
+            return step(rows) if on_layer is None else step(rows, looked)
+
+        engine.step = stepped
+        return engine
+
+    p, d = start(Role.PREFILL, load, max_batch_tokens=128), start(Role.DECODE)
+    router = await attach(p, d)
+
+    def fails(*arguments: Any, **named: Any) -> None:
+        raise Unavailable("no connection can be made")
+
+    await p.on_engine(lambda program: setattr(program._sender, "start", fails))
+    sequence = ask("r", [*range(3, 3 + 2 * LONG_QUERIES)])
+    await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=sequence))
+    granted = await router.next("granted", "r")
+    await router.send(Role.PREFILL, prefill=worker_pb2.Prefill(sequence=sequence, grant=granted.grant))
+    await router.released("r", Role.PREFILL)
+    assert "no connection can be made" in (await router.next("transfer_ended", "r", Role.PREFILL)).error
+    assert num_referenced
+    assert all(num_referenced)
+    await idle(p)
 
 
 async def test_what_the_host_tier_has_is_given(start: Any, attach: Any, ask: Any) -> None:
