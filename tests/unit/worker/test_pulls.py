@@ -161,7 +161,7 @@ async def test_a_long_step_does_not_delay_the_answer(start: Any, attach: Any, as
     router = await attach(p1, d, name="router-1")
     running = asyncio.create_task(before.remote(ask("long", long)))
     try:
-        await asyncio.to_thread(is_running.wait, 20.0)
+        assert await asyncio.to_thread(is_running.wait, 20.0)
         assert await router.remote(from_(p0, ask("r", PROMPT))) == expected
     finally:
         has_ended.set()
