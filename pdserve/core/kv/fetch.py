@@ -302,6 +302,8 @@ class Fetches:
         for source in self.sources:
             count = source.num_found(attempt, missing, first)
             count = next((at for at in range(count) if missing[at] in self._number_of), count)
+            if not count:  # then it cannot predict either
+                continue
             # All that the source has, because later tokens take longer to compute, and not longer to fetch. Or what
             # arrives before the turn of the prompt, which costs it nothing.
             for wanted in (count, self._num_before(source, attempt, count, ahead_s)):

@@ -72,6 +72,7 @@ class Source:
         return min(known, self.most)
 
     def predict_s(self, attempt: Attempt, num_blocks: int) -> float:
+        assert num_blocks, "nothing was found"
         return self.seconds * num_blocks
 
 
