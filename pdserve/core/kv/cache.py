@@ -98,13 +98,11 @@ class KvCache:
         """References to exactly these blocks, which `take_back` ends; those that the pool lacks are loaded from the
         host tier, if it loads at once. Holds nothing otherwise, and returns None if one is missing, or if that is more
         than one allocation saves; an empty list if it would take one of the last `spare` available blocks."""
+        if self.num_lendable(hashes) < len(hashes):
+            return None
         kept = min(spare, self.blocks.num_available)
         cached = self.blocks.match(hashes)
-        rest, tier = hashes[len(cached) :], self.blocks.tier
-        found = 0 if tier is None or not tier.loads_at_once else min(tier.num_found(rest), tier.most_saved)
-        if len(rest) > found:
-            self.blocks.give_back(cached)
-            return None
+        rest = hashes[len(cached) :]
         has_room = len(rest) + kept <= self.blocks.num_available
         new = self.blocks.allocate(len(rest), rest) if rest and has_room else []
         if not has_room or new is None:
@@ -119,7 +117,9 @@ class KvCache:
     def num_lendable(self, hashes: Sequence[bytes]) -> int:
         """How many of the leading blocks `lend` would find."""
         matched, tier = self.blocks.num_matched(hashes), self.blocks.tier
-        return matched + (0 if tier is None else min(tier.num_found(hashes[matched:]), tier.most_saved))
+        if tier is None or not tier.loads_at_once:
+            return matched
+        return matched + min(tier.num_found(hashes[matched:]), tier.most_saved)
 
     def take_back(self, key: TransferKey) -> None:
         """Nobody reads the lent blocks any more."""

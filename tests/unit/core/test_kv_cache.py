@@ -362,3 +362,15 @@ def test_blocks_are_lent_from_the_tier(most_saved: int) -> None:
         assert lent is not None
         assert kv.blocks.stamps.content_hashes(lent) == tuple(map(content_hash64, HASHES))
     kv.blocks.check(holders=kv.lent.values())
+
+
+def test_copies_behind_the_engine_are_not_lent() -> None:
+    kv, _ = queued(most_saved=8)
+    kv.release(computed(kv, 3 * SIZE, HASHES))
+    evict_all(kv)
+    assert kv.blocks.tier is not None
+    assert kv.blocks.tier.num_found(HASHES) == 3
+    assert kv.num_lendable(HASHES) == 0
+    assert kv.lend(PULL, HASHES) is None
+    assert kv.lend(PULL, HASHES[:1]) is None
+    kv.blocks.check(holders=[])
