@@ -21,11 +21,11 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Final, final
 
-from kvtransfer.link.dial import PullClient
+from kvtransfer.link.dial import ASK_S, Calls, NoAnswer, PullClient
 from kvtransfer.link.endpoint_config import EndpointConfig
 from kvtransfer.link.receiver import PlainReceiver
 from kvtransfer.protocol.grants import compare, grant_from_proto, grant_to_proto
@@ -51,7 +51,8 @@ log = logging.getLogger(__name__)
 
 MAX_BYTES: Final = 2**30  # on their way in one direction; a pull alone may have more
 LONGEST_S: Final = 60.0  # of one pull, also if its prompt waits longer
-ASK_S: Final = 10.0  # for the source's answer, which may wait for its running step and its disk
+MAX_ASKED: Final = 16  # requests of other workers that wait to be considered
+MOST_CONSIDERED: Final = 4  # at once: steps wait for it
 READER: Final = -1  # the session of attempts for which this worker reads its disk to give the blocks
 PAGED_BYTES: Final = 2 * 2**20  # of memory that gets its pages at a time
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14 and later
@@ -110,6 +111,7 @@ class _Taken:
     key: TransferKey | None = None  # of the present grant, for the first `num_blocks` blocks of the fetch
     num_blocks: int = 0
     num_found: int = 0  # of these, as many as the source has said it has
+    calls: Calls = field(default_factory=Calls)  # of the present ask
     is_part: bool = False  # those that it had are asked for
     error: str = ""  # why the source sends nothing
     is_unreachable: bool = False
@@ -138,7 +140,8 @@ class Pulls:
         self._taken: dict[int, _Taken] = {}  # by the number of the fetch
         self._num_granted = 0
         self._client = PullClient(peers.config)
-        self._threads = ThreadPoolExecutor(PULLS_TAKEN + 1, thread_name_prefix="kv-pull")
+        self._threads = ThreadPoolExecutor(PULLS_TAKEN, thread_name_prefix="kv-pull")
+        self._populating = ThreadPoolExecutor(1, thread_name_prefix="kv-populate")
         self._asked: deque[_Asked] = deque()  # appended to on the gRPC thread
         self._reading: list[_Asked] = []
         self._num_readers = 0
@@ -146,7 +149,8 @@ class Pulls:
     def close(self) -> None:
         """The receiver is closed with the program, so nothing writes to the pool."""
         self._client.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._populating):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     # -- what this worker takes ---------------------------------------------------------------------------------
 
@@ -176,10 +180,11 @@ class Pulls:
         if taken is not None:
             taken.is_given_up = True
             taken.error = taken.error or "it was given up"
+            taken.is_unreachable = taken.is_unreachable or self._client.is_silent(taken.source.endpoint)
             self._abort(taken)
 
     def _abort(self, taken: _Taken) -> None:
-        """On any thread."""
+        taken.calls.cancel()  # the next ask needs its thread
         if taken.key is not None:
             self._receiver.abort(taken.key)
 
@@ -215,30 +220,41 @@ class Pulls:
         self._receiver.expect(grant, received, left_s, tuple(map(content_hash64, hashes)))
         taken.key, taken.num_blocks = grant.key, num_blocks
         self._taken[fetch.number] = taken
+        taken.calls = Calls()
         try:
-            self._threads.submit(self._ask, taken, request, left_s)
+            self._threads.submit(self._ask, taken, grant.key, taken.calls, request)
             if not taken.is_part:
-                self._threads.submit(populate, self._config.pool, fetch.blocks)
+                self._populating.submit(populate, self._config.pool, fetch.blocks)
         except Exception as error:  # such as too many threads: a miss
             taken.error = str(error) or type(error).__name__
             self._abort(taken)  # which reports the end
 
-    def _ask(self, taken: _Taken, request: transfer_pb2.PullRequest, timeout_s: float) -> None:
-        """On a thread of its own."""
-        endpoint = taken.source.endpoint
+    def _ask(self, taken: _Taken, key: TransferKey, calls: Calls, request: transfer_pb2.PullRequest) -> None:
+        """On a thread of its own, for which it may have waited."""
+        context, endpoint = self._program.context, taken.source.endpoint
+        left_s = min(taken.ends_at_s - context.now(), request.deadline_s)
+        if calls.is_cancelled or left_s <= 0.0:
+            return  # the receiver reports the end
+        request.deadline_s = left_s
+        num_found, is_unreachable = 0, False
         try:
-            answer = self._client.ask(request, endpoint, min(timeout_s, ASK_S))
-            refusal, taken.num_found = answer.refusal, answer.num_found
-        except TransferFailed as error:
+            answer = self._client.ask(request, endpoint, min(left_s, ASK_S), calls)
+            refusal, num_found = answer.refusal, answer.num_found
+        except NoAnswer as error:
             refusal = error.message
-            # Says nothing of the source if it was given up, or had no time because the request's deadline was near.
-            taken.is_unreachable = not taken.error and timeout_s >= ASK_S
+        except TransferFailed as error:
+            refusal, is_unreachable = error.message, True
         except Exception as error:  # a broken source is a miss
             log.exception("a source could not be asked for KV", extra={"endpoint": endpoint})
             refusal = str(error) or type(error).__name__
         if refusal:
-            taken.error = taken.error or refusal
-            self._abort(taken)  # nothing writes yet, or the transfer has ended already
+            context.post(partial(self._refused, taken, key, refusal, num_found, is_unreachable))
+
+    def _refused(self, taken: _Taken, key: TransferKey, refusal: str, num_found: int, is_unreachable: bool) -> None:
+        if taken.key != key or taken.is_given_up:
+            return
+        taken.error, taken.num_found, taken.is_unreachable = taken.error or refusal, num_found, is_unreachable
+        self._abort(taken)  # nothing writes yet, or the transfer has ended already
 
     def _received(self, taken: _Taken, received: Received, ended_s: float) -> None:
         program, fetch, source = self._program, taken.fetch, taken.source
@@ -283,8 +299,8 @@ class Pulls:
         taken.is_part, taken.error = True, ""
         try:
             self._ask_for(taken, count)
-        except PdserveError as error:  # the receiver has ended
-            taken.error = error.message
+        except Exception as error:  # such as that the receiver has ended: a miss
+            taken.error = str(error) or type(error).__name__
             return False
         return True
 
@@ -295,6 +311,8 @@ class Pulls:
         if not self._is_plausible(request, caller):
             self._program.context.post(partial(self._count, INVALID))
             return transfer_pb2.PullResponse(refusal=INVALID)
+        if len(self._asked) >= MAX_ASKED:  # of which some may have given up, during a long step
+            return transfer_pb2.PullResponse(refusal=BUSY)
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[transfer_pb2.PullResponse] = loop.create_future()
 
@@ -315,7 +333,7 @@ class Pulls:
             return transfer_pb2.PullResponse(refusal=BUSY)
 
     def answer(self) -> None:
-        while self._asked:
+        for _ in range(min(len(self._asked), MOST_CONSIDERED)):  # each has posted a call of this method
             self._consider(self._asked.popleft())
         for asked in [one for one in self._reading if not self._is_reading(one)]:
             self._reading.remove(asked)

@@ -48,6 +48,8 @@ from pdserve.wire.protocol import FINGERPRINT
 log = logging.getLogger(__name__)
 
 DIAL_S: Final = 5.0
+ASK_S: Final = 10.0  # for the answer to a pull, which may wait for the source's running step and its disk
+SILENT_S: Final = 9.0  # without an answer: less than ASK_S, so that one ask can find it
 MAX_CHANNELS: Final = 64  # connections to sources of pulls that are kept
 
 
@@ -121,6 +123,50 @@ def open_request(config: EndpointConfig, transports: Sequence[Transport]) -> tra
 
 
 @final
+class Calls:
+    """The calls of one thread, one after another. Another thread may cancel them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: Any = None
+        self.is_cancelled = False
+
+    def wait(self, call: Any) -> Any:
+        """The answer of the started call."""
+        with self._lock:
+            self._running, is_cancelled = call, self.is_cancelled
+        if is_cancelled:
+            call.cancel()
+        return call.result()
+
+    def cancel(self) -> None:
+        with self._lock:
+            self.is_cancelled, running = True, self._running
+        if running is not None:
+            running.cancel()
+
+
+class NoAnswer(TransferFailed):
+    """The answer was not awaited for long, which says nothing of the worker."""
+
+
+@final
+@dataclass(slots=True, eq=False)
+class _Connection:
+    channel: grpc.Channel
+    num_calls: int = 0
+    is_dropped: bool = False  # closed after its last call
+    waited_s: float = 0.0  # for an answer, since the last one
+    waited_until_s: float = 0.0  # time up to which running calls are counted
+
+    def count(self, now_s: float) -> float:
+        if self.num_calls:
+            self.waited_s += now_s - self.waited_until_s
+        self.waited_until_s = now_s
+        return self.waited_s
+
+
+@final
 class PullClient:
     """Asks workers to send blocks that they have cached. Blocking, on any threads.
 
@@ -130,48 +176,89 @@ class PullClient:
     def __init__(self, config: EndpointConfig) -> None:
         self._config = config
         self._lock = threading.Lock()
-        self._channels: OrderedDict[str, grpc.Channel] = OrderedDict()  # by endpoint, the most recently used last
+        self._connections: OrderedDict[str, _Connection] = OrderedDict()  # by endpoint, the most recently used last
+        self._dropped: set[_Connection] = set()  # that still have calls
         self._is_closed = False
 
-    def ask(self, request: transfer_pb2.PullRequest, endpoint: str, timeout_s: float) -> transfer_pb2.PullResponse:
-        """Raises TransferFailed if the worker does not answer."""
+    def ask(
+        self, request: transfer_pb2.PullRequest, endpoint: str, timeout_s: float, calls: Calls | None = None
+    ) -> transfer_pb2.PullResponse:
+        """Raises NoAnswer if `calls` was cancelled or the time was short, unless `is_silent`.
+        Raises TransferFailed if the worker cannot be asked."""
         ends_s = time.monotonic() + timeout_s
         introduction = peers.introduce(self._config.identity, peers.PULL, endpoint)
-        channel = self._channel(endpoint, introduction.target)
+        connection = self._begin(endpoint, introduction.target)
+        has_answered = is_dropped = False
         try:
             answer: transfer_pb2.PullResponse = _proven(
-                channel, introduction, lambda stub: stub.Pull, request, endpoint, ends_s
+                connection.channel, introduction, lambda stub: stub.Pull, request, endpoint, ends_s, calls
             )
-        except TransferFailed:
-            self._drop(endpoint, channel)  # a new one reads new certificates, and connects at once
+            has_answered = True
+        except NoAnswer as error:
+            is_dropped = self.is_silent(endpoint)
+            if is_dropped:
+                raise TransferFailed(error.message) from error
             raise
+        except TransferFailed:
+            is_dropped = True  # a new one reads new certificates, and connects at once
+            raise
+        finally:
+            self._end(endpoint, connection, has_answered=has_answered, is_dropped=is_dropped)
         return answer
+
+    def is_silent(self, endpoint: str) -> bool:
+        """Whether asks of the worker have waited for SILENT_S, together, since its last answer."""
+        with self._lock:
+            connection = self._connections.get(endpoint)
+            return connection is not None and connection.count(time.monotonic()) >= SILENT_S
 
     def close(self) -> None:
         """Calls that run fail."""
         with self._lock:
             self._is_closed = True
-            channels = list(self._channels.values())
-            self._channels.clear()
-        for channel in channels:
-            channel.close()
+            connections = [*self._connections.values(), *self._dropped]
+            self._connections.clear()
+            self._dropped.clear()
+        for one in connections:
+            one.channel.close()
 
-    def _channel(self, endpoint: str, target: str) -> grpc.Channel:
+    def _begin(self, endpoint: str, target: str) -> _Connection:
+        old: _Connection | None = None
         with self._lock:
             if self._is_closed:
                 raise TransferFailed("the worker ends")
-            channel = self._channels.pop(endpoint, None) or peer_channel(target, self._config.tls)
-            self._channels[endpoint] = channel
-            old = self._channels.popitem(last=False)[1] if len(self._channels) > MAX_CHANNELS else None
+            connection = self._connections.pop(endpoint, None) or _Connection(peer_channel(target, self._config.tls))
+            self._connections[endpoint] = connection
+            connection.count(time.monotonic())
+            connection.num_calls += 1
+            if len(self._connections) > MAX_CHANNELS:
+                old = self._drop(next(iter(self._connections)))
         if old is not None:
-            old.close()
-        return channel
+            old.channel.close()
+        return connection
 
-    def _drop(self, endpoint: str, channel: grpc.Channel) -> None:
+    def _end(self, endpoint: str, connection: _Connection, *, has_answered: bool, is_dropped: bool) -> None:
+        """Other calls of a dropped connection go on."""
         with self._lock:
-            if self._channels.get(endpoint) is channel:
-                del self._channels[endpoint]
-        channel.close()
+            connection.count(time.monotonic())
+            connection.num_calls -= 1
+            if has_answered:
+                connection.waited_s = 0.0
+            if is_dropped and self._connections.get(endpoint) is connection:
+                self._drop(endpoint)
+            is_over = connection.is_dropped and not connection.num_calls
+            self._dropped -= {connection} if is_over else set()
+        if is_over:
+            connection.channel.close()
+
+    def _drop(self, endpoint: str) -> _Connection | None:
+        """Returns the connection if it has no calls, so that it must be closed."""
+        connection = self._connections.pop(endpoint)
+        connection.is_dropped = True
+        if not connection.num_calls:
+            return connection
+        self._dropped.add(connection)
+        return None
 
 
 def _open(
@@ -205,16 +292,24 @@ def _proven(
     request: Any,
     endpoint: str,
     ends_s: float,
+    calls: Calls | None = None,
 ) -> Any:
+    """Raises NoAnswer if `calls` was cancelled, or the time is over."""
+    calls = calls or Calls()
     try:
-        metadata = peers.prove_blocking(channel, introduction, max(0.1, ends_s - time.monotonic()))
-        answer, call = of(transfer_pb2_grpc.TransferServiceStub(channel)).with_call(
+        metadata = peers.prove_blocking(channel, introduction, max(0.1, ends_s - time.monotonic()), calls.wait)
+        call = of(transfer_pb2_grpc.TransferServiceStub(channel)).future(
             request, timeout=max(0.1, ends_s - time.monotonic()), metadata=metadata
         )
+        answer = calls.wait(call)
         peers.check_answer(introduction, call.initial_metadata())
     except Unauthenticated as error:
         raise TransferFailed(error.message) from error
+    except grpc.FutureCancelledError as error:
+        raise NoAnswer(f"nobody waits for the answer of {endpoint}") from error
     except grpc.RpcError as error:
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise NoAnswer(f"{endpoint} did not answer in time: {error.code().name}") from error
         why = connection_failure(str(error.details()))
         if error.code() is grpc.StatusCode.UNAVAILABLE and why:
             raise TransferFailed(f"no connection to {endpoint}: {why}") from error

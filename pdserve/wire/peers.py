@@ -170,10 +170,12 @@ async def prove(channel: Any, introduction: Introduction) -> tuple[tuple[str, by
     return _metadata(introduction, answer)
 
 
-def prove_blocking(channel: Any, introduction: Introduction, timeout_s: float) -> tuple[tuple[str, bytes], ...]:
-    """`prove` over a blocking channel."""
-    answer = peer_pb2_grpc.PeerServiceStub(channel).GetChallenge(_request(introduction), timeout=timeout_s)
-    return _metadata(introduction, answer)
+def prove_blocking(
+    channel: Any, introduction: Introduction, timeout_s: float, wait: Callable[[Any], Any] = lambda call: call.result()
+) -> tuple[tuple[str, bytes], ...]:
+    """`prove` over a blocking channel. `wait` returns the answer of the started call."""
+    call = peer_pb2_grpc.PeerServiceStub(channel).GetChallenge.future(_request(introduction), timeout=timeout_s)
+    return _metadata(introduction, wait(call))
 
 
 async def check_call(introduction: Introduction, call: Any) -> None:

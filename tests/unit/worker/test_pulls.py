@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvtransfer import pulls
+from kvtransfer.link import dial
 from kvtransfer.protocol.grants import grant_to_proto
 from pdserve.core.access.proof import caller_name
 from pdserve.core.errors import Unavailable
@@ -268,6 +270,105 @@ async def test_a_dead_source_is_a_miss(pair: Any, ask: Any) -> None:
     assert "UNAVAILABLE" in ended.error
     assert ended.is_unreachable
     await idle(p1)
+
+
+@pytest.fixture
+def hung() -> Any:
+    """The address of a process that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+async def test_sources_that_hang_keep_no_thread(pair: Any, ask: Any, hung: str) -> None:
+    p0, p1, router, _ = pair
+    await waits(p1, 0.05)
+    for number in range(2 * pulls.PULLS_TAKEN):
+        sequence = from_(p0, ask(f"hung-{number}", [50 + number] * len(PROMPT)))
+        sequence.source.endpoint = hung
+        await router.remote(sequence)
+        [ended] = router.all("pull_ended", f"hung-{number}")
+        assert ended.error
+        assert not ended.is_unreachable, "it had little time"
+    has_run = threading.Event()
+    for _ in range(pulls.PULLS_TAKEN):
+        p1.program.giver._threads.submit(has_run.set)
+    assert await asyncio.to_thread(has_run.wait, dial.ASK_S / 2), (
+        "the threads are free long before the asks' time is over"
+    )
+    await waits(p1)
+    assert await router.remote(from_(p0, ask("r", PROMPT))) == answer(PROMPT, 8, prefilled=len(PROMPT))
+    assert router.all("pull_ended", "r")[0].num_tokens == REUSED
+    await idle(p0, p1)
+
+
+async def test_a_source_that_never_answers_is_unreachable(pair: Any, ask: Any, hung: str, monkeypatch: Any) -> None:
+    p0, p1, router, _ = pair
+    monkeypatch.setattr(dial, "SILENT_S", 0.5)
+    await waits(p1, 0.15)
+    for number in range(100):  # asks of little time add up
+        sequence = from_(p0, ask(f"hung-{number}", [50 + number] * len(PROMPT)))
+        sequence.source.endpoint = hung
+        await router.remote(sequence)
+        [ended] = router.all("pull_ended", f"hung-{number}")
+        if ended.is_unreachable:
+            break
+    assert ended.is_unreachable
+    await idle(p1)
+
+
+async def test_an_ask_disturbs_no_other_of_its_source(pair: Any, hung: str, monkeypatch: Any) -> None:
+    """Neither by its own end, nor by the end of the connection in favour of another source."""
+    p0, p1, _, _ = pair
+    client, servicer = p1.program.giver._client, p0.program._peers.receiver.servicer
+    has_asked, may_answer = threading.Event(), threading.Event()
+
+    async def late(request: Any, caller: str) -> Any:
+        has_asked.set()
+        while not may_answer.is_set():
+            await asyncio.sleep(0.005)
+        return transfer_pb2.PullResponse(refusal="late")
+
+    monkeypatch.setattr(servicer, "give", late)
+    monkeypatch.setattr(dial, "MAX_CHANNELS", 1)
+    nothing = transfer_pb2.PullRequest()
+    patient = asyncio.create_task(asyncio.to_thread(client.ask, nothing, p0.address, 60.0))
+    try:
+        assert await asyncio.to_thread(has_asked.wait, 20.0)
+        for address in (p0.address, hung):
+            with pytest.raises(dial.NoAnswer):
+                await asyncio.to_thread(client.ask, nothing, address, 0.2)
+        [connection] = client._dropped
+    finally:
+        may_answer.set()
+    assert (await patient).refusal == "late"
+    assert not client._dropped
+    with pytest.raises(ValueError, match="closed"):
+        connection.channel.unary_unary("/")(b"")
+
+
+async def test_few_requests_wait_for_a_busy_engine(pair: Any) -> None:
+    p0, p1, _, _ = pair
+    context, giver, may_go_on = p1.program.context, p0.program.giver, threading.Event()
+    requests = []
+    for number in range(4 * pulls.MAX_ASKED):
+        grant = Grant(
+            key=TransferKey(transfer_id=f"pull-{number}", attempt=1, generation=1),
+            endpoint=p1.address,
+            worker_id="prefill-1",
+            incarnation=context.incarnation,
+            fingerprint=p1.program.fingerprint,
+            blocks=(0,),
+            num_cached_blocks=0,
+        )
+        request = transfer_pb2.PullRequest(grant=grant_to_proto(grant), block_hashes=bytes(16), deadline_s=1.0)
+        requests.append(giver.give(request, caller_name("prefill-1", context.incarnation)))
+    p0.host._engine.post(lambda: may_go_on.wait(20.0))
+    answers = asyncio.gather(*requests)
+    await asyncio.sleep(0)  # until each waits, or is refused
+    assert len(giver._asked) == pulls.MAX_ASKED
+    may_go_on.set()
+    refusals = [one.refusal for one in await answers]
+    assert refusals == [pulls.RESTARTED] * pulls.MAX_ASKED + [pulls.BUSY] * (3 * pulls.MAX_ASKED)
 
 
 async def test_without_a_thread_nothing_is_pulled(pair: Any, ask: Any, monkeypatch: Any) -> None:
