@@ -11,11 +11,12 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import count
 from pathlib import Path
 from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar, assert_never, cast
 
@@ -132,6 +133,7 @@ class Kept:
     adapters: WorkerAdapters
     cost: CostPrior
     sources: dict[str, FetchSource]
+    fetch_numbers: Iterator[int]  # that the sources have not had
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,6 +253,7 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
             )
         self.is_drained = False  # by an operator, who may undo it
         self.fetches: Fetches | None = None
+        self._fetch_numbers = count(1) if kept is None else kept.fetch_numbers
         self._aborted_s: dict[int, float] = {}  # when each fetch was aborted whose source has not reported its end
         self.giver: Giver | None = None
         self._is_leaving = False  # drained by its own process, which then ends
@@ -500,7 +503,14 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
             seen = f"{len(self.scheduler.live())} attempts and {self.blocks.num_referenced} blocks in use"
             raise InternalError(f"the worker still has {seen}")
         self.kv.take_changes()  # routers and the index get a snapshot
-        return Kept(engine=self.engine, kv=self.kv, adapters=self.adapters, cost=self.cost, sources=self.sources)
+        return Kept(
+            engine=self.engine,
+            kv=self.kv,
+            adapters=self.adapters,
+            cost=self.cost,
+            sources=self.sources,
+            fetch_numbers=self._fetch_numbers,
+        )
 
     def take_over(self) -> None:
         """Called once on a program that was made from what another left: counts of the whole process go on."""
@@ -603,9 +613,9 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         """For the scheduler. None: there is no slower tier."""
         if not self.sources:
             return None
-        self.fetches, post = Fetches(self.kv, [*self.sources.values()], prefill_s), self.context.post
+        self.fetches = Fetches(self.kv, [*self.sources.values()], prefill_s, self._fetch_numbers)
         if self.store is not None:
-            self.store.looked = partial(post, self.fetches.looked_up)
+            self.store.looked = partial(self.context.post, self.fetches.looked_up)
         return self.fetches
 
     def _disk_tier(self, copies: HostCopies | None) -> DiskTier | None:

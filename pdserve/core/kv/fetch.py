@@ -19,6 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Final, Protocol, final, runtime_checkable
 
 from pdserve.core.attempt import Attempt, AttemptKey, blocks_for
@@ -138,8 +139,15 @@ class _Wait:
 class Fetches:
     """The running fetches of a worker, and the prompts that wait for them. The schedulers call it between steps."""
 
-    def __init__(self, kv: KvCache, sources: Sequence[BlockSource], prefill_s: Callable[[int, int], float]) -> None:
-        """`prefill_s`: seconds to compute so many tokens after so many others; 0.0: unknown."""
+    def __init__(
+        self,
+        kv: KvCache,
+        sources: Sequence[BlockSource],
+        prefill_s: Callable[[int, int], float],
+        numbers: Iterator[int] | None = None,
+    ) -> None:
+        """`prefill_s`: seconds to compute so many tokens after so many others; 0.0: unknown. `numbers`: of its fetches;
+        none of them may have been used with these sources."""
         self.sources = tuple(sources)
         self._kv = kv
         self._lookups = tuple(one for one in sources if isinstance(one, LookupSource))
@@ -148,7 +156,8 @@ class Fetches:
         self._number_of: dict[bytes, int] = {}  # by the hash of each block that is being filled
         self._waits: dict[AttemptKey, _Wait] = {}
         self._num_held = 0  # blocks that are being filled
-        self._num_started = self._num_changes = 0
+        self._numbers = count(1) if numbers is None else numbers
+        self._num_changes = 0
         self.num_filled: Counter[str] = Counter()  # verified blocks, by source
 
     def __len__(self) -> int:
@@ -325,21 +334,20 @@ class Fetches:
                     return self._decide(attempt, wait)
                 del self._waits[attempt.key]
             return ()
-        count = len(blocks) - first
-        self._num_started += 1
+        num_filled = len(blocks) - first
         fetch = Fetch(
-            number=self._num_started,
+            number=next(self._numbers),
             source=source.name,
             attempt=attempt,
             first=first,
-            hashes=tuple(missing[:count]),
+            hashes=tuple(missing[:num_filled]),
             blocks=tuple(blocks[first:]),
             started_s=now_s,
-            predicted_s=source.predict_s(attempt, count),
+            predicted_s=source.predict_s(attempt, num_filled),
         )
         self._running[fetch.number] = _Running(fetch, blocks[:first], {attempt.key})
         self._number_of.update(dict.fromkeys(fetch.hashes, fetch.number))
-        self._num_held += count
+        self._num_held += num_filled
         wait.number, wait.num_supplied, wait.look_until_s = fetch.number, len(blocks), math.inf
         wait.num_fetches += 1
         return (FetchStarted(fetch),)

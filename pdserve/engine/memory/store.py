@@ -151,7 +151,7 @@ class StoreTier(SlowTier[StorePart, bool]):
         self._looking_since_s: float | None = None
         self._no_lookups_until_s = 0.0
         self._lookup_pause_s = first_pause_s
-        self._ends: dict[int, Callable[[int], None]] = {}  # of the fetches that may write to the pool
+        self._open: dict[int, tuple[Fetch, Callable[[int], None]]] = {}  # the fetches that may write to the pool
         self._into_pool = threading.Lock()
         self._start(lookups=self._look_up_all)
 
@@ -285,24 +285,32 @@ class StoreTier(SlowTier[StorePart, bool]):
 
     def begin(self, fetch: Fetch, end: Callable[[int], None]) -> None:
         with self._into_pool:
-            self._ends[fetch.number] = end
-        super().begin(fetch, partial(self._end, fetch.number))
+            self._open[fetch.number] = fetch, end
+        super().begin(fetch, partial(self._end, fetch))
 
     def abort(self, number: int) -> None:
         super().abort(number)
-        self._end(number, 0)  # at once: nothing is written to its blocks from here on
+        running = self._open.get(number)
+        if running is not None:
+            self._end(running[0], 0)  # at once: nothing is written to its blocks from here on
 
-    def _end(self, number: int, num_blocks: int) -> None:
+    def _end(self, fetch: Fetch, num_blocks: int) -> None:
         with self._into_pool:
-            end = self._ends.pop(number, None)
-        if end is not None:
-            end(num_blocks)
+            if not self._is_open(fetch):
+                return
+            _, end = self._open.pop(fetch.number)
+        end(num_blocks)
+
+    def _is_open(self, fetch: Fetch) -> bool:
+        """Its reader may still run when it has ended, and must not take another one for it. `_into_pool` is held."""
+        running = self._open.get(fetch.number)
+        return running is not None and running[0] is fetch
 
     def close(self) -> None:
         super().close()
         with self._into_pool:
-            ends, self._ends = list(self._ends.values()), {}
-        for end in ends:
+            running, self._open = list(self._open.values()), {}
+        for _, end in running:
             end(0)
 
     def _ended(self) -> None:
@@ -346,7 +354,7 @@ class StoreTier(SlowTier[StorePart, bool]):
         runs = self._blocks[:, block]
         verified = np.frombuffer(contents, np.uint8).reshape(runs.shape)
         with self._into_pool:
-            if fetch.number not in self._ends:
+            if not self._is_open(fetch):
                 return False
             runs[:] = verified
             return True

@@ -3,6 +3,7 @@ than a miss."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 import time
@@ -214,16 +215,41 @@ async def test_the_threads_end(start: Any, folder: str, monkeypatch: pytest.Monk
     assert not [one for one in threading.enumerate() if one.name.startswith("kv-store")]
 
 
-async def test_a_role_change_keeps_the_store(start: Any, attach: Any, ask: Any, folder: str) -> None:
+async def test_a_role_change_keeps_the_store(
+    start: Any, attach: Any, ask: Any, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read of the former program that hangs does not end as one of the next."""
     worker = start(Role.DECODE, **settings(folder))
     router = await attach(worker)
     await fill(worker, router, ask)
     tier = tier_of(worker)
+    tier._speed = ReadSpeed(1e12, PATIENT_S / 10)  # so that the read is not late
+    may_read, reads, real = threading.Event(), threading.Event(), FolderStore.get
+
+    def get(store: FolderStore, names: Sequence[str]) -> list[bytes | None]:
+        reads.set()
+        assert may_read.wait(PATIENT_S)
+        return real(store, names)
+
+    monkeypatch.setattr(FolderStore, "get", get)
+    reading = asyncio.create_task(router.local(ask("again", PROMPT)))
+    await worker.until(lambda _: reads.is_set(), "a read that hangs")
+    former = await worker.on_engine(lambda program: list(program.fetches._running))
+    reading.cancel()
     await router.close()
     before = worker.program.context.config
-    assert await change_role(worker.address, Role.PREFILL, before, before) == ""
-    assert worker.program.store is tier
-    assert await worker.on_engine(lambda program: tier.looked.args[0].__self__ is program.fetches)
+    for role in (Role.PREFILL, Role.DECODE):
+        await worker.until(lambda program: not program.blocks.num_referenced, "no block in use")
+        assert await change_role(worker.address, role, before, before) == ""
+        assert worker.program.store is tier
+        assert await worker.on_engine(lambda program: tier.looked.args[0].__self__ is program.fetches)
+    router = await attach(worker)
+    again = asyncio.create_task(router.local(ask("again", PROMPT)))
+    await worker.until(lambda program: len(program.fetches) == 1, "another fetch")
+    assert former != await worker.on_engine(lambda program: list(program.fetches._running))
+    may_read.set()
+    assert await again == answer(PROMPT, 8)
+    assert num_read(worker) == 8
 
 
 @pytest.mark.parametrize(
