@@ -32,6 +32,7 @@ from benchmarks.fault_storm.tiers import (
     TierStorm,
     content_of,
     hash_of,
+    lost_threads,
 )
 from benchmarks.harness import table
 from kvtransfer.faults.injector import FaultInjector, with_faults
@@ -229,6 +230,7 @@ class PullWorker(TierStorm):
 class PullStorm:
     def __init__(self, seed: int) -> None:
         self.result = TierResult()
+        self._former_threads = set(threading.enumerate())
         self._seed, self._rng = seed, random.Random(seed)
         self._texts = make_texts(self._rng, FEW_TEXTS)
         self._num_started = 0
@@ -267,9 +269,9 @@ class PullStorm:
         for worker in self._workers:
             worker.close()
         until_s = time.monotonic() + END_S
-        while alive := [one.name for one in threading.enumerate() if one.name.startswith("kv-")]:
+        while lost := lost_threads(self._former_threads):
             if time.monotonic() > until_s:
-                self.result.wrong += [f"the thread {name} is lost" for name in alive]
+                self.result.wrong += lost
                 break
             time.sleep(0.01)
         return self.result

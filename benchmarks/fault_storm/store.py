@@ -29,6 +29,7 @@ from benchmarks.fault_storm.tiers import (
     TierStorm,
     content_of,
     hash_of,
+    lost_threads,
 )
 from pdserve.engine.memory.host import HostCopies
 from pdserve.engine.memory.object_stores import ObjectStore, open_object_store
@@ -233,7 +234,7 @@ def storm(
     num_operations: int, seed: int, num_kills: int, progress: Callable[[TierResult], None] = lambda result: None
 ) -> TierResult:
     """A folder first, then a real Redis."""
-    total = TierResult()
+    total, former = TierResult(), set(threading.enumerate())
     with tempfile.TemporaryDirectory() as folder, EmbeddedRedis.start() as server:
         for number, url in enumerate(("", server.url)):
             result = StoreStorm(Path(folder) / str(number), seed + number, url).run(num_operations // 2, progress)
@@ -244,8 +245,7 @@ def storm(
             result.filled += num_read
             result.restarts += 2 * num_kills
             total = total + result
-    alive = [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
-    total.wrong += [f"the thread {name} is lost" for name in alive]
+    total.wrong += lost_threads(former)
     return total
 
 

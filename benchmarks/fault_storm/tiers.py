@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from hashlib import blake2b, shake_128
@@ -444,16 +444,21 @@ def kill_writers(folder: Path, seed: int, num_kills: int) -> tuple[int, list[str
 
 
 def storm(num_operations: int, seed: int, num_kills: int, progress: Callable[[TierResult], None]) -> TierResult:
+    former = set(threading.enumerate())
     with tempfile.TemporaryDirectory() as folder:
         result = TierStorm(Path(folder) / "kv", seed).run(num_operations, progress)
         num_read, wrong = kill_writers(Path(folder) / "killed", seed, num_kills)
         result.filled += num_read
         result.restarts += num_kills
         result.wrong += wrong
-        if threading.active_count() > 1:
-            alive = [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
-            result.wrong += [f"the thread {name} is lost" for name in alive]
+    result.wrong += lost_threads(former)
     return result
+
+
+def lost_threads(former: Collection[threading.Thread]) -> list[str]:
+    """Threads that run and are none of `former`, as errors."""
+    added = [one.name for one in threading.enumerate() if one not in former]
+    return [f"the thread {name} is lost" for name in added if name.startswith("kv-")]
 
 
 Run = Callable[[int, int, int, Callable[[TierResult], None]], TierResult]
