@@ -448,11 +448,12 @@ class FsspecStore(FileStore):
                 found = self._files.find(self._at(ROOM), detail=True)
             except FileNotFoundError:
                 return
+            base = self._at("").lstrip("/")
             for path, facts in found.items():
                 used = facts.get("LastModified") or facts.get("mtime") or facts.get("created") or 0.0
                 used_s = used.timestamp() if hasattr(used, "timestamp") else float(used)
                 if _NAME.fullmatch(path.rpartition("/")[2]):
-                    yield Listed(ROOM + path.partition(f"/{ROOM}")[2], int(facts["size"]), used_s)
+                    yield Listed(path.lstrip("/").removeprefix(base), int(facts["size"]), used_s)
 
     def _at(self, path: str) -> str:
         return f"{self._path.rstrip('/')}/{path}"

@@ -50,7 +50,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectStor
             yield opened
             opened.close()
         return
-    url = f"file://{tmp_path}" if request.param == "folder" else f"memory://{tmp_path}"
+    url = f"file://{tmp_path}" if request.param == "folder" else f"memory://{tmp_path}/{ROOM}/inside"
     opened = open_object_store(url, "room", SIZE, MANY * SIZE)
     yield opened
     opened.close()
