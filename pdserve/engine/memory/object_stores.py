@@ -324,7 +324,7 @@ class FolderStore(FileStore):
                 descriptor = os.open(name, os.O_RDONLY | _FLAGS, dir_fd=folder)
         except FileNotFoundError:
             return None
-        with os.fdopen(descriptor, "rb", buffering=0) as file:
+        try:
             facts = os.fstat(descriptor)
             if not stat.S_ISREG(facts.st_mode):
                 return None
@@ -332,10 +332,12 @@ class FolderStore(FileStore):
                 with contextlib.suppress(OSError):
                     os.utime(descriptor)
             parts, left = [], self._object_bytes + 1
-            while left > 0 and (part := file.read(left)):
+            while left > 0 and (part := os.read(descriptor, left)):
                 parts.append(part)
                 left -= len(part)
             return parts[0] if len(parts) == 1 else b"".join(parts)
+        finally:
+            os.close(descriptor)
 
     def _write(self, name: str, contents: bytes) -> None:
         path = path_of(self._room, name)[:-33]
@@ -400,12 +402,17 @@ class FsspecStore(FileStore):
         except ImportError:
             raise ConfigError("kv_store", shown, f"the package fsspec; {advice('store')}") from None
         timeouts = {"connect_timeout": CALL_S, "read_timeout": CALL_S, "retries": {"max_attempts": 1}}
-        options = {"config_kwargs": timeouts} if scheme in ("s3", "s3a") else {}
+        is_s3 = scheme in ("s3", "s3a")
+        options = {"config_kwargs": timeouts} if is_s3 else {}
         try:
             fsspec.get_filesystem_class(scheme)
-            self._files, self._path = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
+            self._files, self._path = fsspec.core.url_to_fs(url, **options)
+            # Not as an option, which some file systems hand to a client that refuses it.
+            self._files.dircache.use_listings_cache = False
+            if is_s3:
+                self._files.retries = 1  # which s3fs would make beside those of its client
         except ImportError as error:
-            how = advice("store") if scheme in ("s3", "s3a") else "install it beside fsspec"
+            how = advice("store") if is_s3 else "install it beside fsspec"
             expected = f"a package that reaches {scheme}:// ({error}); {how}"
             raise ConfigError("kv_store", shown, expected) from None
         except Exception as error:  # of any file system
@@ -483,7 +490,10 @@ def open_object_store(url: str, room: str, object_bytes: int, most_bytes: int) -
         return RedisStore(url, room, object_bytes, most_bytes)
     if scheme != "file":
         return FsspecStore(url, room, object_bytes, most_bytes)
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ConfigError("kv_store", shown, f"a valid URL ({without_credentials(str(error), url)})") from None
     path = Path(unquote(parts.path))
     if parts.netloc not in ("", "localhost") or path == Path("/") or not path.is_absolute():
         raise ConfigError("kv_store", shown, "file:///FOLDER, an absolute path on this host")
@@ -495,8 +505,9 @@ def open_object_store(url: str, room: str, object_bytes: int, most_bytes: int) -
 
 def without_credentials(text: str, url: str) -> str:
     """`text` without the user and password of `url`, which errors of some clients contain."""
-    parts = urlsplit(url)
-    for word in (url, parts.netloc.rpartition("@")[0], parts.password, unquote(parts.password or "")):
+    userinfo = url.partition("://")[2].rpartition("@")[0]  # not by urlsplit, which refuses some URLs
+    password = userinfo.partition(":")[2]
+    for word in (url, userinfo, password, unquote(password)):
         if word:
             text = text.replace(word, "***")
     return hide_password(text)

@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import fsspec
+import fsspec.implementations.memory
 import pytest
 
 from pdserve.core.errors import ConfigError
@@ -147,12 +149,16 @@ def test_a_folder_follows_no_links(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_pipe_or_a_killed_writer_harms_nothing(tmp_path: Path) -> None:
+def test_a_pipe_a_folder_or_a_killed_writer_harms_nothing(tmp_path: Path) -> None:
     store = open_object_store(f"file://{tmp_path}", "room", SIZE, MANY * SIZE)
     put(store, 1)
     folder = (tmp_path / path_of("room", name(1))).parent
     os.mkfifo(folder / name(2))
-    assert store.get([name(1), name(2)]) == [contents(1), None]
+    (folder / name(3)).mkdir()
+    num_open = len(os.listdir("/dev/fd"))
+    assert store.get([name(1), name(2), name(3)]) == [contents(1), None, None]
+    assert len(os.listdir("/dev/fd")) == num_open
+    (folder / name(3)).rmdir()
     left = folder / f".{name(3)}.0011"
     left.write_bytes(b"torn")
     store._sweep()  # type: ignore[attr-defined]
@@ -206,3 +212,25 @@ def test_a_missing_package_is_named() -> None:
     with pytest.raises(ConfigError, match="install it beside fsspec") as caught:
         open_object_store("sftp://user:hush@host/path", "room", SIZE, MANY * SIZE)
     assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize("scheme", ["redis", "file", "s3"])
+def test_a_url_that_cannot_be_split_is_an_error(scheme: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_object_store(f"{scheme}://user:hush@[::1:6379/0", "room", SIZE, MANY * SIZE)
+    assert "hush" not in str(caught.value)
+
+
+def test_a_file_system_gets_no_option_that_its_client_may_refuse() -> None:
+    """Those of sftp:// hand all to the client."""
+
+    class Strict(fsspec.implementations.memory.MemoryFileSystem):  # type: ignore[misc]
+        protocol = "strict"
+
+        def __init__(self) -> None:
+            super().__init__()
+
+    fsspec.register_implementation("strict", Strict, clobber=True)
+    store = open_object_store("strict://bucket", "room", SIZE, MANY * SIZE)
+    put(store, 1)
+    assert store.get([name(1)]) == [contents(1)]
