@@ -11,11 +11,11 @@ import os
 import re
 import secrets
 import stat
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Protocol, final
 from urllib.parse import unquote, urlsplit
@@ -33,8 +33,9 @@ PROBES: Final = 8  # names that one round of a search asks for
 SWEEPS: Final = 16  # a worker looks for old objects after writing this share of the bound
 STALE_S: Final = 3600.0  # after which the file of a writer that was killed is removed,
 TOUCH_S: Final = 3600.0  # and after which a read renews an object's age
-MOST_LISTED: Final = 2_000_000
+MOST_LISTED: Final = 2**17  # objects at a time, which bounds the memory for a listing
 ROOM: Final = "pdserve-kv"
+PARTS: Final = tuple(f"{number:02x}" for number in range(256))  # by the first digits of names, thus of equal sizes
 BUCKETS: Final = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "oss")  # which have no folders
 _NAME: Final = re.compile(r"[0-9a-f]{32}")
 _FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
@@ -188,14 +189,14 @@ def too_old(listed: Iterable[Listed], most_bytes: int, now_s: float) -> list[str
 
 
 class FileStore(ABC):
-    """Objects as files of ROOM/<room>/<two digits>/<name>. The bound is for all rooms; each worker looks after it."""
+    """Objects as files of ROOM/<part>/<room>/<name>. The bound is for all rooms; each worker looks after it."""
 
     most_got = 1
 
     def __init__(self, room: str, object_bytes: int, most_bytes: int) -> None:
         self._room, self._object_bytes, self._most_bytes = room, object_bytes, most_bytes
         self._unswept = most_bytes  # so that it is looked at after each start
-        self._guard = threading.Lock()
+        self._to_sweep: list[str] = []  # parts
 
     @abstractmethod
     def _size(self, name: str) -> int | None:
@@ -214,7 +215,7 @@ class FileStore(ABC):
         """If it is there. Raises OSError."""
 
     @abstractmethod
-    def _list(self) -> Iterator[Listed]:
+    def _list(self, part: str) -> Iterator[Listed]:
         """Of all rooms. Raises OSError."""
 
     @abstractmethod
@@ -247,6 +248,8 @@ class FileStore(ABC):
     def make_room(self) -> None:
         if self._unswept >= self._most_bytes // SWEEPS:
             self._unswept = 0
+            self._to_sweep += [one for one in PARTS if one not in self._to_sweep]
+        if self._to_sweep:
             self._sweep()
 
     def delete(self, names: Iterable[str]) -> None:
@@ -254,17 +257,29 @@ class FileStore(ABC):
             self._remove(path_of(self._room, name))
 
     def _sweep(self) -> None:
+        """Of the next parts, as many as have about MOST_LISTED objects. They get their share of the bound. The others
+        follow with the next objects that are written."""
         listed: list[Listed] = []
-        for one in self._list():
-            if len(listed) >= MOST_LISTED:
-                raise OSError(f"the store has over {MOST_LISTED} objects")
-            listed.append(one)
-        for path in too_old(listed, self._most_bytes, time.time()):
+        is_cut, num_parts = False, 0
+        while num_parts < len(self._to_sweep) and len(listed) <= MOST_LISTED // 2:
+            try:
+                found = list(islice(self._list(self._to_sweep[num_parts]), MOST_LISTED))
+            except OSError:
+                self._to_sweep.append(self._to_sweep.pop(num_parts))  # so that others get their turn
+                raise
+            is_cut = is_cut or len(found) == MOST_LISTED
+            listed += found
+            num_parts += 1
+        most_bytes = self._most_bytes * num_parts // len(PARTS)
+        if is_cut:  # there may be any number of others
+            most_bytes = min(most_bytes, sum(one.num_bytes for one in listed) - 1)
+        for path in too_old(listed, most_bytes, time.time()):
             self._remove(path)
+        del self._to_sweep[:num_parts]
 
 
 def path_of(room: str, name: str) -> str:
-    return f"{ROOM}/{room}/{name[:2]}/{name}"
+    return f"{ROOM}/{name[:2]}/{room}/{name}"
 
 
 @final
@@ -278,8 +293,7 @@ class FolderStore(FileStore):
         super().__init__(room, object_bytes, most_bytes)
         self._root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._is_open = True
-        for part in (ROOM, f"{ROOM}/{room}"):
-            self._make(part)
+        self._make(ROOM)
 
     def close(self) -> None:
         if self._is_open:
@@ -341,8 +355,8 @@ class FolderStore(FileStore):
 
     def _write(self, name: str, contents: bytes) -> None:
         path = path_of(self._room, name)[:-33]
-        for part in (ROOM, f"{ROOM}/{self._room}", path):
-            self._make(part)
+        for outer in (ROOM, path.rpartition("/")[0], path):
+            self._make(outer)
         with self._opened_folder(path) as folder:
             unfinished = f".{name}.{secrets.token_hex(8)}"
             descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600, dir_fd=folder)
@@ -363,28 +377,24 @@ class FolderStore(FileStore):
         with contextlib.suppress(FileNotFoundError), self._opened_folder(folder_path) as folder:
             os.unlink(name, dir_fd=folder)
 
-    def _list(self) -> Iterator[Listed]:
-        for room in self._entries(ROOM):
-            for part in self._entries(f"{ROOM}/{room.name}"):
-                inside = f"{ROOM}/{room.name}/{part.name}"
-                for entry in self._entries(inside):
-                    with contextlib.suppress(FileNotFoundError):
-                        facts = entry.stat(follow_symlinks=False)
-                        is_whole = _NAME.fullmatch(entry.name) is not None
-                        if stat.S_ISREG(facts.st_mode) and (is_whole or entry.name.startswith(".")):
-                            yield Listed(f"{inside}/{entry.name}", facts.st_size, facts.st_mtime, is_whole)
+    def _list(self, part: str) -> Iterator[Listed]:
+        for room, _ in self._entries(f"{ROOM}/{part}"):
+            for name, facts in self._entries(f"{ROOM}/{part}/{room}"):
+                is_whole = _NAME.fullmatch(name) is not None
+                if stat.S_ISREG(facts.st_mode) and (is_whole or name.startswith(".")):
+                    yield Listed(f"{ROOM}/{part}/{room}/{name}", facts.st_size, facts.st_mtime, is_whole)
 
-    def _entries(self, path: str) -> list[os.DirEntry[str]]:
-        """None if it is no folder."""
-        try:
-            with self._opened_folder(path) as folder, os.scandir(folder) as entries:
-                found = list(entries)
-                for entry in found:  # its kind and facts are known only while the folder is open
-                    with contextlib.suppress(FileNotFoundError):
-                        entry.stat(follow_symlinks=False)
-                return found
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+    def _entries(self, path: str) -> Iterator[tuple[str, os.stat_result]]:
+        """Names and facts; none if it is no folder. Others may remove files meanwhile."""
+        with (
+            contextlib.suppress(FileNotFoundError, NotADirectoryError),
+            self._opened_folder(path) as folder,
+            os.scandir(folder) as entries,
+        ):
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    facts = os.stat(entry.name, dir_fd=folder, follow_symlinks=False)
+                    yield entry.name, facts
 
 
 @final
@@ -449,10 +459,10 @@ class FsspecStore(FileStore):
         with self._as_os_error(), contextlib.suppress(FileNotFoundError):
             self._files.rm_file(self._at(path))
 
-    def _list(self) -> Iterator[Listed]:
+    def _list(self, part: str) -> Iterator[Listed]:
         with self._as_os_error():
             try:
-                found = self._files.find(self._at(ROOM), detail=True)
+                found = self._files.find(self._at(f"{ROOM}/{part}"), detail=True)
             except FileNotFoundError:
                 return
             base = self._at("").lstrip("/")

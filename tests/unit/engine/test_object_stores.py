@@ -17,6 +17,7 @@ from pdserve.engine.memory import object_stores
 from pdserve.engine.memory.object_stores import (
     ROOM,
     STALE_S,
+    FileStore,
     FolderStore,
     Listed,
     ObjectStore,
@@ -41,6 +42,13 @@ def contents(number: int) -> bytes:
 
 def put(store: ObjectStore, *numbers: int) -> None:
     store.put([(name(number), contents(number)) for number in numbers])
+    store.make_room()
+
+
+def sweep(store: ObjectStore) -> None:
+    """At once."""
+    assert isinstance(store, FileStore)
+    store._unswept = store._most_bytes
     store.make_room()
 
 
@@ -105,16 +113,53 @@ def test_only_so_much_is_removed() -> None:
     assert too_old([*listed, *stale], 40, now_s) == ["killed"]
 
 
+def test_a_listing_survives_files_that_others_remove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_object_store(f"file://{tmp_path}", "room", SIZE, MANY * SIZE)
+    put(store, *range(MANY + 5))
+    real, removed = os.stat, []
+
+    def gone(path: object, **options: object) -> os.stat_result:
+        if not removed and path not in ("room", "."):
+            removed.append(path)
+            os.unlink(str(path), dir_fd=options["dir_fd"])  # type: ignore[arg-type]
+        return real(path, **options)  # type: ignore[arg-type, call-overload, no-any-return]
+
+    monkeypatch.setattr(object_stores.os, "stat", gone)
+    sweep(store)
+    monkeypatch.undo()
+    assert len(removed) == 1
+    assert sum(store.are_there([name(number) for number in range(MANY + 5)])) <= MANY
+    store.close()
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_any_number_of_objects_is_listed_in_parts(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_stores, "MOST_LISTED", 16)
+    monkeypatch.setattr(object_stores, "PARTS", ("00", "40", "80", "c0"))
+    store = open_object_store(f"{scheme}://{tmp_path}", "room", SIZE, 64 * SIZE)
+    assert isinstance(store, FileStore)
+    names = [f"{number % 4 * 64:02x}{number:030x}" for number in range(160)]  # 40 in each of four parts
+    for one in names:
+        store._write(one, bytes(SIZE))
+    counts = []
+    for _ in range(40):
+        sweep(store)
+        counts.append(sum(store.are_there(names)))
+    assert counts[0] > counts[1] > counts[2]
+    assert counts[-1] <= 64
+    store.close()
+
+
 def test_a_read_renews_the_age(tmp_path: Path) -> None:
     store = open_object_store(f"file://{tmp_path}", "room", SIZE, MANY * SIZE)
     put(store, *range(MANY))
     for number in range(MANY):
         os.utime(tmp_path / path_of("room", name(number)), (0, number))
     store.get([name(0)])
-    store._sweep()  # type: ignore[attr-defined]
+    sweep(store)
     assert store.get([name(0)]) == [contents(0)]
     put(store, MANY)
-    store._sweep()  # type: ignore[attr-defined]
+    sweep(store)
     assert store.are_there([name(0), name(1)]) == [True, False]
     store.close()
 
@@ -144,7 +189,7 @@ def test_a_folder_follows_no_links(tmp_path: Path) -> None:
         put(store, 1)
     with pytest.raises(OSError):
         store.get([name(1)])
-    store._sweep()  # type: ignore[attr-defined]
+    sweep(store)
     assert (outside / name(1)).read_bytes() == contents(2)
     store.close()
 
@@ -161,10 +206,10 @@ def test_a_pipe_a_folder_or_a_killed_writer_harms_nothing(tmp_path: Path) -> Non
     (folder / name(3)).rmdir()
     left = folder / f".{name(3)}.0011"
     left.write_bytes(b"torn")
-    store._sweep()  # type: ignore[attr-defined]
+    sweep(store)
     assert left.exists()
     os.utime(left, (0, time.time() - 2 * STALE_S))
-    store._sweep()  # type: ignore[attr-defined]
+    sweep(store)
     assert not left.exists()
     assert store.get([name(1)]) == [contents(1)]
     store.close()
