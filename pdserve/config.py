@@ -200,7 +200,8 @@ class WorkerConfig(TlsSettings):
         is_url=True,
     )
     kv_store_bytes: int = setting(
-        "most bytes of blocks in kv_store, about; those that were not used for longest leave first",
+        "most bytes of blocks in kv_store, about; those that were not used for longest leave first, and in a bucket "
+        "those that were written first",
         2**36,
         within=(1, 2**53),
     )

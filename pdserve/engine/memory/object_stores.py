@@ -7,6 +7,7 @@ write and remove at the same time, so an object may be gone at any moment, and o
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -33,6 +34,8 @@ PROBES: Final = 8  # names that one round of a search asks for
 SWEEPS: Final = 16  # a worker looks for old objects after writing this share of the bound
 STALE_S: Final = 3600.0  # after which the file of a writer that was killed is removed,
 TOUCH_S: Final = 3600.0  # and after which a read renews an object's age
+MOST_REMOVED: Final = 1000  # by one call of Redis
+FULL: Final = (errno.ENOSPC, errno.EDQUOT)  # of the OSError if an object has no room
 MOST_LISTED: Final = 2**17  # objects at a time, which bounds the memory for a listing
 ROOM: Final = "pdserve-kv"
 PARTS: Final = tuple(f"{number:02x}" for number in range(256))  # by the first digits of names, thus of equal sizes
@@ -62,7 +65,8 @@ class ObjectStore(Protocol):
     def put(self, objects: Sequence[tuple[str, bytes]]) -> None: ...
 
     def make_room(self) -> None:
-        """Removes the oldest objects beyond the bound, from time to time. May take long."""
+        """Removes the oldest objects beyond the bound, from time to time. If one of FULL was raised, some of the oldest
+        in any case. May take long."""
         ...
 
     def delete(self, names: Iterable[str]) -> None:
@@ -84,7 +88,7 @@ class RedisStore:
         try:
             from redis import Redis
             from redis.backoff import NoBackoff
-            from redis.exceptions import RedisError
+            from redis.exceptions import OutOfMemoryError, RedisError
             from redis.retry import Retry
         except ImportError:
             raise ConfigError("kv_store", hide_password(url), f"the package redis; {advice('server')}") from None
@@ -93,6 +97,8 @@ class RedisStore:
         self._prefix = f"{ROOM}:{room}:"
         self._ages = f"{self._prefix}ages"
         self._errors: tuple[type[Exception], ...] = (RedisError, OSError)
+        self._full_error: type[Exception] = OutOfMemoryError
+        self._is_full = False
         self._url = url
         try:
             self._client: Any = Redis.from_url(
@@ -131,13 +137,24 @@ class RedisStore:
         ages = [part for name, _ in objects for part in (time.time(), name)]
         commands: list[tuple[Any, ...]] = [("ZADD", self._ages, *ages), ("EXPIRE", self._ages, 2 * LIFETIME_S)]
         commands += [("SET", self._prefix + name, contents, "EX", LIFETIME_S) for name, contents in objects]
-        self._call(commands)
+        try:
+            self._call(commands)
+        except OSError as error:
+            if error.errno in FULL:
+                self._is_full = True
+                self.delete(name for name, _ in objects)  # some may be there without an age
+            raise
 
     def make_room(self) -> None:
         [count] = self._call([("ZCARD", self._ages)])
-        if count > self._most:
-            [oldest] = self._call([("ZPOPMIN", self._ages, count - self._most)])
-            self._call([("UNLINK", *(self._prefix + name.decode() for name, _ in oldest))] if oldest else [])
+        excess = max(count - self._most, count // 8 + 1 if self._is_full else 0)
+        while excess > 0:
+            [oldest] = self._call([("ZRANGE", self._ages, 0, min(excess, MOST_REMOVED) - 1)])
+            if not oldest:
+                break
+            self.delete(name.decode() for name in oldest)
+            excess -= len(oldest)
+        self._is_full = False
 
     def delete(self, names: Iterable[str]) -> None:
         listed = list(names)
@@ -158,6 +175,8 @@ class RedisStore:
                 for command in commands:
                     pipeline.execute_command(*command)
                 return list(pipeline.execute())
+        except self._full_error as error:
+            raise OSError(errno.ENOSPC, without_credentials(str(error), self._url)) from None
         except self._errors as error:
             raise OSError(without_credentials(str(error), self._url)) from None
 
@@ -197,6 +216,7 @@ class FileStore(ABC):
         self._room, self._object_bytes, self._most_bytes = room, object_bytes, most_bytes
         self._unswept = most_bytes  # so that it is looked at after each start
         self._to_sweep: list[str] = []  # parts
+        self._is_full = False
 
     @abstractmethod
     def _size(self, name: str) -> int | None:
@@ -242,11 +262,15 @@ class FileStore(ABC):
 
     def put(self, objects: Sequence[tuple[str, bytes]]) -> None:
         self._unswept += len(objects) * self._object_bytes
-        for name, contents in objects:
-            self._write(name, contents)
+        try:
+            for name, contents in objects:
+                self._write(name, contents)
+        except OSError as error:
+            self._is_full = self._is_full or error.errno in FULL
+            raise
 
     def make_room(self) -> None:
-        if self._unswept >= self._most_bytes // SWEEPS:
+        if self._is_full or self._unswept >= self._most_bytes // SWEEPS:
             self._unswept = 0
             self._to_sweep += [one for one in PARTS if one not in self._to_sweep]
         if self._to_sweep:
@@ -271,11 +295,12 @@ class FileStore(ABC):
             listed += found
             num_parts += 1
         most_bytes = self._most_bytes * num_parts // len(PARTS)
-        if is_cut:  # there may be any number of others
+        if is_cut or self._is_full:  # there may be any number of others, or other files
             most_bytes = min(most_bytes, sum(one.num_bytes for one in listed) - 1)
         for path in too_old(listed, most_bytes, time.time()):
             self._remove(path)
         del self._to_sweep[:num_parts]
+        self._is_full = self._is_full and bool(self._to_sweep)
 
 
 def path_of(room: str, name: str) -> str:
@@ -293,7 +318,12 @@ class FolderStore(FileStore):
         super().__init__(room, object_bytes, most_bytes)
         self._root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._is_open = True
-        self._make(ROOM)
+        try:
+            self._make(ROOM)
+        except OSError as error:
+            if error.errno not in FULL:  # else each write tries it
+                os.close(self._root)
+                raise
 
     def close(self) -> None:
         if self._is_open:

@@ -4,6 +4,7 @@ than a miss."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 import threading
 import time
@@ -204,6 +205,19 @@ async def test_a_store_that_breaks_later_is_a_miss(
     assert num_read(second) == 0
     assert tier_of(second).events["failed_reads"] >= 2
     assert not second.fatal
+
+
+async def test_a_store_that_is_full_at_the_start_is_on(
+    start: Any, attach: Any, ask: Any, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FolderStore, "_write", full)
+        worker = start(Role.DECODE, **settings(folder))
+    router = await attach(worker)
+    await fill(worker, router, ask)
 
 
 async def test_the_threads_end(start: Any, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
