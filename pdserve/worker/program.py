@@ -50,6 +50,7 @@ from pdserve.engine.interface import Engine, KvPool, OnLayer, PlainOuts, Row, Ro
 from pdserve.engine.memory.disk import DiskTier, disk_tier
 from pdserve.engine.memory.host import HostCopies, host_bytes_of, host_copies
 from pdserve.engine.memory.plan import with_device_defaults
+from pdserve.engine.memory.slow_tier import JOIN_S
 from pdserve.engine.memory.store import StoreTier, store_tier
 from pdserve.engine.ranks.rejected_joins import rejected_joins
 from pdserve.outage_log import PeerLog
@@ -529,23 +530,34 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         self._endpoint.close()
 
     def save(self) -> None:
-        """Hands what memory has cached to the tiers below, before a regular end. Takes SAVE_S at most."""
-        until_s, lower = time.monotonic() + SAVE_S, self.blocks.lower
-
-        def has_room() -> bool:
-            while lower is not None and time.monotonic() < until_s:
-                if lower.room:
-                    return True
+        """Hands what memory has cached to each of the tiers below, as it has room, before a regular end. Takes SAVE_S
+        at most, and does not wait for a tier that is stuck."""
+        until_s = time.monotonic() + SAVE_S
+        saves = {tier: self.blocks.save_all(tier) for tier in self._written_tiers}
+        num_saved = Counter[str]()
+        while saves and time.monotonic() < until_s:
+            for tier, save in list(saves.items()):
+                if tier.is_stuck:
+                    del saves[tier]
+                elif tier.room:
+                    if next(save, None) is None:
+                        del saves[tier]
+                    else:
+                        num_saved[tier.name] += 1
+            if not any(tier.room for tier in saves):
                 time.sleep(SAVE_POLL_S)
-            return False
-
-        num_saved = self.blocks.save_all(has_room)
         if num_saved:
-            log.info("cached KV blocks were handed to slower tiers", extra={"blocks": num_saved})
+            log.info("cached KV blocks were handed to slower tiers", extra={"blocks": dict(num_saved)})
 
     def close(self) -> None:
         """Ends the transfers and the engine."""
+        written = self._written_tiers
+        for tier in written:  # each writes while another one is waited for
+            tier.begin_close()
         self.close_transfers()
+        until_s = time.monotonic() + JOIN_S
+        for tier in written:
+            tier.close(max(0.0, until_s - time.monotonic()))
         for source in self.sources.values():
             source.close()
         self.engine.close()
@@ -662,6 +674,10 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         copies.serve(tier, lambda block_hash: self.context.post(lambda: self.blocks.drop_copy(block_hash)))
         self.sources[copies.name] = copies
         return tier
+
+    @property
+    def _written_tiers(self) -> list[DiskTier | StoreTier]:
+        return [tier for tier in (self.disk, self.store) if tier is not None]
 
     @property
     def disk(self) -> DiskTier | None:

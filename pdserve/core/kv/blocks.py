@@ -258,25 +258,17 @@ class BlockAllocator:
         """False: something else has written to the block."""
         return self.stamps.content_hash(block) == content_hash64(block_hash)
 
-    def save_all(self, may_go_on: Callable[[], bool]) -> int:
-        """Hands what memory has to the tier below it, as if it left, the beginnings of texts first. Returns how many
-        blocks. `may_go_on` waits for room."""
-        lower, count = self.lower, 0
-        if lower is None:
-            return 0
+    def save_all(self, lower: LowerTier) -> Iterator[bytes]:
+        """Hands what memory has to a tier below it, as if it left, the beginnings of texts first. At each step, one
+        block, whose hash follows."""
         for block_hash, block in self._block_of.items():
-            if not may_go_on():
-                return count
             if self._holds(block, block_hash):
                 lower.take_block(block_hash, block)
-                count += 1
+                yield block_hash
         for block_hash in self.tier or ():
             if block_hash not in self._block_of and self.tier is not None:
-                if not may_go_on():
-                    return count
-                self.tier.hand_down(block_hash)
-                count += 1
-        return count
+                self.tier.hand_down(block_hash, lower)
+                yield block_hash
 
     def num_matched(self, hashes: Sequence[bytes]) -> int:
         """The length of the longest cached prefix of `hashes`."""

@@ -201,10 +201,11 @@ class HostTier:
         self.hand_down(block_hash)
         self.drop(block_hash)
 
-    def hand_down(self, block_hash: bytes) -> None:
-        """The tier below gets the copy too."""
-        if self._lower is not None:
-            self._lower.take_copy(block_hash, self._slot_of[block_hash])
+    def hand_down(self, block_hash: bytes, lower: LowerTier | None = None) -> None:
+        """The tier below, or `lower`, gets the copy too."""
+        lower = lower or self._lower
+        if lower is not None:
+            lower.take_copy(block_hash, self._slot_of[block_hash])
 
     def save(self, block: int, block_hash: bytes) -> None:
         """Copies a block that leaves the pool and has no copy. The tier must not be full."""

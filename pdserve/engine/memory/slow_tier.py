@@ -46,6 +46,7 @@ FORGOTTEN_S: Final = 60.0  # after which a slow device is tried again
 NICE: Final = 15  # about a thirtieth of a core that the engine wants
 DRAIN_S: Final = 3.0  # for what waits to be written at the end
 JOIN_S: Final = 5.0  # for all threads, of the time that the worker has to end
+HANGS_S: Final = 1.0  # after which the end does not wait for a write to make room
 
 
 @final
@@ -125,7 +126,8 @@ class SlowTier(ABC, Generic[ReadPart, Written]):
         self._may_write = threading.Condition(self._guard)
         self._may_read = threading.Condition(self._guard)
         self._conditions = [self._may_write, self._may_read]  # that threads wait for
-        self._is_closing = False
+        self._writing_since_s: float | None = None
+        self._is_closing = self._is_closed = False
         self._close_by_s = math.inf
         self._parts: SimpleQueue[tuple[Fetch, ReadPart] | None] = SimpleQueue()  # to be read; None ends a thread
         self._results: SimpleQueue[tuple[ReadPart, list[bool]]] = SimpleQueue()  # one for each part
@@ -209,6 +211,12 @@ class SlowTier(ABC, Generic[ReadPart, Written]):
     def room(self) -> int:
         with self._guard:
             return len(self._free)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the writer pauses after an error, or its present call takes long."""
+        now_s, since_s = self._now(), self._writing_since_s
+        return now_s < self._paused_until_s or (since_s is not None and now_s - since_s > HANGS_S)
 
     def take_block(self, block_hash: bytes, block: int) -> None:
         """A block leaves the pool."""
@@ -294,8 +302,8 @@ class SlowTier(ABC, Generic[ReadPart, Written]):
         if is_whole or took_s > self.read_s(num_blocks):
             self._speed.observe(num_blocks * self._block_bytes, took_s, now_s)
 
-    def close(self) -> None:
-        """Ends the threads. What waits is written, as far as that does not take long. Idempotent."""
+    def begin_close(self) -> None:
+        """What waits is written, as far as that does not take long. Nothing else is taken. Idempotent."""
         with self._guard:
             if self._is_closing:
                 return
@@ -305,7 +313,15 @@ class SlowTier(ABC, Generic[ReadPart, Written]):
                 condition.notify_all()
         for _, end in reads:
             end(0)
-        until_s = time.monotonic() + JOIN_S
+
+    def close(self, within_s: float | None = None) -> None:
+        """Waits for the end of the threads, but for a call that hangs not longer than `within_s`; None: JOIN_S.
+        Idempotent."""
+        self.begin_close()
+        if self._is_closed:
+            return
+        self._is_closed = True
+        until_s = time.monotonic() + (JOIN_S if within_s is None else within_s)
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))
         if not any(thread.is_alive() for thread in self._threads):  # else the device hangs, and the process ends soon
@@ -401,7 +417,7 @@ class SlowTier(ABC, Generic[ReadPart, Written]):
                 most = min(max(1, BATCH_BYTES // self._block_bytes), self._most_written)
                 batch = [self._writes.popleft() for _ in range(min(most, len(self._writes)))]
                 wanted = [(block_hash, slot) for block_hash, slot in batch if self._queued.get(block_hash) == slot]
-            began_s = self._now()
+            began_s = self._writing_since_s = self._now()
             results: Sequence[Written] = []
             error = None
             try:
@@ -416,6 +432,7 @@ class SlowTier(ABC, Generic[ReadPart, Written]):
             except Exception as failure:  # a defect here must not end the thread
                 log.exception("the writer of a tier failed", extra={"tier": self.name})
                 error, results = OSError(str(failure)), []
+            self._writing_since_s = None
             num_written = sum(map(bool, results))
             with self._guard:
                 added = []

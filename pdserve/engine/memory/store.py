@@ -312,8 +312,8 @@ class StoreTier(SlowTier[StorePart, bool]):
         running = self._open.get(fetch.number)
         return running is not None and running[0] is fetch
 
-    def close(self) -> None:
-        super().close()
+    def close(self, within_s: float | None = None) -> None:
+        super().close(within_s)
         with self._into_pool:
             running, self._open = list(self._open.values()), {}
         for _, end in running:

@@ -29,7 +29,9 @@ class Store:
     def __init__(self) -> None:
         self.objects = {SEAL.name(one): SEAL.close(one, content_of(one)) for one in map(hash_of, range(20))}
         self.may_read, self.reads = threading.Event(), threading.Event()
+        self.may_write, self.writes = threading.Event(), threading.Event()
         self.may_read.set()
+        self.may_write.set()
 
     def num_found(self, names: Sequence[str]) -> int:
         return next((at for at, one in enumerate(names) if one not in self.objects), len(names))
@@ -43,6 +45,8 @@ class Store:
         return [self.objects.get(one) for one in names]
 
     def put(self, objects: Sequence[tuple[str, bytes]]) -> None:
+        self.writes.set()
+        assert self.may_write.wait(PATIENT_S)
         self.objects.update(objects)
 
     def make_room(self) -> None:
@@ -58,13 +62,14 @@ class Store:
 
 class Tier:
     def __init__(self) -> None:
-        self.store, self.pool = Store(), StormPool()
+        self.store, self.pool, self.now_s = Store(), StormPool(), 0.0
         self.tier = StoreTier(
             self.store,
             SEAL,
             self.pool,  # type: ignore[arg-type]
             None,
             write_bytes_s=1e12,
+            now=lambda: self.now_s,
             speed=ReadSpeed(1e9),
             lookup_s=0.001,
         )
@@ -89,6 +94,7 @@ class Tier:
 
     def close(self) -> None:
         self.store.may_read.set()
+        self.store.may_write.set()
         self.tier.close()
 
 
@@ -148,3 +154,18 @@ def test_what_follows_a_damaged_block_is_a_miss(tier: Tier, at: int) -> None:
     assert tier.tier.events["damaged"] == 1
     assert tier.tier.flush(PATIENT_S)
     assert name not in tier.store.objects
+
+
+def test_a_hung_write_does_not_delay_the_end_of_the_process(tier: Tier) -> None:
+    tier.store.objects.clear()
+    tier.store.may_write.clear()
+    tier.tier.take_block(hash_of(0), 0)
+    assert tier.store.writes.wait(PATIENT_S)
+    assert not tier.tier.is_stuck
+    tier.now_s += 10.0
+    assert tier.tier.is_stuck
+    began_s = time.monotonic()
+    tier.tier.close(0.01)
+    assert time.monotonic() - began_s < PATIENT_S / 2
+    tier.store.may_write.set()
+    until(lambda: not any(thread.is_alive() for thread in tier.tier._threads))

@@ -19,11 +19,13 @@ from pdserve.core.kv.hashing import block_hashes, chain_key
 from pdserve.core.types import Role
 from pdserve.engine.memory import slow_tier
 from pdserve.engine.memory import store as store_module
+from pdserve.engine.memory.block_files import BlockFiles
 from pdserve.engine.memory.object_stores import ROOM, FolderStore
 from pdserve.engine.memory.slow_tier import ReadSpeed
 from pdserve.engine.memory.store import StoreTier
 from pdserve.engine.toy import answer
 from pdserve.prefix.embedded import EmbeddedRedis
+from pdserve.worker import program as program_module
 from pdserve.worker.program import RoleProgram
 from pdserve.worker.role_change import change_role
 from tests.unit.worker.conftest import Running
@@ -119,6 +121,32 @@ async def test_a_restart_keeps_what_memory_had(start: Any, attach: Any, ask: Any
     router = await attach(second)
     assert await router.local(ask("again", PROMPT)) == answer(PROMPT, 8)
     assert num_read(second) == 8
+
+
+async def test_each_tier_gets_all_at_the_end(
+    start: Any, attach: Any, ask: Any, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although the store has them already, and the queue of the disk is short."""
+    monkeypatch.setattr(slow_tier, "QUEUE_BYTES", 64)
+    monkeypatch.setattr(program_module, "SAVE_S", PATIENT_S)
+    monkeypatch.setattr(BlockFiles, "read_bytes_s", lambda self: 1e12)
+    worker = start(Role.DECODE, **settings(folder), kv_disk_path=str(tmp_path / "disk"), kv_disk_bytes=2**20)
+    router = await attach(worker)
+    await router.local(ask("first", PROMPT))
+    store, disk = tier_of(worker), worker.program.disk
+    assert disk is not None
+    hashes = hashes_of(worker, PROMPT)
+
+    def save(program: RoleProgram) -> None:
+        with store._guard:
+            for one in hashes:
+                store._note(one, True)
+        program.save()
+
+    await worker.on_engine(save)
+    assert disk.flush(PATIENT_S)
+    assert all(one in disk.files for one in hashes)
+    assert disk.events["dropped"] == 0
 
 
 async def test_blocks_that_a_second_prompt_uses_are_written(start: Any, attach: Any, ask: Any, folder: str) -> None:
