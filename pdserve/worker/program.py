@@ -203,7 +203,13 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
             if not engine.pool.is_on_host and (num_bytes := host_bytes_of(engine, config)):
                 on_device = context.device_tier(engine.pool, num_bytes, report)
             self.cost = calibrate.calibrate(engine, context.role, config)
-            disk, store = self._disk_tier(copies), self._store_tier(copies)
+            disk = self._disk_tier(copies)
+            try:
+                store = self._store_tier(copies)
+            except BaseException:
+                if disk is not None:
+                    disk.close()
+                raise
             lowers: list[LowerTier] = [one for one in (disk, store) if one is not None]
             lower = LowerTiers(*lowers) if len(lowers) > 1 else next(iter(lowers), None)
             size, prefill_s = spec.block_size, CostModel(self.cost).prefill_s

@@ -294,6 +294,13 @@ async def test_a_role_change_keeps_the_store(
     assert num_read(worker) == 8
 
 
+def test_a_store_that_cannot_be_leaves_the_disk_to_the_next(start: Any, tmp_path: Path) -> None:
+    disk = {"kv_disk_path": str(tmp_path / "disk"), "kv_disk_bytes": 2**20}
+    with pytest.raises(ConfigError):
+        start(Role.DECODE, **settings("/mnt/kv"), **disk)
+    assert start(Role.DECODE, **settings(""), **disk).program.store is None
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
