@@ -31,7 +31,7 @@ class TraceRequest:
     tenant: str = ""
     priority: int = 0
     slo: Slo | None = None  # None: the run's
-    slo_task_s: float | None = None  # deadline of the task to which it belongs by its prefix; `slo` is then a limit
+    slo_task_s: float | None = None  # deadline of the task to which it belongs by its prefix; `slo` stays as it is
     cancel_after_s: float | None = None  # the client disconnects this long after its arrival
     max_tokens: int | None = None  # max_tokens of its client; None: the run's
     #: It arrives this long after the end of an earlier request, by its number in the trace, and not before `arrival_s`.

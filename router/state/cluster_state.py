@@ -173,17 +173,7 @@ class ClusterState:
         """As RouterState.targets."""
 
         def expected(turns: float | None, pause_s: float) -> Expected:
-            request = Request(facts=facts, arrived_s=now_s, deadline_at_s=None, serial=0, weights=facts.weights)
-            request.cached_blocks.update(facts.cached_blocks)
-            entry_of(request, self.fleet, self.lengths, self.rules, now_s)
-            unloaded = request.unloaded
-            return Expected(
-                tokens=self.lengths.remaining(facts, 0),
-                turns=turns,
-                pause_s=pause_s,
-                least_ttft_s=0.0 if unloaded is None else facts.spent_s + unloaded.ttft_s,
-                least_tpot_s=0.0 if unloaded is None else unloaded.tpot_s,
-            )
+            return Expected(tokens=self.lengths.remaining(facts, 0), turns=turns, pause_s=pause_s)
 
         return self.sessions.targets(facts, stated, expected, now_s)
 

@@ -5,22 +5,21 @@ the deadline. Of each turn
 
     answering = time left - (turns - 1) * pause        what is left for answers; the client takes the pauses
     needed    = turns * (ttft + (tokens - 1) * tpot)   what answers take that just meet the ordinary targets
-    pace      = answering / needed                     at least LEAST_PACE, at most MOST_PACE
+    pace      = answering / needed                     at least 1, at most MOST_PACE
     targets   = pace * ordinary targets
 
 `turns` are the turns that the conversation is expected to have from this one on, or those that another conversation of
 the session has if these are more: a subagent is followed by its caller. `pause` is the mean pause before a turn, and
 `tokens` is the expected length of the answer. The ordinary targets are those of the request, the tenant or the
-router. So a task that just meets its targets in every turn ends at its deadline; each turn corrects the ones before.
+router.
 
-- A target that the request states is an upper limit: its pace is at most 1.
-- No target becomes so tight that an idle cluster would miss it (REACHABLE). Requests that cannot meet their targets
-  come after all others, so such a target would slow the task down.
-- If too little is known about further turns, only this one counts, and the pace is at most 1.
-- After the deadline the ordinary targets hold. The task is late, so tighter ones would gain nothing and cost others.
+A deadline only makes targets looser. So a task with time to spare lets others go first, and the router seldom has to
+reject its turns. A task without has the ordinary targets, which are due sooner than loosened ones. Tighter ones would
+slow it down: under load, requests that cannot meet their targets come last or are rejected, and a tight TPOT limits
+how much a worker may do at the same time, so all requests wait longer.
 
-The router treats the result as if the client had stated it. So a late task never gets more than its tenant could have
-asked for: tenants' shares, priorities and quotas apply as to any other target.
+- A target that the request states stays as it is.
+- If too little is known about further turns, and after the deadline, the ordinary targets hold.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, final
 
-from pdserve.core.durations import DAY_S, SHORTEST_SLO_S
+from pdserve.core.durations import DAY_S
 from pdserve.core.results import TaskView
 from pdserve.core.types import Slo
 
@@ -137,13 +136,11 @@ def turns_ahead(model_of: Callable[[int], ReuseModel]) -> list[float]:
 
 # --- tasks ----------------------------------------------------------------------------------------------------
 
-LEAST_PACE: Final = 0.25
 MOST_PACE: Final = 4.0
 RUNNING: Final = "running"
 IN_TIME: Final = "in_time"
 LATE: Final = "late"
 UNKNOWN: Final = "unknown"  # the router forgot the session before the task had ended
-REACHABLE: Final = 2.0  # the tightest target, as a multiple of what an idle cluster needs
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -191,24 +188,21 @@ class Expected:
     tokens: float  # of the answer
     turns: float | None  # from this one on; None: unknown
     pause_s: float = 0.0
-    least_ttft_s: float = 0.0  # on an idle cluster
-    least_tpot_s: float = 0.0
 
 
 def paced(slo: Slo, stated: frozenset[str], left_s: float, expected: Expected) -> Slo:
     """The targets of a turn, as the module says. `slo` are the ordinary ones, of which the request states those in
     `stated` (names of fields). `left_s` is the time to the task's deadline."""
-    if not left_s > 0.0:  # also NaN
+    if expected.turns is None:
         return slo
-    turns = 1.0 if expected.turns is None else max(expected.turns, 1.0)
+    turns = max(expected.turns, 1.0)
     needed_s = turns * (slo.ttft_s + max(expected.tokens - 1.0, 0.0) * slo.tpot_s)
-    most = 1.0 if expected.turns is None else MOST_PACE
     pace = (left_s - (turns - 1.0) * expected.pause_s) / needed_s
-    pace = min(pace, most) if pace > LEAST_PACE else LEAST_PACE  # this one also for NaN
-    least_s = {"ttft_s": expected.least_ttft_s, "tpot_s": expected.least_tpot_s}
-    targets = {}
-    for name, one_s in least_s.items():
-        ordinary_s = getattr(slo, name)
-        own_s = ordinary_s * (min(pace, 1.0) if name in stated else pace)
-        targets[name] = max(own_s, min(ordinary_s, REACHABLE * one_s), SHORTEST_SLO_S)
-    return Slo(itl_s=slo.itl_s, **{name: min(one_s, DAY_S) for name, one_s in targets.items()})
+    if not pace > 1.0:  # also NaN
+        return slo
+    pace = min(pace, MOST_PACE)
+    ttft_s, tpot_s = (
+        one_s if name in stated else min(pace * one_s, DAY_S)
+        for name, one_s in (("ttft_s", slo.ttft_s), ("tpot_s", slo.tpot_s))
+    )
+    return Slo(ttft_s=ttft_s, tpot_s=tpot_s, itl_s=slo.itl_s)

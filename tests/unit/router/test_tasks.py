@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from pdserve.core.types import Slo
-from router.state.turns import IDLE_S, LEAST_PACE, MOST_PACE, REACHABLE, Expected, ReuseModel, paced
+from router.state.turns import IDLE_S, MOST_PACE, Expected, ReuseModel, paced
 from tests.unit.router.given import Given
 from tests.unit.router.router_events import arrival
 from tests.unit.router.test_sessions import World, chain
@@ -33,10 +34,9 @@ def paces(slo: Slo) -> tuple[float, float]:
     [
         (PLAN_S, 1.0),
         (PLAN_S + 48.0, 2.0),  # ahead: the time left over goes to answers, because the client takes the pauses
-        (PLAN_S - 24.0, 0.5),
         (1e6, MOST_PACE),
-        (31.0, LEAST_PACE),
-        (1.0, LEAST_PACE),  # the pauses alone take longer
+        (PLAN_S - 24.0, 1.0),  # behind
+        (1.0, 1.0),  # the pauses alone take longer
     ],
 )
 def test_the_time_left_is_spread_over_the_turns_left(left_s: float, pace: float) -> None:
@@ -50,24 +50,14 @@ def test_a_late_task_has_the_ordinary_targets(left_s: float) -> None:
     assert paced(ORDINARY, NONE, left_s, FOUR) == ORDINARY
 
 
-def test_without_a_prediction_only_this_turn_counts() -> None:
+def test_without_a_prediction_the_ordinary_targets_hold() -> None:
     unknown = Expected(tokens=101.0, turns=None, pause_s=10.0)
     assert paced(ORDINARY, NONE, 1e6, unknown) == ORDINARY
-    assert paces(paced(ORDINARY, NONE, 6.0, unknown)) == pytest.approx((0.5, 0.5))
 
 
-def test_a_stated_target_is_an_upper_limit() -> None:
+def test_a_stated_target_stays_as_it_is() -> None:
     assert paced(ORDINARY, BOTH, 1e6, FOUR) == ORDINARY
     assert paces(paced(ORDINARY, frozenset(("ttft_s",)), 1e6, FOUR)) == pytest.approx((1.0, MOST_PACE))
-    assert paces(paced(ORDINARY, BOTH, PLAN_S - 24.0, FOUR)) == pytest.approx((0.5, 0.5))
-
-
-def test_a_target_stays_within_reach_of_an_idle_cluster() -> None:
-    slow = Expected(tokens=101.0, turns=4.0, pause_s=10.0, least_ttft_s=0.5, least_tpot_s=0.03)
-    found = paced(ORDINARY, NONE, 1.0, slow)
-    assert (found.ttft_s, found.tpot_s) == (REACHABLE * 0.5, REACHABLE * 0.03)
-    hopeless = Expected(tokens=101.0, turns=4.0, least_ttft_s=60.0, least_tpot_s=60.0)
-    assert paced(ORDINARY, NONE, 1.0, hopeless) == ORDINARY
 
 
 HOSTILE = (0.0, -1.0, 1e-300, 1e300, math.inf, -math.inf, math.nan)
@@ -75,17 +65,17 @@ HOSTILE = (0.0, -1.0, 1e-300, 1e300, math.inf, -math.inf, math.nan)
 
 @pytest.mark.parametrize("value", HOSTILE)
 @pytest.mark.parametrize("slo", [ORDINARY, Slo(ttft_s=1e-6, tpot_s=1e-6), Slo(ttft_s=86_400.0, tpot_s=86_400.0)])
-def test_any_number_gives_bounded_targets(value: float, slo: Slo) -> None:
+def test_any_number_gives_targets_that_are_bounded_and_no_tighter(value: float, slo: Slo) -> None:
     for left_s in (*HOSTILE, 5.0):
         for expected in (
             Expected(tokens=value, turns=4.0),
             Expected(tokens=9.0, turns=value),
             Expected(tokens=9.0, turns=4.0, pause_s=value),
-            Expected(tokens=value, turns=value, pause_s=value, least_ttft_s=max(value, 0.0), least_tpot_s=1.0),
+            Expected(tokens=value, turns=value, pause_s=value),
         ):
             found = paced(slo, NONE, left_s, expected)  # Slo itself rejects what no request may state
-            assert found.ttft_s >= LEAST_PACE * slo.ttft_s or found.ttft_s == 1e-6
-            assert found.ttft_s <= MOST_PACE * slo.ttft_s
+            assert slo.ttft_s <= found.ttft_s <= MOST_PACE * slo.ttft_s
+            assert slo.tpot_s <= found.tpot_s <= MOST_PACE * slo.tpot_s
 
 
 # --- what is expected ---------------------------------------------------------------------------------------------
@@ -232,15 +222,15 @@ def test_forgotten_tasks_are_unknown_or_late(monkeypatch: pytest.MonkeyPatch) ->
 # --- in the router ------------------------------------------------------------------------------------------------
 
 
-def test_a_tightened_target_is_like_a_stated_one(given: Given) -> None:
-    """Nothing but the target changes, so order, shares and limits are those of any request that states it."""
+def test_the_router_loosens_targets_of_a_task_with_time_to_spare(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.state.sessions.LEAST_SEEN", 0.0)  # one turn is expected
     event = arrival("a", prompt=64, block_hashes=chain("a", 4), slo=Slo(ttft_s=4.0, tpot_s=0.4), slo_task_s=1.0)
-    found = given.state.targets(event, NONE, given.now_s)
-    assert found.ttft_s < 4.0
-    assert found.tpot_s < 0.4
-    assert given.state.targets(arrival("b", slo=event.slo), NONE, given.now_s) is event.slo
-    without_prefix = arrival("c", block_hashes=(), slo=event.slo, slo_task_s=1.0)
-    assert given.state.targets(without_prefix, NONE, given.now_s) is event.slo
+    given.arrives("before", prompt=64, block_hashes=chain("b", 4))  # the tenant is known
+    assert given.state.targets(event, NONE, given.now_s) is event.slo
+    patient = replace(event, slo_task_s=3600.0)
+    assert given.state.targets(patient, NONE, given.now_s) == Slo(ttft_s=4.0 * MOST_PACE, tpot_s=0.4 * MOST_PACE)
+    assert given.state.targets(replace(patient, slo_task_s=None), NONE, given.now_s) is event.slo
+    assert given.state.targets(replace(patient, block_hashes=()), NONE, given.now_s) is event.slo
 
 
 def test_the_router_counts_tasks_that_end_in_its_idle_time(given: Given) -> None:

@@ -425,20 +425,23 @@ async def test_sessions_show_which_worker_has_their_prefix(connect: Connect, dec
     await until(is_cached)
 
 
-async def test_the_deadline_of_a_task_sets_the_targets_of_its_turns(connect: Connect, decode: Program) -> None:
+async def test_the_deadline_of_a_task_sets_the_targets_of_its_turns(
+    connect: Connect, decode: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.state.sessions.LEAST_SEEN", 0.0)  # one turn is expected
     metrics = Metrics("router")
-    front = await connect(decode, metrics=metrics, slo_ttft_s=80_000.0, slo_tpot_s=100.0)
+    front = await connect(decode, metrics=metrics, slo_ttft_s=80.0, slo_tpot_s=100.0)
     ordinary = {"session_id": "other", "request_id": "ordinary"}
     await front.client.generate("a prompt of some blocks " * 8, max_tokens=4, **ordinary)
-    said = {"session_id": "s", "request_id": "tight", "slo_task_s": 3600.0}
+    said = {"session_id": "s", "request_id": "loose", "slo_task_s": 3600.0}
     await front.client.generate("a prompt of some blocks " * 8, max_tokens=4, **said)
-    found = [await front.client.explain(name) for name in ("ordinary", "tight")]
-    assert [(one.slo_ttft_s, one.slo_tpot_s) for one in found] == [(80_000.0, 100.0), (20_000.0, 25.0)]
+    found = [await front.client.explain(name) for name in ("ordinary", "loose")]
+    assert [(one.slo_ttft_s, one.slo_tpot_s) for one in found] == [(80.0, 100.0), (320.0, 400.0)]
     [session, other] = (await front.client.sessions()).sessions
     assert session.task is not None
     assert other.task is None
-    assert (session.task.state, session.task.turns, session.task.turns_left) == ("running", 1, None)
-    assert (session.task.ttft_s, session.task.tpot_s) == (20_000.0, 25.0)
+    assert (session.task.state, session.task.turns, session.task.turns_left) == ("running", 1, 0.0)
+    assert (session.task.ttft_s, session.task.tpot_s) == (320.0, 400.0)
     assert session.task.due_at_s - session.task.began_at_s == pytest.approx(3600.0, abs=1e-3)
     await front.client.generate("a prompt of some blocks " * 9, max_tokens=4, session_id="s", reuse_within_s=0)
     task = (await front.client.sessions(limit=1)).sessions[0].task

@@ -185,14 +185,15 @@ def test_without_prefill_workers_everything_is_local() -> None:
     assert {row.outcome for row in rows} == {"served"}
 
 
-def test_the_deadline_of_a_task_sets_the_targets_of_its_turns() -> None:
-    """The second turn extends the prompt of the first, and has a fifth of the task's time left."""
+def test_the_deadline_of_a_task_sets_the_targets_of_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second turn extends the prompt of the first. The third prompt is of no task, and the last comes too late."""
+    monkeypatch.setattr("router.state.sessions.LEAST_SEEN", 0.0)
     rows = [
-        asked(0.0, 1024, 10, max_tokens=10, block_ids=(1, 2), slo_task_s=100.0),
+        asked(0.0, 1024, 10, max_tokens=10, block_ids=(9, 10)),
+        asked(1.0, 1024, 10, max_tokens=10, block_ids=(1, 2), slo_task_s=1000.0),
         asked(80.0, 1536, 10, max_tokens=10, block_ids=(1, 2, 3)),
         asked(80.0, 1024, 10, max_tokens=10, block_ids=(7, 8)),
+        asked(1002.0, 2048, 10, max_tokens=10, block_ids=(1, 2, 3, 4)),
     ]
     _, found = run(rows, cluster(), block_tokens=512)
-    paces = [one.slo.ttft_s / EASY.ttft_s for one in found]
-    assert 0.25 < paces[0] < 1.0
-    assert paces[1:] == [0.25, 1.0]
+    assert [one.slo.ttft_s / EASY.ttft_s for one in found] == [1.0, 4.0, 4.0, 1.0, 1.0]
