@@ -61,11 +61,27 @@ def least_s(predicted_s: float, unloaded: UnloadedEstimate) -> float:
     return predicted_s * max(1.0 - unloaded.band_s / unloaded.ttft_s, 0.0)
 
 
+def is_task_in_time(cluster: ClusterState, request: Request, present: Capacity) -> bool:
+    """Whether the request is a turn of a task whose deadline is after the turn's first token, even if all requests that
+    can be on time, and earlier late ones, are served before it. Without the turn, the task fails."""
+    task = None if request.conversation is None else request.conversation.session.task
+    if task is None or not task.is_running or request.request_id not in cluster.queue:
+        return False
+    queue = cluster.queue
+    ahead_s = queue.on_time_s + queue.late_ahead_s(request.request_id)
+    start_s = present.start_in_s(ahead_s + queue.entry(request.request_id).prefill_s)
+    return cluster.now_s + start_s <= task.due_s
+
+
 def reject_late(cluster: ClusterState, request: Request, message: str, retry_after_s: float) -> Reject | None:
-    """Rejects a request that will be late. None: it may stay, because it delays no request that can be on time."""
+    """Rejects a request that will be late. None: it may stay, because it delays no request that can be on time, or its
+    task can be in time."""
     if "rejection" not in cluster.rules or request.attempt:
         return None
-    rate, demand = present_capacity(cluster).rate, cluster.demand
+    present, demand = present_capacity(cluster), cluster.demand
+    if is_task_in_time(cluster, request, present):
+        return None
+    rate = present.rate
     # While its worker computes this request, it can start no others, although those go first.
     if demand.rate(cluster.now_s) * (1.0 - demand.error) <= max(BUSY_SHARE * rate, rate - 1.0):
         return None
@@ -101,7 +117,8 @@ def clamped_retry_s(wait_s: float) -> float:
 # A request that is given up is rejected only if serving it would cost others: if demand is above BUSY_SHARE of the
 # capacity, and above what the other workers can serve while one worker serves this request. Otherwise it is served
 # late, behind those that can meet their target. The KV that it leaves in the prefix cache helps the next turn of its
-# session. The next section decides about requests that become late in the queue.
+# session. A turn of a task that can still be in time is not rejected (`is_task_in_time`). The next section decides
+# about requests that become late in the queue.
 
 
 class Forecast(NamedTuple):
@@ -177,7 +194,8 @@ def _reject_or_delay(cluster: ClusterState, entry: Entry, message: str, present:
     queue, request = cluster.queue, cluster.requests[entry.request_id]
     retry_after_s = clamped_retry_s(present.start_in_s(queue.on_time_s))
     rejection = reject_late(cluster, request, message, retry_after_s)
-    if rejection is None and present.start_in_s(queue.late_ahead_s(entry.request_id)) > request.facts.slo.ttft_s:
+    late_start_s = present.start_in_s(queue.late_ahead_s(entry.request_id))
+    if rejection is None and late_start_s > request.facts.slo.ttft_s and not is_task_in_time(cluster, request, present):
         rejection = Reject(
             request, FailKind.OVERLOADED, f"{message}, and other late requests already wait", retry_after_s
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -58,6 +59,30 @@ def test_a_certainly_late_request_is_rejected_at_once() -> None:
     told = list(outcomes(world).values())
     assert set(told) <= {"served", "late", "rejected"}
     assert told.count("late") <= 3
+
+
+def test_a_turn_is_not_rejected_for_its_target_while_its_task_can_be_in_time() -> None:
+    """A task of 60 s leaves time for all 2.4 s of work, and one of 1.5 s does not."""
+    rows = [(0.01 * index, short(f"a{index}", 200)) for index in range(12)]
+    gone = []
+    for slo_task_s in (60.0, 1.5):
+        world = cluster()
+        tasks = [replace(one, session_id=one.request_id, slo_task_s=slo_task_s) for _, one in rows]
+        world.run([(at_s, one) for (at_s, _), one in zip(rows, tasks, strict=True)], 60.0)
+        assert {"served", "late"} <= set(outcomes(world).values())
+        gone.append(rejected(world))
+    assert not gone[0]
+    assert gone[1]
+
+
+def test_turns_of_tasks_that_are_late_do_not_delay_others() -> None:
+    world = cluster()
+    tasks = [short(f"t{index}", 200, session_id=f"t{index}", slo_task_s=60.0) for index in range(12)]
+    others = [(0.5 + 0.4 * index, short(f"o{index}", 100)) for index in range(6)]
+    world.run([*((0.01 * index, one) for index, one in enumerate(tasks)), *others], 60.0)
+    told = outcomes(world)
+    assert {told[one.request_id] for _, one in others} == {"served"}
+    assert {told[one.request_id] for one in tasks} == {"served", "late"}
 
 
 def test_a_rejection_says_when_there_will_be_room() -> None:
