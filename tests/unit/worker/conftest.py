@@ -166,6 +166,7 @@ class Router:
         self.seen: list[tuple[Role, str, Any]] = []
         self.hellos: dict[Role, worker_pb2.WorkerHello] = {}
         self._arrived = asyncio.Condition()
+        self._num_new = 0
         self._outboxes: dict[Role, asyncio.Queue[worker_pb2.AttachRequest]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._channels: list[Any] = []
@@ -198,6 +199,7 @@ class Router:
                 ended = message is grpc.aio.EOF  # type: ignore[attr-defined]
                 kind = "ended" if ended else message.WhichOneof("message")
                 async with self._arrived:
+                    self._num_new += kind != "load"
                     self.seen.append((role, kind, None if ended else getattr(message, kind)))
                     self._arrived.notify_all()
                 if ended:
@@ -221,9 +223,12 @@ class Router:
         ]
 
     async def wait_for(self, what: Callable[[], Any]) -> Any:
+        """Messages other than heartbeats must follow each other within DEADLINE_S."""
         async with self._arrived:
-            async with asyncio.timeout(DEADLINE_S):
-                await self._arrived.wait_for(what)
+            while not what():
+                num_seen = self._num_new
+                async with asyncio.timeout(DEADLINE_S):
+                    await self._arrived.wait_for(lambda: self._num_new > num_seen or what())  # noqa: B023
         return what()
 
     async def next(self, kind: str, request_id: str | None = None, role: Role | None = None) -> Any:

@@ -175,17 +175,25 @@ async def test_a_disk_that_hangs_is_a_miss_and_ends_the_worker(
     d = start(Role.DECODE, **{**disk, "kv_blocks": 28}, model="toy")  # half of which are enough for the prompt
     router = await attach(d)
     await fill(d, router, ask, router.local)
-    may_read = threading.Event()
+    is_reading, may_read = threading.Event(), threading.Event()
     whole = BlockFiles.read
 
     def hang(files: BlockFiles, *wanted: Any) -> list[bool]:
+        is_reading.set()
         may_read.wait(60.0)
         return whole(files, *wanted)
 
     monkeypatch.setattr(BlockFiles, "read", hang)
     try:
-        await d.on_engine(lambda program: setattr(program.fetches, "_prefill_s", lambda tokens, cached: 0.1))
-        assert await router.local(ask("again", PROMPT)) == answer(PROMPT, 8)
+        running = asyncio.create_task(router.local(ask("again", PROMPT)))
+        assert await asyncio.to_thread(is_reading.wait, 60.0)
+
+        def give_up(program: RoleProgram) -> None:
+            now = program.context.now
+            program.context = replace(program.context, now=lambda: now() + 1000.0)
+
+        await d.on_engine(give_up)
+        assert await running == answer(PROMPT, 8)
         assert len(d.program.fetches or ()) == 1
         assert not d.fatal
 
