@@ -6,7 +6,9 @@ requests with the same prompt come, until one is placed on the other worker, whi
 `kv_pull` off alternate with it: there it computes the prompt.
 
 Beside the engines' work, which needs both cores of a small machine, nothing is as fast as alone. So each round also
-sends the same bytes over a plain socket between two processes of their own, while the same answers run.
+sends the same bytes over a plain socket between two processes of their own, while the same answers run. Pulls over TCP
+are compared with it, as between two hosts. On one host, workers choose shared memory: that is compared with a copy of
+as many bytes within one process, while nothing else runs.
 
 - *GB/s of the bytes* counts the time with bytes on their way, *of the pull* from the request to the source to the last
   verified block; both from the router's recording, and so is the predicted time. The memory of both ends of the socket
@@ -42,7 +44,7 @@ ARRIVES_S: Final = 0.005  # the tokens of a worker's step reach the client so lo
 
 
 WHERE: Final = ("source", "destination")
-SENDS: Final = 4  # over the socket, one after the other
+SENDS: Final = 4  # over the socket, and copies, one after the other
 
 
 @dataclass(slots=True)
@@ -146,12 +148,14 @@ async def one_round(target: str, tokens: int, draw: random.Random, plain: Socket
                 await stream.end()
 
 
-def measure(model: Path, tokens: int, rounds: int, folder: Path, num_bytes: int, *, is_on: bool) -> Found:
-    record = folder / f"pull-{is_on}.jsonl"
+def measure(model: Path, tokens: int, rounds: int, folder: Path, num_bytes: int, transport: str) -> Found:
+    """With pulls over the transport; empty: without pulls."""
+    record = folder / f"pull-{transport or 'off'}.jsonl"
     settings = (
         "worker.max_batch=2",
         f"worker.kv_blocks={6 * (tokens + LONG) // 16}",
-        f"worker.kv_pull={str(is_on).lower()}",
+        f"worker.kv_pull={'true' if transport else 'false'}",
+        f"worker.transport={transport or 'auto'}",
     )
     sets = [flag for one in settings for flag in ("--set", one)]
     flags = ["--model", str(model), "--prefill", "0", "--decode", "2", "--record", str(record), *PATIENT, *sets]
@@ -232,16 +236,29 @@ class Socket:
             end.join(10.0)
 
 
+def copied(num_bytes: int) -> list[float]:
+    """GB/s of copies between memory that has been used before."""
+    source, into = memoryview(bytearray(b"x" * num_bytes)), memoryview(bytearray(b"y" * num_bytes))
+    speeds = []
+    for _ in range(SENDS):
+        began_s = time.monotonic()
+        into[:] = source
+        speeds.append(num_bytes / (time.monotonic() - began_s) / 1e9)
+    return speeds
+
+
 def pulls(model: Path, tokens: int, rounds: int, folder: Path, block_bytes: int) -> list[list[str]]:
     num_bytes = tokens // 16 * block_bytes
     with Socket(num_bytes) as plain:
         alone = [num_bytes / (end - begin) / 1e9 for begin, end in plain.send()]
-    computed = measure(model, tokens, rounds, folder, num_bytes, is_on=False)
-    pulled = measure(model, tokens, rounds, folder, num_bytes, is_on=True)
+    copies = copied(num_bytes)
+    computed = measure(model, tokens, rounds, folder, num_bytes, "")
+    pulled = measure(model, tokens, rounds, folder, num_bytes, "tcp")
+    shared = measure(model, tokens, rounds, folder, num_bytes, "shm")
     beside = [num_bytes / (end - begin) / 1e9 for one in pulled.rounds for begin, end in one.socket]
     rows = [
         ["", "median (least-most)"],
-        ["pulls", f"{len(pulled.pulls)} of {len(pulled.rounds)}, {num_bytes / 2**20:.0f} MiB each"],
+        ["pulls over TCP", f"{len(pulled.pulls)} of {len(pulled.rounds)}, {num_bytes / 2**20:.0f} MiB each"],
     ]
     rows.append(["GB/s of a socket, alone", spread(alone, "{:.2f}")])
     rows.append(["GB/s of a socket, beside the answers", spread(beside, "{:.2f}")])
@@ -249,15 +266,24 @@ def pulls(model: Path, tokens: int, rounds: int, folder: Path, block_bytes: int)
         ended = list(pulled.pulls.values())
         busy = [one["num_bytes"] / one["busy_s"] / 1e9 for one in ended]
         whole = [one["num_bytes"] / one["pull_s"] / 1e9 for one in ended]
-        rows.append(["GB/s of the bytes", spread(busy, "{:.2f}")])
-        rows.append(["GB/s of the pull", spread(whole, "{:.2f}")])
+        rows.append(["GB/s of the bytes over TCP", spread(busy, "{:.2f}")])
+        rows.append(["GB/s of the pull over TCP", spread(whole, "{:.2f}")])
         for name, speeds in (("alone", alone), ("beside the answers", beside)):
-            rows.append([f"bytes, of a socket {name}", f"{statistics.median(busy) / statistics.median(speeds):.2f}"])
+            rows.append(
+                [f"bytes over TCP, of a socket {name}", f"{statistics.median(busy) / statistics.median(speeds):.2f}"]
+            )
         errors = [one["pull_s"] / pulled.predicted_s[name] for name, one in pulled.pulls.items()]
         rows.append(["seconds of the first pull, of the predicted", f"{errors[0]:.2f}"])
         if errors[1:]:
             rows.append(["seconds of a later pull, of the predicted", spread(errors[1:], "{:.2f}")])
-    for name, found in (("computed", computed), ("pulled", pulled)):
+    rows.append(["GB/s of a copy, alone", spread(copies, "{:.2f}")])
+    rows.append(["pulls over shared memory", f"{len(shared.pulls)} of {len(shared.rounds)}"])
+    if shared.pulls:
+        busy = [one["num_bytes"] / one["busy_s"] / 1e9 for one in shared.pulls.values()]
+        rows.append(["GB/s of the bytes over shared memory", spread(busy, "{:.2f}")])
+        share = statistics.median(busy) / statistics.median(copies)
+        rows.append(["bytes over shared memory, of a copy alone", f"{share:.2f}"])
+    for name, found in (("computed", computed), ("pulled over TCP", pulled), ("pulled over shared memory", shared)):
         rows.append([f"TTFT ms, {name}", spread([one.ttft_s * 1e3 for one in found.rounds], "{:.0f}")])
     windows = {
         "computing the prompt": computed.slower([(one, one.beside) for one in computed.rounds]),
