@@ -25,6 +25,7 @@ from pdserve.core.adapters import split_adapter
 from pdserve.core.durations import DAY_S
 from pdserve.core.errors import ConfigError, ModelError
 from pdserve.core.setting import AUTO, Range
+from pdserve.core.urls import has_password, hide_password
 from pdserve.engine.load_engine import BUILT_IN, OURS, VLLM, registered
 from pdserve.engine.memory.host import usable_cores
 from pdserve.engine.model.config import read_config
@@ -151,6 +152,8 @@ def read(
         tables.setdefault("router", {}).setdefault("token", token)
     if kv_store := secrets[KV_STORE_ENV]:
         tables.setdefault("worker", {}).setdefault("kv_store", kv_store)
+    if found.get("ray") is not None:
+        _check_one_store(tables)
     own_secrets = set()
     if _read_key_file(tables, found.get("key_file", "")):
         own_secrets.add("router.token")
@@ -250,6 +253,16 @@ def _fit_bounds(found: dict[str, Any]) -> None:
     decode = found.setdefault("decode", max(low - prefill, 1))
     if not low <= prefill + decode <= high:
         raise ConfigError("autoscale", bounds, f"bounds around the {prefill + decode} workers of the start")
+
+
+def _check_one_store(tables: Mapping[Kind, Mapping[str, Any]]) -> None:
+    """Ray's workers get one URL that has a password, and no command line has one."""
+    shared = str(tables.get("worker", {}).get("kv_store", ""))
+    for kind in _WORKER_COUNTS:
+        own = str(tables.get(kind, {}).get("kv_store", shared))
+        if own != shared and (has_password(own) or (not own and has_password(shared))):
+            expected = "one URL for all workers beside --ray, if it has a password: worker.kv_store or PDSERVE_KV_STORE"
+            raise ConfigError(f"{kind}.kv_store", hide_password(own), expected)
 
 
 def _secrets(earlier: Asked | None) -> tuple[dict[str, str], list[str]]:

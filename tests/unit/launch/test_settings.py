@@ -404,6 +404,21 @@ def test_the_store_of_the_environment_is_that_of_the_workers(tmp_path: Path, mon
         assert to_env(process.config)["PDSERVE_KV_STORE"] == URL
 
 
+@pytest.mark.parametrize(
+    ("shared", "own", "is_refused"),
+    [("", URL, True), (URL, "", True), (URL, URL, False), (URL, "file:///kv", False), ("", "file:///kv", False)],
+)
+def test_workers_of_ray_have_one_store_with_a_password(shared: str, own: str, is_refused: bool, tmp_path: Path) -> None:
+    stores = f"[worker]\nkv_store = '{shared}'\n[decode_worker]\nkv_store = '{own}'\n"
+    read({"model": "toy"}, stores, folder=tmp_path)
+    if not is_refused:
+        read({"model": "toy", "ray": "local"}, stores, folder=tmp_path)
+        return
+    with pytest.raises(ConfigError, match="one URL for all workers") as caught:
+        read({"model": "toy", "ray": "local"}, stores, folder=tmp_path)
+    assert "pa55" not in str(caught.value)
+
+
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json"])
 def test_a_model_folder_is_checked_before_the_start(missing: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
