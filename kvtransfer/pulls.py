@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import ctypes
 import logging
-import math
 import mmap
 import sys
 from collections import deque
@@ -25,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Final, final
 
-from kvtransfer.link.dial import ASK_S, Calls, NoAnswer, PullClient
+from kvtransfer.link.dial import Calls, NoAnswer, PullClient
 from kvtransfer.link.endpoint_config import EndpointConfig
 from kvtransfer.link.receiver import PlainReceiver
 from kvtransfer.protocol.grants import compare, grant_from_proto, grant_to_proto
@@ -33,13 +32,14 @@ from kvtransfer.protocol.transport import Received, ReceiveOutcome, Sender, Sent
 from pdserve.config import WorkerConfig
 from pdserve.core import protocol as pr
 from pdserve.core.access.proof import caller_name
-from pdserve.core.attempt import PULLS_GIVEN, PULLS_TAKEN, Attempt, AttemptKey, PrefixSource
+from pdserve.core.attempt import PULLS_TAKEN, Attempt, AttemptKey, PrefixSource
 from pdserve.core.durations import clamped_s
 from pdserve.core.errors import PdserveError, TransferFailed
 from pdserve.core.kv.blocks import runs_of
 from pdserve.core.kv.fetch import Fetch
 from pdserve.core.kv.hashing import HASH_BYTES
 from pdserve.core.kv.kv_shape import Grant, TransferKey, is_same_bytes
+from pdserve.core.kv.pulls import ASK_S, LONGEST_S, READER, is_part_worthwhile, may_give, num_pullable
 from pdserve.core.kv.stamps import content_hash64
 from pdserve.core.types import Sampling
 from pdserve.engine.interface import Engine, KvPool
@@ -49,11 +49,8 @@ from pdserve.worker.program import RoleProgram
 
 log = logging.getLogger(__name__)
 
-MAX_BYTES: Final = 2**30  # on their way in one direction; a pull alone may have more
-LONGEST_S: Final = 60.0  # of one pull, also if its prompt waits longer
 MAX_ASKED: Final = 16  # requests of other workers that wait to be considered
 MOST_CONSIDERED: Final = 4  # at once: steps wait for it
-READER: Final = -1  # the session of attempts for which this worker reads its disk to give the blocks
 PAGED_BYTES: Final = 2 * 2**20  # of memory that gets its pages at a time
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14 and later
 
@@ -155,14 +152,14 @@ class Pulls:
     # -- what this worker takes ---------------------------------------------------------------------------------
 
     def num_found(self, attempt: Attempt, hashes: Sequence[bytes], first: int) -> int:
-        source = attempt.source
-        if source is None or len(self._taken) >= PULLS_TAKEN:
-            return 0
-        found = min(len(hashes), source.num_tokens // self._program.kv.block_size - first)
-        taken_bytes = sum(len(one.fetch.blocks) for one in self._taken.values()) * self._block_bytes
-        if taken_bytes and taken_bytes + found * self._block_bytes > MAX_BYTES:
-            return 0
-        return max(found, 0)
+        return num_pullable(
+            attempt,
+            len(hashes),
+            first,
+            taken=[len(one.fetch.blocks) for one in self._taken.values()],
+            block_size=self._program.kv.block_size,
+            block_bytes=self._block_bytes,
+        )
 
     def predict_s(self, attempt: Attempt, num_blocks: int) -> float:
         assert attempt.source is not None, "something was found"
@@ -291,10 +288,7 @@ class Pulls:
         if taken.is_given_up or taken.is_part or not 0 < count < taken.num_blocks or fetches is None:
             return False
         now_s, size = program.context.now(), program.kv.block_size
-        asked_s = now_s - fetch.started_s
-        pull_s = asked_s + fetch.predicted_s * count / len(fetch.blocks)
-        computed_s = fetches.left_s((fetch.first + count) * size, fetch.first * size) or math.inf
-        if not pull_s < min(computed_s, taken.ends_at_s - now_s):
+        if not is_part_worthwhile(fetches, fetch, count, block_size=size, now_s=now_s, ends_at_s=taken.ends_at_s):
             return False
         taken.is_part, taken.error = True, ""
         try:
@@ -406,7 +400,7 @@ class Pulls:
         if not is_alike or grant.hash_seed != program.limits.hash_seed:
             return FOREIGN, 0
         sizes = [*map(len, program.kv.lent.values()), *(one.request.grant.num_blocks for one in self._reading)]
-        if len(sizes) >= PULLS_GIVEN or (sizes and (sum(sizes) + len(grant.blocks)) * self._block_bytes > MAX_BYTES):
+        if not may_give(sizes, len(grant.blocks), self._block_bytes):
             return BUSY, 0
         joined = request.block_hashes
         hashes = [joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES)]

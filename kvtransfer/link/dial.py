@@ -48,7 +48,6 @@ from pdserve.wire.protocol import FINGERPRINT
 log = logging.getLogger(__name__)
 
 DIAL_S: Final = 5.0
-ASK_S: Final = 10.0  # for the answer to a pull, which may wait for the source's running step and its disk
 SILENT_S: Final = 9.0  # without an answer: less than ASK_S, so that one ask can find it
 MAX_CHANNELS: Final = 64  # connections to sources of pulls that are kept
 

@@ -42,6 +42,7 @@ from pdserve.core.kv.host_tier import (
     long_blocks,
 )
 from pdserve.core.kv.kv_shape import Fingerprint, TransferKey
+from pdserve.core.kv.pulls import LONG_QUERIES
 from pdserve.core.kv.retention import block_cost
 from pdserve.core.kv.stamps import BlockStamps
 from pdserve.core.types import Role
@@ -70,9 +71,6 @@ from pdserve.worker.steps import Begun, Isolation, RowFailed, free_row
 
 log = logging.getLogger(__name__)
 
-#: A step with a row of so many tokens takes long enough to answer other workers in the middle of it. Shorter rows are
-#: left to the engines' kernels for whole steps.
-LONG_QUERIES: Final = 64
 SAVE_S: Final = 2.0  # of the time that a process has to end
 SAVE_POLL_S: Final = 0.002
 
