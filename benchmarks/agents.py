@@ -201,7 +201,9 @@ def main() -> None:
     longest = max(one.prompt_tokens + one.output_tokens for one in requests)
     if pool < longest:
         parser.error(f"a pool of {pool} tokens is smaller than a prompt of {longest}: give a higher --rate")
-    workers = tuple(replace(one, kv_capacity_tokens=min(pool, one.kv_capacity_tokens)) for one in workers)
+    workers = tuple(
+        replace(one, kv_capacity_tokens=min(pool, one.kv_capacity_tokens), pulls_kv=False) for one in workers
+    )
     tiered = tuple(
         replace(one, host_bytes=int(arguments.host_gib * 2**30), host_bytes_per_s=arguments.host_gb_per_s * 1e9)
         for one in workers

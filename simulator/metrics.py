@@ -70,6 +70,7 @@ class Summary:
     ttft_error: float | None  # median |predicted - actual| / actual
     tpot_error: float | None
     cached_share: float  # share of the prompt tokens of placed requests that were found in a cache
+    pulled_share: float  # ... that were pulled from another worker; a part of `cached_share`
     preemptions: int
     span_s: float  # of arrivals
     lasted_s: float  # until the last request ended
@@ -107,6 +108,7 @@ def summarise(result: SimResult) -> Summary:
         ttft_error=_error((row.predicted_ttft_s, row.ttft_s) for row in rows),
         tpot_error=_error((row.predicted_tpot_s, row.tpot_s) for row in rows if row.tokens > 1),
         cached_share=_ratio(sum(row.cached_tokens for row in placed), sum(row.prompt_tokens for row in placed)),
+        pulled_share=_ratio(sum(row.pulled_tokens for row in placed), sum(row.prompt_tokens for row in placed)),
         preemptions=sum(row.preemptions for row in rows),
         span_s=result.span_s,
         lasted_s=lasted_s,

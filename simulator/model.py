@@ -104,6 +104,7 @@ class WorkerShape:
     disk_bytes: int = 0  # for KV blocks that have left memory
     disk_bytes_per_s: float = 3e9  # of reads
     disk_latency_s: float = 0.001  # of a read, beside its bytes
+    pulls_kv: bool = True  # it pulls cached KV from other workers, and gives them its own
 
     def __post_init__(self) -> None:
         """Raises ConfigError, naming the field."""
@@ -212,6 +213,7 @@ class RequestRow:
     prefill_worker: str = ""
     decode_worker: str = ""
     cached_tokens: int = 0
+    pulled_tokens: int = 0  # of the prompt, from another worker
     queue_s: float = 0.0
     transfer_s: float = 0.0
     transfer_exposed_s: float = 0.0  # the part after the prefill

@@ -134,7 +134,7 @@ def run(load: Load, name: str, controller: str) -> tuple[Cell, list[Decision]]:
     first = size or load.first
     templates = {role: shape(role) for role in Role}
     workers = [
-        replace(templates[role], worker_id=f"{role.value}{number}")
+        replace(templates[role], worker_id=f"{role.value}{number}", pulls_kv=False)
         for role, count in zip(Role, first, strict=True)
         for number in range(count)
     ]

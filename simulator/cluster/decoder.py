@@ -21,6 +21,7 @@ from pdserve.core.attempt import AttemptKey
 from pdserve.core.cost.latency import CostModel
 from pdserve.core.kv.fetch import Fetch
 from pdserve.core.kv.kv_shape import TransferKey
+from pdserve.core.kv.pulls import LONG_QUERIES
 from pdserve.core.protocol import TokenRow
 from simulator.cluster.machine import Environment, Machine, Order
 from simulator.cluster.network import SimulatedGrant
@@ -149,6 +150,10 @@ class DecodeMachine(Machine[DecodeStep, fx.DecodeEffect]):
         return self._run is not None
 
     @property
+    def is_step_long(self) -> bool:
+        return self._run is not None and any(count >= LONG_QUERIES for _, count in self._run.step.prefilling)
+
+    @property
     def num_rows(self) -> int:
         """Sequences that decode in the present step."""
         return 0 if self._run is None else len(self._run.step.decoding)
@@ -229,6 +234,7 @@ class DecodeMachine(Machine[DecodeStep, fx.DecodeEffect]):
 
     def give_up(self) -> None:
         self._settle()
+        super().give_up()
 
     def cancel(self, key: AttemptKey) -> None:
         if self.scheduler.stage(key) is DecodeStage.RUNNING:

@@ -123,6 +123,8 @@ class Front:
         """Events on their way to a dead router are lost."""
         if self._is_dead:
             return
+        if isinstance(event, pr.PullEnded) and (call := self._calls.get(event.request_id)) is not None:
+            call.row.pulled_tokens += event.num_tokens
         done = self.state.handle(event, self._agenda.now_s)
         if self._on_step is not None:
             self._on_step(self._agenda.now_s, event, done)
@@ -201,6 +203,7 @@ class Front:
             tpot_s=row.slo.tpot_s,
             waited_s=command.waited_s,
             deadline_s=command.deadline_s,
+            source=command.source,
         )
         if isinstance(command, pr.Prefill):
             grant = command.grant

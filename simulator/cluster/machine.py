@@ -16,11 +16,11 @@ from typing import Any, Final, Generic, TypeAlias, assert_never
 
 from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
-from pdserve.core.attempt import AttemptKey, AttemptLedger, EndRule
+from pdserve.core.attempt import AttemptKey, AttemptLedger, EndRule, PrefixSource
 from pdserve.core.cost.latency import CostModel
 from pdserve.core.kv.blocks import BlockAllocator, CacheChange
 from pdserve.core.kv.cache import KvCache
-from pdserve.core.kv.fetch import Fetch, FetchAborted, Fetches, FetchStarted
+from pdserve.core.kv.fetch import BlockSource, Fetch, FetchAborted, Fetches, FetchStarted
 from pdserve.core.kv.kv_shape import TransferKey
 from pdserve.core.kv.retention import block_cost
 from pdserve.core.types import Role
@@ -29,6 +29,7 @@ from router.state import interface
 from simulator.cluster.agenda import Agenda
 from simulator.cluster.network import Network, SimulatedGrant, Transfer
 from simulator.cluster.prompts import BlockNames, SyntheticAttempt, blank, sampling_of
+from simulator.cluster.pulls import SimulatedPulls
 from simulator.cluster.speed import Speed
 from simulator.cluster.tally import Tally
 from simulator.cluster.tiers import TierRules, simulated_tiers
@@ -48,6 +49,7 @@ class Environment:
     send_event: Callable[[int, interface.Event], None]  # a router, by its number
     cache_changed: Callable[[str, str, CacheChange], None]
     tier_rules: TierRules
+    machine: Callable[[str], AnyMachine | None]  # the running instance of a worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,7 @@ class Order:
     tpot_s: float
     waited_s: float
     deadline_s: float | None
+    source: PrefixSource | None  # from which a worker that computes the text may pull KV
 
 
 class Machine(ABC, Generic[Step, Effect]):
@@ -88,6 +91,9 @@ class Machine(ABC, Generic[Step, Effect]):
         )
         self.kv = KvCache(self.blocks, self.block_size)
         self.fetches: Fetches | None = None
+        self.pulls: SimulatedPulls | None = None
+        if shape.pulls_kv:
+            self.pulls = SimulatedPulls(self, env.network, env.config.message_s, self.block_size, self._pulls_of)
         self._gives_up_at_s = math.inf  # the next event for it
         self.end_rule = EndRule(
             eos_token_ids=frozenset(),
@@ -111,6 +117,11 @@ class Machine(ABC, Generic[Step, Effect]):
     @property
     @abstractmethod
     def is_computing(self) -> bool: ...
+
+    @property
+    @abstractmethod
+    def is_step_long(self) -> bool:
+        """Whether a step runs in which a live worker answers others between two layers."""
 
     @abstractmethod
     def _interrupt(self) -> None:
@@ -145,12 +156,13 @@ class Machine(ABC, Generic[Step, Effect]):
             block_bytes=self.block_size * shape.kv_bytes_per_token,
             cost=shape.prior or shape.cost,
             sends_kv=shape.role is Role.DECODE,
+            pulls_kv=shape.pulls_kv,
         )
 
     @property
     def is_idle(self) -> bool:
-        """True if it holds no memory for any request."""
-        return not self.scheduler.live() and not self.fetches
+        """True if it holds no memory for any request or other worker."""
+        return not self.scheduler.live() and not self.fetches and not self.kv.lent
 
     def connect(self) -> None:
         """Workers that exist before the first request are known immediately."""
@@ -177,6 +189,8 @@ class Machine(ABC, Generic[Step, Effect]):
         self.is_dead = True
         self.inbox.clear()
         self.env.network.cut(self)
+        if self.pulls is not None:
+            self.pulls.die()
 
     def stall(self, for_s: float) -> None:
         self.stalled_until_s = max(self.stalled_until_s, self.agenda.now_s + for_s)
@@ -231,6 +245,8 @@ class Machine(ABC, Generic[Step, Effect]):
     def drain(self) -> None:
         self._told = None  # the next report tells all routers, also of no other change
         self.scheduler.is_draining = True
+        if self.pulls is not None:
+            self.pulls.end_given()
 
     def undrain(self) -> None:
         self._told = None
@@ -286,23 +302,31 @@ class Machine(ABC, Generic[Step, Effect]):
             begun_at_s=now_s - order.waited_s,
             tpot_s=order.tpot_s,
             names=order.names,
+            source=order.source,
         )
 
     # -- blocks of slower tiers ----------------------------------------------------------------------------------
 
     def fetches_with(self, prefill_s: Callable[[int, int], float]) -> Fetches | None:
         """As in pdserve/worker/program.py."""
-        if self.sources:
-            self.fetches = Fetches(self.kv, [*map(self.env.tier_rules.source, self.sources.values())], prefill_s)
+        sources: list[BlockSource] = [*map(self.env.tier_rules.source, self.sources.values())]
+        if self.pulls is not None:
+            sources.append(self.pulls)
+        if sources:
+            self.fetches = Fetches(self.kv, sources, prefill_s)
         return self.fetches
 
     def fetched(self, fetch: Fetch, num_blocks: int) -> None:
         """The source no longer writes to the blocks of the fetch."""
         assert self.fetches is not None, "a fetch ends without a source"
         self.fetches.ended(fetch.number, num_blocks)
+        if self.pulls is not None:
+            self.pulls.answer()  # it may have read for another worker
 
     def give_up(self) -> None:
         """The time of a prompt that waits for a tier may be over, so that the next step may begin with it."""
+        if self.pulls is not None:
+            self.pulls.give_up()
 
     def expect_give_up(self) -> None:
         """Called after each plan."""
@@ -320,6 +344,32 @@ class Machine(ABC, Generic[Step, Effect]):
         assert self.disk is not None, "a change without a disk"
         added = [one for one in hashes if one in self.disk]
         self.blocks.lower_changed(added, [one for one in hashes if one not in self.disk])
+
+    # -- pulls ---------------------------------------------------------------------------------------------------
+
+    @property
+    def is_draining(self) -> bool:
+        return self.scheduler.is_draining
+
+    @property
+    def num_running(self) -> int:
+        return self.scheduler.load().running
+
+    @property
+    def has_disk(self) -> bool:
+        return self.disk is not None
+
+    def between_layers(self, action: Callable[..., None]) -> None:
+        if self.is_dead or self.is_stalled or not self.is_step_long:
+            self.deliver(action)
+        else:
+            self.update_tally()
+            action()
+            self._changed()
+
+    def _pulls_of(self, worker_id: str) -> SimulatedPulls | None:
+        machine = self.env.machine(worker_id)
+        return None if machine is None else machine.pulls
 
     # -- events --------------------------------------------------------------------------------------------------
 
@@ -358,9 +408,15 @@ class Machine(ABC, Generic[Step, Effect]):
                 raise AssertionError("a simulated prompt has no logprobs")
             case FetchStarted():
                 fetch = effect.fetch
-                self.sources[fetch.source].begin(fetch, partial(self.post, self.fetched, fetch))
+                if self.pulls is not None and fetch.source == self.pulls.name:
+                    self.pulls.begin(fetch, partial(self.fetched, fetch))
+                else:
+                    self.sources[fetch.source].begin(fetch, partial(self.post, self.fetched, fetch))
             case FetchAborted():
-                self.sources[effect.source].abort(effect.number)
+                if self.pulls is not None and effect.source == self.pulls.name:
+                    self.pulls.abort(effect.number)
+                else:
+                    self.sources[effect.source].abort(effect.number)
             case _:
                 assert_never(effect)
 

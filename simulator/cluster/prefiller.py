@@ -10,6 +10,7 @@ from pdserve.core import protocol as pr
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.cost.latency import CostModel
 from pdserve.core.cost.step_rule import PromptOrder
+from pdserve.core.kv.pulls import LONG_QUERIES
 from pdserve.engine.interface import RowOut
 from prefill_worker.prefill_sequence import PrefillStep
 from prefill_worker.pushing import PushRule
@@ -53,6 +54,10 @@ class PrefillMachine(Machine[PrefillStep, fx.PrefillEffect]):
     @property
     def is_computing(self) -> bool:
         return self._step is not None
+
+    @property
+    def is_step_long(self) -> bool:
+        return self._step is not None and any(count >= LONG_QUERIES for _, count in self._step.shares)
 
     def prefill(self, order: Order, encoded: bytes) -> None:
         grant = SimulatedGrant.decode(encoded)

@@ -162,6 +162,7 @@ class World:
             send_event=self._send_event,
             cache_changed=self._cache_changed,
             tier_rules=tier_rules or TierRules(),
+            machine=self._machine,
         )
         self._on_step, self._on_ended = on_step, on_ended
         self._open = set(self._env.routers)  # those that take calls

@@ -73,6 +73,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     where.add_argument("--disk-gb-per-s", type=float, metavar="X", help="speed of reads from that disk, in GB/s (3)")
     where.add_argument(
+        "--no-kv-pull",
+        action="store_true",
+        help="workers pull no cached KV from each other, as with worker.kv_pull off",
+    )
+    where.add_argument(
         "--routers",
         type=int,
         default=1,

@@ -116,6 +116,9 @@ def make_input(args: argparse.Namespace, on_read: Callable[[int, int], None]) ->
             **common,
         )
         cluster = profile.name
+    if args.no_kv_pull:
+        workers = tuple(dataclasses.replace(one, pulls_kv=False) for one in base.workers)
+        base = dataclasses.replace(base, workers=workers)
     return SimulationInput(
         trace=trace,
         cluster=cluster,

@@ -266,7 +266,8 @@ def details(run: PolicyRun) -> list[str]:
     lines.append("paths     " + (", ".join(paths) or "nothing was placed"))
     lines.append(f"tokens    {summary.token_attainment:.1%} in time for a reader at the target rate")
     if summary.cached_share:
-        lines.append(f"cache     {summary.cached_share:.1%} of prompt tokens were found in one")
+        pulled = f", {summary.pulled_share:.1%} after a pull from another worker" if summary.pulled_share else ""
+        lines.append(f"cache     {summary.cached_share:.1%} of prompt tokens were found in one{pulled}")
     for role, use in summary.roles.items():
         rows = f", {use.mean_rows:.1f} rows a step" if use.mean_rows else ""
         held = (

@@ -132,6 +132,7 @@ def make_workers(
             kv_bytes_per_token=of.kv_bytes_per_token,
             link=over,
             copies_beside_steps=of.is_gpu,
+            pulls_kv=of.degree == 1,
         )
         for role, count, of in (
             (Role.PREFILL, num_prefill, profile),

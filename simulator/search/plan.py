@@ -60,14 +60,16 @@ class Question:
         return replace(self, num_workers=num_workers)
 
     def config(self, num_prefill: int) -> SimConfig:
+        workers = make_workers(
+            self.profile,
+            num_prefill,
+            self.num_workers - num_prefill,
+            link=self.link,
+            decode_profile=self.decode_profile,
+        )
         return SimConfig(
-            workers=make_workers(
-                self.profile,
-                num_prefill,
-                self.num_workers - num_prefill,
-                link=self.link,
-                decode_profile=self.decode_profile,
-            ),
+            # The estimates from which the search begins are without pulls.
+            workers=tuple(replace(one, pulls_kv=False) for one in workers),
             slo=self.slo,
             router=self.router,
             block_size=self.block_size,

@@ -299,6 +299,7 @@ class _Worker:
             max_batch_tokens=hello.max_batch_tokens,
             inbox_depth=hello.inbox_depth,
             max_context_tokens=hello.max_context_tokens,
+            pulls_kv=hello.pulls_kv,
         )
         if hello.block_bytes:
             shape = replace(shape, kv_bytes_per_token=-(-hello.block_bytes // hello.block_size))

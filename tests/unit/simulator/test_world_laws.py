@@ -205,6 +205,35 @@ def test_disconnects_and_deadlines_free_everything() -> None:
             assert row.ended_s == pytest.approx(row.arrival_s + 1.5, abs=2e-3)
 
 
+def test_a_busy_workers_prefix_is_pulled_over_a_fast_link() -> None:
+    """`run` checks that all blocks return. The first worker has the prefix, and computes a longer text. Routers learn
+    the speed of a link by its use, so over a slow one they try it once, and the worker gives up in time."""
+    config = cluster(0, 2, policy="goodput")
+    prefix = tuple(range(8))
+    rows = [
+        asked(0.0, 4100, 2, block_ids=(*prefix, 100)),
+        asked(10.0, 20_480, 2, block_ids=(*prefix, *range(200, 232))),
+        asked(10.1, 4100, 2, block_ids=(*prefix, 101)),
+    ]
+
+    def last(pulls_kv: bool, bytes_per_s: float) -> tuple[RequestRow, dict[str, int]]:
+        link = NetworkLink(latency_s=1e-3, bytes_per_s=bytes_per_s)
+        workers = tuple(replace(one, link=link, pulls_kv=pulls_kv, kv_bytes_per_token=16_384) for one in config.workers)
+        world, done = run(rows, replace(config, workers=workers), block_tokens=512)
+        assert [row.outcome for row in done] == ["served"] * 3
+        return done[-1], world.result().counters
+
+    off, counters = last(False, 1e10)
+    assert (off.pulled_tokens, "pulls" in counters, "failed_pulls" in counters) == (0, False, False)
+    fast, counters = last(True, 1e10)
+    assert (fast.pulled_tokens, fast.cached_tokens, counters["pulls"]) == (4096, 4096, 1)
+    assert fast.decode_worker == off.decode_worker
+    assert (fast.ttft_s or 0.0) < 0.3 * (off.ttft_s or 0.0)
+    slow, counters = last(True, 1e8)
+    assert (slow.pulled_tokens, slow.cached_tokens, counters["failed_pulls"]) == (0, 0, 1)
+    assert (slow.ttft_s or 0.0) < 2.1 * (off.ttft_s or 0.0)
+
+
 def test_exhausted_memory_preempts_without_loss() -> None:
     config = cluster(0, policy="colocated")
     tight = replace(config.workers[0], kv_capacity_tokens=8 * 64, max_context_tokens=400)
