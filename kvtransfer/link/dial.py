@@ -48,7 +48,7 @@ from pdserve.wire.protocol import FINGERPRINT
 log = logging.getLogger(__name__)
 
 DIAL_S: Final = 5.0
-SILENT_S: Final = 9.0  # without an answer: less than ASK_S, so that one ask can find it
+SILENT_S: Final = 9.0  # without an answer: less than the 10 s of an ask, so that one ask can find it
 MAX_CHANNELS: Final = 64  # connections to sources of pulls that are kept
 
 

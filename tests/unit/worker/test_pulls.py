@@ -15,14 +15,15 @@ from kvtransfer import pulls
 from kvtransfer.link import dial
 from kvtransfer.protocol.grants import grant_to_proto
 from pdserve.core.access.proof import caller_name
+from pdserve.core.attempt import PULLS_GIVEN, PULLS_TAKEN
 from pdserve.core.errors import Unavailable
 from pdserve.core.kv.kv_shape import Grant, TransferKey
+from pdserve.core.kv.pulls import ASK_S, LONG_QUERIES
 from pdserve.core.types import Role
 from pdserve.engine.load_engine import load_engine
 from pdserve.engine.memory.host import HostMemory
 from pdserve.engine.toy import answer
 from pdserve.v1 import transfer_pb2, worker_pb2
-from pdserve.worker.program import LONG_QUERIES
 from tests.support.slow import slow_except
 
 PROMPT = list(b"The quick brown fox jumps over it")  # 33 bytes: 8 blocks can be reused
@@ -282,7 +283,7 @@ def hung() -> Any:
 async def test_sources_that_hang_keep_no_thread(pair: Any, ask: Any, hung: str) -> None:
     p0, p1, router, _ = pair
     await waits(p1, 0.05)
-    for number in range(2 * pulls.PULLS_TAKEN):
+    for number in range(2 * PULLS_TAKEN):
         sequence = from_(p0, ask(f"hung-{number}", [50 + number] * len(PROMPT)))
         sequence.source.endpoint = hung
         await router.remote(sequence)
@@ -290,9 +291,9 @@ async def test_sources_that_hang_keep_no_thread(pair: Any, ask: Any, hung: str) 
         assert ended.error
         assert not ended.is_unreachable, "it had little time"
     has_run = threading.Event()
-    for _ in range(pulls.PULLS_TAKEN):
+    for _ in range(PULLS_TAKEN):
         p1.program.giver._threads.submit(has_run.set)
-    assert await asyncio.to_thread(has_run.wait, dial.ASK_S / 2), (
+    assert await asyncio.to_thread(has_run.wait, ASK_S / 2), (
         "the threads are free long before the asks' time is over"
     )
     await waits(p1)
@@ -484,7 +485,7 @@ async def test_a_worker_gives_to_few_at_a_time(pair: Any) -> None:
 
     def fill(program: Any) -> str:
         hashes = list(program.blocks._block_of)[:1]
-        for number in range(pulls.PULLS_GIVEN):
+        for number in range(PULLS_GIVEN):
             program.kv.lend(number, hashes)
         request = transfer_pb2.PullRequest(block_hashes=hashes[0], deadline_s=1.0)
         request.source_incarnation = program.context.incarnation
@@ -500,7 +501,7 @@ async def test_a_worker_gives_to_few_at_a_time(pair: Any) -> None:
         )
         request.grant.CopyFrom(grant_to_proto(grant))
         refusal, _ = program.giver._decide(pulls._Asked(request, lambda *_: None, lambda: False))
-        for number in range(pulls.PULLS_GIVEN):
+        for number in range(PULLS_GIVEN):
             program.kv.take_back(number)
         return str(refusal)
 
