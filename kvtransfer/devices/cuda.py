@@ -376,7 +376,8 @@ class CudaDevice:
     def hold_engine(self, copying: Copying) -> None:
         assert isinstance(copying, CudaCopying)
         with torch.cuda.device(self.device):
-            copying.let_wait(torch.cuda.default_stream(self.device))  # the engine's stream
+            copying.let_wait(torch.cuda.default_stream(self.device))  # on which fences are, also of received blocks
+            copying.let_wait(torch.cuda.current_stream(self.device))  # vLLM computes on one of its own
 
     def watched(self, wake: Wake, stream: Any, limit_s: float) -> CudaCopying:
         """Watches the work queued so far on a stream that is not one of the device's copy streams."""

@@ -175,6 +175,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
         Stream=lambda device: streams.stream(f"copy {next(numbers)}"),
         ExternalStream=lambda pointer, device: streams.stream("connection"),
         default_stream=lambda device: streams.stream("engine"),
+        current_stream=lambda device: streams.stream(streams.current),
         stream=streams.on,
         device=lambda device: nullcontext(),
         get_device_properties=lambda device: SimpleNamespace(uuid="gpu"),
@@ -351,6 +352,18 @@ def test_blocks_move_to_pinned_memory_and_back(streams: Streams, device: CudaDev
     assert summing.is_done
     assert list(summing.sums()) == [0, 0]
     assert bytes(pool.tensor[1:3].numpy()) == seen
+
+
+def test_an_engine_with_a_stream_of_its_own_waits(streams: Streams, device: CudaDevice) -> None:
+    """As vLLM's; and received blocks wait as well."""
+    pool, staging, received = device.pool(), device.staging(2), device.staging(1)
+    streams.is_held = True
+    with streams.on(streams.stream("vllm")):
+        gathering = device.copy(pool, [1, 2], staging, [0, 1], nobody, device.fence())
+        device.hold_engine(gathering)
+        pool.tensor[1].copy_(torch.zeros(64, dtype=torch.uint8))
+    device.copy(received, [0], pool, [2], nobody, device.fence())
+    streams.is_held = False
 
 
 def test_prepare_uses_own_memory(streams: Streams, device: CudaDevice) -> None:
