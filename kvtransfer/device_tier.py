@@ -24,7 +24,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Final, final
 
-from kvtransfer.protocol.device import Copying, Device, Fence, Pinned
+from kvtransfer.protocol.device import Blocks, Copying, Device, Fence, Pinned
 from kvtransfer.transports.common.on_device import wake_nobody
 from kvtransfer.transports.common.registry import TRANSPORTS
 from kvtransfer.transports.tcp_staged import TCP_STAGED, TcpStaged
@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 PIECE_BYTES: Final = 2**28  # pinned by one call; torch rounds each up to a power of two
 PART_BYTES: Final = 2**26  # of a load, copied by one call
+MOST_AUTO_BYTES: Final = 2**36  # by default, because pinned memory is never swapped
 FLOOR: Final = 0.5  # of the memory that was free: what workers take by default ends there
 TIMED_BYTES: Final = 2**26
 TIMED: Final = 3  # times, of which the best counts
@@ -54,18 +55,35 @@ UNKNOWN: Final = -1  # no checksum: the slot has no valid copy
 
 def device_tier(pool: KvPool, num_bytes: int, report: Callable[[int, int], None]) -> DeviceTier | None:
     """Takes the memory. AUTO: an eighth of what is free, but less if other workers that start meanwhile need it, and
-    None if that is no block. Raises ConfigError if `num_bytes` is a setting and the host does not have them."""
+    None if that is no block, or if the device has no memory for staging. Raises ConfigError if `num_bytes` is a
+    setting and the host or the device does not have the memory."""
     transport = TRANSPORTS[TCP_STAGED]
     assert isinstance(transport, TcpStaged)
     try:
         device = transport.device(pool)
+        staging = device.staging(num_rows(pool, num_bytes))
     except TransferFailed as failed:
         if num_bytes == AUTO:
             log.info("there is no host tier", extra={"reason": failed.message})
             return None
         raise ConfigError("kv_host_bytes", num_bytes, f"0 for this pool: {failed.message}") from failed
-    slots = pin_slots(device, pool, num_bytes, report)
-    return DeviceTier(device, pool, slots) if len(slots) else None
+    slots = None
+    try:
+        slots = pin_slots(device, pool, num_bytes, report)
+    finally:
+        if not slots:
+            staging.close()
+    return DeviceTier(device, pool, slots, staging) if slots else None
+
+
+def num_rows(pool: KvPool, num_bytes: int) -> int:
+    """Of the staging: one burst is gathered while the one before leaves."""
+    rows = 2 * most_saved(pool)
+    return rows if num_bytes == AUTO else min(rows, max(1, num_bytes // pool.block_bytes))
+
+
+def most_saved(pool: KvPool) -> int:
+    return max(1, BURST_BYTES // pool.block_bytes)
 
 
 # --- pinned memory --------------------------------------------------------------------------------------------
@@ -111,7 +129,7 @@ def pin_slots(
     if is_auto:
         first = free() or 0
         least = int(FLOOR * first)
-        wanted = min(first // HOST_PARTS // block_bytes, MOST_HASHES - pool.num_blocks)
+        wanted = min(min(first // HOST_PARTS, MOST_AUTO_BYTES) // block_bytes, MOST_HASHES - pool.num_blocks)
     else:
         wanted = check_room(pool, num_bytes)
     piece = max(1, PIECE_BYTES // block_bytes)
@@ -184,15 +202,18 @@ class DeviceTier:
     name = "host"
 
     def __init__(
-        self, device: Device, pool: KvPool, slots: PinnedSlots, now: Callable[[], float] = time.monotonic
+        self,
+        device: Device,
+        pool: KvPool,
+        slots: PinnedSlots,
+        staging: Blocks,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises TransferFailed if the device has no memory for the staging."""
-        self.num_slots, self.most_saved = len(slots), max(1, BURST_BYTES // pool.block_bytes)
+        self.num_slots, self.most_saved = len(slots), most_saved(pool)
         self._device, self._blocks, self._slots, self._now = device, device.pool(), slots, now
         self._block_bytes = pool.block_bytes
-        num_rows = min(2 * self.most_saved, len(slots))  # one burst is gathered while the one before leaves
-        self._staging = device.staging(num_rows)
-        self._free_rows = list(range(num_rows))
+        self._staging = staging
+        self._free_rows = list(range(min(staging.num_blocks, len(slots))))
         self._rows_lock = threading.Lock()
         self._saves: list[tuple[int, int]] = []  # block and slot
         self._tier: HostTier | None = None

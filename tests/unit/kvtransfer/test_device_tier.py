@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from kvtransfer import device_tier as module
-from kvtransfer.device_tier import DeviceTier, pin_slots
+from kvtransfer.device_tier import DeviceTier, device_tier, pin_slots
 from kvtransfer.devices.cuda import neighbours
+from kvtransfer.transports.tcp_staged import TcpStaged
 from pdserve.core.errors import ConfigError, TransferFailed
 from pdserve.core.kv.fetch import Fetch
 from pdserve.core.kv.host_tier import HostTier, LoadRule
@@ -39,9 +40,8 @@ class Tiered:
     def __init__(self, num_slots: int, trouble: Trouble = SLOW) -> None:
         self.pool = DevicePool(NUM_BLOCKS, BLOCK_BYTES, seed=1)
         self.device = FakeDevice(self.pool, trouble)
-        self.copies = DeviceTier(
-            self.device, self.pool, pin_slots(self.device, self.pool, num_slots * BLOCK_BYTES, nobody)
-        )
+        slots = pin_slots(self.device, self.pool, num_slots * BLOCK_BYTES, nobody)
+        self.copies = DeviceTier(self.device, self.pool, slots, self.device.staging(num_slots))
         rule = LoadRule(0.0, lambda uncached, cached: 0.0)
         self.tier = HostTier(self.copies, rule, 100, queued=self.copies)
         self.wrong: list[bytes] = []
@@ -304,6 +304,29 @@ def test_memory_that_cannot_be_pinned_is_an_error(monkeypatch: pytest.MonkeyPatc
     assert host.num_open == 0
     host.most = 6 * BLOCK_BYTES
     assert len(pin_slots(host, DevicePool(4, BLOCK_BYTES), AUTO, nobody, free=lambda: 2**30)) == 4
+
+
+def test_the_default_takes_64_gib_at_most() -> None:
+    seen: list[int] = []
+    host: Any = Host(2**50, most=0)
+    pin_slots(host, DevicePool(4, 2**20), AUTO, lambda done, of: seen.append(of), free=lambda: 2**50)
+    assert seen == [2**36]
+
+
+def test_a_device_without_memory_for_staging_has_no_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default. Then the host's memory is not pinned."""
+    pool = DevicePool(NUM_BLOCKS, BLOCK_BYTES)
+    device: Any = FakeDevice(pool)
+
+    def fail(num: int) -> Any:
+        raise TransferFailed("out of memory")
+
+    monkeypatch.setattr(device, "staging", fail)
+    monkeypatch.setattr(device, "pinned", None)
+    monkeypatch.setattr(TcpStaged, "device", lambda self, pool: device)
+    assert device_tier(pool, AUTO, nobody) is None
+    with pytest.raises(ConfigError, match="out of memory"):
+        device_tier(pool, 8 * BLOCK_BYTES, nobody)
 
 
 def test_metrics_know_the_tier() -> None:
