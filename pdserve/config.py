@@ -171,8 +171,8 @@ class WorkerConfig(TlsSettings):
     )
     kv_host_bytes: int = setting(
         "memory for KV blocks that leave the pool, from which later prompts load them where that is sooner than "
-        "computing them; 0: none; -1: on a GPU an eighth of the host's free memory, on a CPU none. For workers of one "
-        "rank",
+        "computing them; 0: none; -1: on a GPU an eighth of the host's free memory, at most 64 GiB, on a CPU and with "
+        "vllm none. For workers of one rank",
         -1,
         within=(-1, 2**46),
     )

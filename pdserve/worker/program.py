@@ -48,8 +48,9 @@ from pdserve.core.kv.stamps import BlockStamps
 from pdserve.core.types import Role
 from pdserve.engine.adapters import read_adapter
 from pdserve.engine.interface import Engine, KvPool, OnLayer, PlainOuts, Row, RowOut, compacted
+from pdserve.engine.load_engine import VLLM
 from pdserve.engine.memory.disk import DiskTier, disk_tier
-from pdserve.engine.memory.host import HostCopies, host_bytes_of, host_copies
+from pdserve.engine.memory.host import AUTO, HostCopies, host_bytes_of, host_copies
 from pdserve.engine.memory.plan import with_device_defaults
 from pdserve.engine.memory.slow_tier import JOIN_S
 from pdserve.engine.memory.store import StoreTier, store_tier
@@ -198,7 +199,9 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
             report = PhaseReport(config.worker_id, "host tier", "bytes")
             copies = host_copies(engine, config, report)
             on_device = None
-            if not engine.pool.is_on_host and (num_bytes := host_bytes_of(engine, config)):
+            num_bytes = 0 if engine.pool.is_on_host else host_bytes_of(engine, config)
+            # By default not with vLLM, whose own stream must wait for the copies: no GPU has run that yet.
+            if num_bytes and (num_bytes != AUTO or config.engine != VLLM):
                 on_device = context.device_tier(engine.pool, num_bytes, report)
             self.cost = calibrate.calibrate(engine, context.role, config)
             disk = self._disk_tier(copies)

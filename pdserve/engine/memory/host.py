@@ -90,11 +90,17 @@ def _seal(descriptor: int) -> bool:
 
 PROC: Final = Path("/proc")
 CGROUP: Final = Path("/sys/fs/cgroup")
+# Of control groups of versions 2 and 1: the limit, what is used of it, and the cached file pages in memory.stat.
+_CGROUP_FILES: Final = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 def free_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int | None:
     """Memory that is available without swapping, page cache included. None if unknown."""
-    limits = [host_bytes(proc / "meminfo"), *(cgroup_bytes(folder) for folder in cgroups(proc, cgroup))]
+    folders = (*cgroups(proc, cgroup), *cgroups(proc, cgroup / "memory", "memory"))
+    limits = [host_bytes(proc / "meminfo"), *map(cgroup_bytes, folders)]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
@@ -105,10 +111,12 @@ def usable_cores(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
     return max(1, min([cores, *(math.ceil(quota) for quota in quotas)]))
 
 
-def cgroups(proc: Path, root: Path) -> Iterator[Path]:
-    """The folders of this process's control group and its parents. A container sees its own group as the root."""
+def cgroups(proc: Path, root: Path, controller: str = "") -> Iterator[Path]:
+    """The folders of this process's control group and its parents. A container sees its own group as the root.
+    `controller`: that of a tree of version 1."""
     yield root
-    [path] = [line[3:] for line in _lines(proc / "self/cgroup") if line.startswith("0::")] or [""]
+    groups = [line.split(":", 2) for line in _lines(proc / "self/cgroup") if line.count(":") > 1]
+    path = next((path for _, names, path in groups if controller in names.split(",")), "")
     folder = root
     for part in Path(path).parts[1:]:
         folder = folder / part
@@ -125,12 +133,12 @@ def host_bytes(meminfo: Path) -> int | None:
 
 def cgroup_bytes(folder: Path) -> int | None:
     """Memory that a container may still allocate, including its cached file pages, which can be freed."""
-    limit = "".join(_lines(folder / "memory.max"))
-    used = "".join(_lines(folder / "memory.current"))
-    if not limit.isdigit() or not used.isdigit():
-        return None  # "max", or no such container
-    cached = sum(int(line.split()[1]) for line in _lines(folder / "memory.stat") if line.startswith("inactive_file "))
-    return max(0, int(limit) - int(used) + cached)
+    for limit_name, used_name, cached_name in _CGROUP_FILES:
+        limit, used = "".join(_lines(folder / limit_name)), "".join(_lines(folder / used_name))
+        if limit.isdigit() and used.isdigit():
+            words = [line.split() for line in _lines(folder / "memory.stat")]
+            return max(0, int(limit) - int(used) + sum(int(one[1]) for one in words if one[0] == cached_name))
+    return None  # "max", or no such container
 
 
 def cgroup_cores(folder: Path) -> float | None:

@@ -135,6 +135,19 @@ def test_the_tightest_group_counts(tmp_path: Path) -> None:
     assert usable_cores(proc, root) == 1
 
 
+def test_control_groups_of_version_1_count(tmp_path: Path) -> None:
+    proc, root = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (root / "memory/pods/one").mkdir(parents=True)
+    (proc / "self/cgroup").write_text("5:cpu,cpuacct:/other\n3:memory:/pods/one\n1:name=systemd:/\n0::/\n")
+    (proc / "meminfo").write_text("MemAvailable: 8 kB\n")
+    for group, limit in (("", 2**63 - 4096), ("pods", 5000), ("pods/one", 2**63 - 4096)):
+        (root / "memory" / group / "memory.limit_in_bytes").write_text(f"{limit}\n")
+        (root / "memory" / group / "memory.usage_in_bytes").write_text("3000\n")
+        (root / "memory" / group / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 700\n")
+    assert free_bytes(proc, root) == 2700
+
+
 def test_unknown_memory_is_not_checked(tmp_path: Path) -> None:
     assert free_bytes(tmp_path, tmp_path) is None
     assert usable_cores(tmp_path, tmp_path) >= 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,6 +40,10 @@ def others(count: int) -> list[list[int]]:
 
 def load_on_device(settings: Any, role: Role) -> Any:
     return DeviceEngine(load_engine(settings, role))
+
+
+def load_as_vllm(settings: Any, role: Role) -> Any:
+    return load_on_device(replace(settings, engine="auto"), role)
 
 
 class Flight:
@@ -217,6 +222,10 @@ async def test_the_default_takes_a_part_of_the_host(start: Any, monkeypatch: pyt
     d = start(Role.DECODE, load_on_device, model="toy", kv_blocks=NUM_BLOCKS)
     assert d.program.blocks.tier.num_slots == 2**14 // 8 // d.program.engine.spec.block_bytes
     assert start(Role.DECODE, model="toy", worker_id="cpu").program.blocks.tier is None
+    vllm = {"model": "toy", "kv_blocks": NUM_BLOCKS, "engine": "vllm"}
+    assert start(Role.DECODE, load_as_vllm, **vllm, worker_id="vllm").program.blocks.tier is None
+    asked = start(Role.DECODE, load_as_vllm, **vllm, worker_id="asked", kv_host_bytes=2**12)
+    assert asked.program.blocks.tier is not None
 
 
 @pytest.mark.parametrize(
