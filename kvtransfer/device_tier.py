@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from queue import Empty, SimpleQueue
 from typing import Final, final
 
@@ -241,7 +242,7 @@ class DeviceTier:
         out_s = in_s = float("inf")
         for _ in range(TIMED):
             began_s = time.perf_counter()
-            gathering = device.copy(blocks, numbers, self._staging, numbers, wake_nobody, device.fence())
+            gathering = device.gather(blocks, numbers, self._staging, numbers, device.fence())
             saving = device.move_blocks(
                 self._staging, numbers, host, numbers, wake_nobody, is_to_host=True, behind=gathering
             )
@@ -275,15 +276,16 @@ class DeviceTier:
         self._saves.append((block, slot))
 
     def flush(self) -> None:
-        saves, self._saves = self._saves, []
+        saves, self._saves = sorted(self._saves, key=itemgetter(1)), []  # neighbours are moved by one copy
         if not saves:
             return
         blocks, slots = [block for block, _ in saves], [slot for _, slot in saves]
         with self._rows_lock:
-            rows = [self._free_rows.pop() for _ in saves]
+            self._free_rows.sort()
+            rows, self._free_rows = self._free_rows[: len(saves)], self._free_rows[len(saves) :]
         device = self._device
         try:
-            gathering = device.copy(self._blocks, blocks, self._staging, rows, wake_nobody, device.fence())
+            gathering = device.gather(self._blocks, blocks, self._staging, rows, device.fence())
             device.hold_engine(gathering)
         except Exception as error:  # the device has failed, which the engine's step will report
             log.warning("KV blocks were not saved", extra={"error": str(error)})

@@ -1,7 +1,8 @@
 """Divides what the copies of one KV pool on a device share: its streams, and the memory of its staging slots.
 
 A copy goes to the stream with the fewest outstanding bytes, so a copy that waits for the engine does not delay others.
-A copy that must run after another one uses the same stream, which keeps the order without an event.
+A copy that must run after another one uses the same stream, which keeps the order without an event. Copies that hold
+the engine have a stream of their own.
 """
 
 from __future__ import annotations

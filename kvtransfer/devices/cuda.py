@@ -126,7 +126,7 @@ _POLL_SHARE: Final = 0.1  # of the time for which the newest copy has waited
 @final
 class CudaCopying:
     def __init__(self, event: Any, sums: Any | None, limit_s: float, stream: int | None = None) -> None:
-        """`stream`: the number of the device's copy stream that it is queued on."""
+        """`stream`: the number of the device's copy stream that it is queued on; None: another stream."""
         self._event, self._sums, self.stream = event, sums, stream
         self.began_s = time.monotonic()
         self._limit_s, self._ends_s = limit_s, self.began_s + limit_s
@@ -245,6 +245,7 @@ class CudaDevice:
         self.device = raw.device
         self.name = str(torch.cuda.get_device_properties(raw.device).uuid)
         self.streams = [torch.cuda.Stream(raw.device) for _ in range(limits.num_streams)]
+        self._gathering = torch.cuda.Stream(raw.device)  # on which no copy is queued that the engine need not wait for
         self.loads = StreamLoads(limits.num_streams)
         self.budget = StagingBudget(limits.staging_bytes)
         self.watcher = Watcher()
@@ -304,22 +305,43 @@ class CudaDevice:
         after: torch.cuda.Event | None,
         behind: Copying | None = None,
     ) -> CudaCopying:
-        from pdserve.engine.gpu.kernels.kv import relay
-
         assert isinstance(source, CudaBlocks)
         with self._queued(len(sources) * source.block_bytes, behind) as (index, num_bytes):
             if after is not None:
                 self.streams[index].wait_event(after)
-            # Both rows begin at multiples of 16 bytes; otherwise Triton would compile another kernel.
-            count, padding = len(sources), [0] * (-len(sources) % _WORDS)
-            rows = [[*sources, *padding], [*(targets or sources), *padding]]
-            numbers = torch.tensor(rows, dtype=torch.int32).pin_memory()
-            on_device = numbers.to(self.device, non_blocking=True)[:, :count]
-            into = target.tensor if isinstance(target, CudaBlocks) else None
-            sums_B = moved(source.tensor, on_device[0], into, on_device[1], relay)
-            host_B = torch.empty(len(sources), dtype=torch.int64, pin_memory=True)
-            host_B.copy_(sums_B, non_blocking=True)
-            return self._watched(index, num_bytes, host_B, wake)
+            sums = self._relayed(source, sources, target, targets)
+            return self._watched(index, num_bytes, sums, wake)
+
+    def gather(
+        self,
+        source: Blocks,
+        sources: Sequence[int],
+        target: Blocks,
+        targets: Sequence[int],
+        after: torch.cuda.Event,
+    ) -> CudaCopying:
+        assert isinstance(source, CudaBlocks)
+        with torch.cuda.device(self.device), torch.cuda.stream(self._gathering):
+            self._gathering.wait_event(after)
+            sums = self._relayed(source, sources, target, targets)
+            return CudaCopying(self._recorded(self._gathering), sums, COPY_S)
+
+    def _relayed(
+        self, source: CudaBlocks, sources: Sequence[int], target: Blocks | None, targets: Sequence[int]
+    ) -> torch.Tensor:
+        """Queues a copy on the current stream. The checksums are on the host when it has ended."""
+        from pdserve.engine.gpu.kernels.kv import relay
+
+        # Both rows begin at multiples of 16 bytes; otherwise Triton would compile another kernel.
+        count, padding = len(sources), [0] * (-len(sources) % _WORDS)
+        rows = [[*sources, *padding], [*(targets or sources), *padding]]
+        numbers = torch.tensor(rows, dtype=torch.int32).pin_memory()
+        on_device = numbers.to(self.device, non_blocking=True)[:, :count]
+        into = target.tensor if isinstance(target, CudaBlocks) else None
+        sums_B = moved(source.tensor, on_device[0], into, on_device[1], relay)
+        host_B = torch.empty(len(sources), dtype=torch.int64, pin_memory=True)
+        host_B.copy_(sums_B, non_blocking=True)
+        return host_B
 
     def pinned(self, num_bytes: int) -> PinnedBytes:
         return PinnedBytes(num_bytes)
@@ -392,7 +414,7 @@ class CudaDevice:
         return has_passed(self._recorded(stream), limit_s)
 
     def drain(self) -> None:
-        events, began_s = [self._recorded(stream) for stream in self.streams], time.monotonic()
+        events, began_s = [self._recorded(stream) for stream in (*self.streams, self._gathering)], time.monotonic()
         for event in events:
             while not has_passed(event, COPY_S):
                 log.error("the device does not drain", extra={"since_s": round(time.monotonic() - began_s)})
@@ -403,6 +425,8 @@ class CudaDevice:
         index = self.loads.begin(num_bytes, None if behind is None else _stream_of(behind))
         try:
             with torch.cuda.device(self.device), torch.cuda.stream(self.streams[index]):
+                if isinstance(behind, CudaCopying) and behind.stream is None:
+                    behind.let_wait(self.streams[index])
                 yield index, num_bytes
         except BaseException:
             self.loads.end(index, num_bytes)
@@ -439,9 +463,8 @@ class CudaDevice:
             self._spare[size].append(pointer)
 
 
-def _stream_of(copying: Copying) -> int:
+def _stream_of(copying: Copying) -> int | None:
     assert isinstance(copying, CudaCopying)
-    assert copying.stream is not None, "not queued on a copy stream"
     return copying.stream
 
 

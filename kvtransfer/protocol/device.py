@@ -74,6 +74,12 @@ class Device(Protocol):
 
     def staging(self, num_blocks: int) -> Blocks: ...
 
+    def gather(
+        self, source: Blocks, sources: Sequence[int], target: Blocks, targets: Sequence[int], after: Fence
+    ) -> Copying:
+        """As `copy`, for work of the engine that is held. It waits for no other copy."""
+        ...
+
     def pinned(self, num_bytes: int) -> Pinned:
         """Raises TransferFailed if the host has no memory left."""
         ...

@@ -213,6 +213,11 @@ class HostDevice:
         assert isinstance(source, HostBlocks)
         return self._done(copy_and_sum(source, sources, target, targets), wake)
 
+    def gather(
+        self, source: Blocks, sources: Sequence[int], target: Blocks, targets: Sequence[int], after: Any
+    ) -> Done:
+        return self.copy(source, sources, target, targets, lambda: None, after)
+
     def move(
         self,
         staging: Blocks,

@@ -222,6 +222,7 @@ class FakeDevice:
     def __init__(self, pool: Any, trouble: Trouble = PLAIN, limits: CopyLimits | None = None) -> None:
         limits = limits or CopyLimits()
         self._pool, self.trouble = pool, trouble
+        self._gathering = Stream("device gathers", trouble)
         if isinstance(pool, HiddenPool):
             pool.device = self
         self.streams = [Stream(f"device {number}", trouble) for number in range(limits.num_streams)]
@@ -233,7 +234,9 @@ class FakeDevice:
         self._rng = random.Random(f"{trouble.seed} kills")
         self._steps: list[threading.Event] = []  # of the engine, that may not have ended
         self._held: list[FakeCopying] = []  # for which the engine waits
-        self._uses: dict[int, tuple[int, Sequence[Use]]] = {}  # number of work in progress -> its stream and uses
+        self._uses: dict[
+            int, tuple[int | None, Sequence[Use]]
+        ] = {}  # number of work in progress -> its stream and uses
         self._copyings: dict[int, FakeCopying] = {}  # the same work
         self.num_copies = self.num_moved = 0
 
@@ -285,6 +288,24 @@ class FakeDevice:
         after: Any | None,
         behind: Copying | None = None,
     ) -> FakeCopying:
+        return self._copy(source, sources, target, targets, wake, after, behind)
+
+    def gather(
+        self, source: Blocks, sources: Sequence[int], target: Blocks, targets: Sequence[int], after: Any
+    ) -> FakeCopying:
+        return self._copy(source, sources, target, targets, lambda: None, after, None, self._gathering)
+
+    def _copy(
+        self,
+        source: Blocks,
+        sources: Sequence[int],
+        target: Blocks | None,
+        targets: Sequence[int],
+        wake: Wake,
+        after: Any | None,
+        behind: Copying | None,
+        stream: Stream | None = None,
+    ) -> FakeCopying:
         assert isinstance(source, FakeBlocks)
         assert target is None or (target.block_bytes == source.block_bytes and len(targets) == len(sources))
         self.num_copies += 1
@@ -307,7 +328,7 @@ class FakeDevice:
         block_sums: list[int] = []
         uses = [] if target is None else [Use(_address(target), number, True) for number in targets]
         uses += [Use(_address(source), number, False) for number in sources]
-        copying = self._queue(work, wake, len(sources) * source.block_bytes, behind, uses, after)
+        copying = self._queue(work, wake, len(sources) * source.block_bytes, behind, uses, after, stream)
         copying.block_sums = block_sums
         return copying
 
@@ -366,11 +387,11 @@ class FakeDevice:
         return self._queue(work, wake, len(slots) * size, behind, uses, after)
 
     def drain(self) -> None:
-        for stream in self.streams:
+        for stream in (*self.streams, self._gathering):
             stream.drain()
 
     def end(self) -> None:
-        for stream in self.streams:
+        for stream in (*self.streams, self._gathering):
             stream.end()
 
     def stream_for(self, num_bytes: int, behind: Copying | None) -> int:
@@ -380,7 +401,7 @@ class FakeDevice:
         assert isinstance(behind, FakeCopying)
         return self.loads.begin(num_bytes, behind.stream)
 
-    def _check(self, uses: Sequence[Use], stream: int, after: Sequence[Any]) -> None:
+    def _check(self, uses: Sequence[Use], stream: int | None, after: Sequence[Any]) -> None:
         """Raises InternalError if work in progress on another stream has one of these uses, and one of both writes.
         Only if one is of `move_blocks`: transports also read blocks that others may be writing, and notice it."""
         for number, (other_stream, others) in list(self._uses.items()):
@@ -401,9 +422,12 @@ class FakeDevice:
         behind: Copying | None,
         uses: Sequence[Use] = (),
         after: Sequence[Any] | None = None,
+        stream: Stream | None = None,
     ) -> FakeCopying:
-        index = self.stream_for(num_bytes, behind)
-        self._check(uses, index, after or ())
+        """On `stream`, which is none of the copy streams, or on the one with the fewest bytes."""
+        index = None if stream is not None else self.stream_for(num_bytes, behind)
+        gathering = behind if isinstance(behind, FakeCopying) and behind.stream is None else None
+        self._check(uses, index, (*(after or ()), gathering))
         with self._lock:
             self._num_queued += 1
             number = self._num_queued
@@ -413,13 +437,20 @@ class FakeDevice:
             with self._lock:
                 self._under_way.remove(number)
                 self.num_overtakings += min(self._under_way, default=number) < number
-            self.loads.end(index, num_bytes)
+            if index is not None:
+                self.loads.end(index, num_bytes)
             self._uses.pop(number, None)
             self._copyings.pop(number, None)
             wake()
 
         self._uses[number] = index, uses
-        copying = self.streams[index].queue(work, ended, number=index)
+
+        def ordered() -> bytes:
+            wait_for(() if gathering is None else (gathering,))
+            return work()
+
+        on = stream if stream is not None else self.streams[index or 0]
+        copying = on.queue(ordered, ended, number=index)
         if number in self._uses:
             self._copyings[number] = copying
         return copying

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import queue
 import random
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -113,6 +114,35 @@ def test_a_copy_has_what_the_last_step_wrote(tiered: Callable[..., Tiered]) -> N
     assert (one.read(3), one.read(5)) == (9, 2)
 
 
+def test_a_save_holds_the_engine_for_its_gathering_only(tiered: Callable[..., Tiered]) -> None:
+    """All copy streams are busy, as with loads."""
+    one = tiered()
+    busy = threading.Event()
+    for stream in one.device.streams:
+        stream.queue(lambda: bytes(busy.wait(2 * WAIT_S)), lambda: None)
+    one.write(3, 1)
+    one.save((3, b"a"))
+    [held] = one.device.take_held()
+    wait_for(lambda: held.is_done, "the gathering")
+    busy.set()
+    assert one.load(b"a", blocks=(5,)) == 1
+    assert one.read(5) == 1
+
+
+def test_what_leaves_at_once_moves_as_one_run(tiered: Callable[..., Tiered], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, move_blocks = tiered(), FakeDevice.move_blocks
+    runs: list[int] = []
+
+    def move(device: FakeDevice, blocks: Any, numbers: Any, host: Any, slots: Any, *args: Any, **options: Any) -> Any:
+        runs.append(len(list(neighbours(numbers, slots))))
+        return move_blocks(device, blocks, numbers, host, slots, *args, **options)
+
+    monkeypatch.setattr(FakeDevice, "move_blocks", move)
+    one.save((7, b"a"), (2, b"b"), (4, b"c"))
+    assert one.copies.flushed(WAIT_S)
+    assert runs == [1]
+
+
 def test_a_load_waits_for_the_steps_before_it(tiered: Callable[..., Tiered]) -> None:
     one = tiered()
     one.write(3, 1)
@@ -191,9 +221,9 @@ def test_what_has_left_is_a_miss(tiered: Callable[..., Tiered]) -> None:
     assert one.load(b"b", b"a", blocks=(5, 6)) == 0
 
 
-@pytest.mark.parametrize("call", ["copy", "move_blocks"])
+@pytest.mark.parametrize("calls", [("copy", "gather"), ("move_blocks",)])
 def test_a_device_that_fails_is_a_miss(
-    tiered: Callable[..., Tiered], monkeypatch: pytest.MonkeyPatch, call: str
+    tiered: Callable[..., Tiered], monkeypatch: pytest.MonkeyPatch, calls: tuple[str, ...]
 ) -> None:
     one = tiered()
     one.save((0, b"a"))
@@ -203,7 +233,8 @@ def test_a_device_that_fails_is_a_miss(
         raise RuntimeError("an illegal access")
 
     with monkeypatch.context() as patch:
-        patch.setattr(one.device, call, fail)
+        for call in calls:
+            patch.setattr(one.device, call, fail)
         assert one.load(b"a", blocks=(5,)) == 0
         one.save((1, b"b"))
         assert one.copies.flushed(WAIT_S)

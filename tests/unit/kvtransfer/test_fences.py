@@ -140,4 +140,5 @@ def test_a_cuda_copy_uses_only_its_fence(monkeypatch: pytest.MonkeyPatch) -> Non
         ("record", second),
         ("record", first),
         ("record", second),
-    ], "one copy on each stream, and the two of draining"
+        ("record", "transfers 2"),
+    ], "one copy on each stream, and the three of draining"

@@ -335,8 +335,8 @@ def test_blocks_move_to_pinned_memory_and_back(streams: Streams, device: CudaDev
     seen = bytes(pool.tensor[1:3].numpy())
     staging.tensor.copy_(pool.tensor[:3])  # the stand-in for the gathering moves no bytes
     streams.is_held = True
-    gathering = device.copy(pool, [1, 2], staging, [1, 2], nobody, device.fence())
-    with pytest.raises(AssertionError, match="read on copy 0, written on engine without a wait"):
+    gathering = device.gather(pool, [1, 2], staging, [1, 2], device.fence())
+    with pytest.raises(AssertionError, match="read on copy 4, written on engine without a wait"):
         pool.tensor[1].copy_(torch.zeros(64, dtype=torch.uint8))
     device.hold_engine(gathering)
     saving = device.move_blocks(staging, [1, 2], host, [0, 3], nobody, is_to_host=True, behind=gathering)
@@ -359,7 +359,7 @@ def test_an_engine_with_a_stream_of_its_own_waits(streams: Streams, device: Cuda
     pool, staging, received = device.pool(), device.staging(2), device.staging(1)
     streams.is_held = True
     with streams.on(streams.stream("vllm")):
-        gathering = device.copy(pool, [1, 2], staging, [0, 1], nobody, device.fence())
+        gathering = device.gather(pool, [1, 2], staging, [0, 1], device.fence())
         device.hold_engine(gathering)
         pool.tensor[1].copy_(torch.zeros(64, dtype=torch.uint8))
     device.copy(received, [0], pool, [2], nobody, device.fence())
