@@ -102,7 +102,9 @@ def longest_runs_first(blocks: Iterable[int]) -> list[int]:
 
 # --- allocation -----------------------------------------------------------------------------------------------
 
-AHEAD_SHARE: Final = 0.125  # of the pool, saved before it is evicted where a save takes no time from the engine
+AHEAD_SHARE: Final = (
+    0.125  # of the pool or the tier, saved before it is evicted where a save takes no time from the engine
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +156,9 @@ class BlockAllocator:
         num_tiered = num_blocks + (0 if tier is None else tier.num_slots)
         self._retention = Retention(num_tiered, computed_s, self._block_of)
         self._ahead = self._retention.ahead
-        self._most_ahead = 0 if tier is None or tier.loads_at_once else int(AHEAD_SHARE * num_blocks)
+        self._most_ahead = 0
+        if tier is not None and not tier.loads_at_once:  # in the tier, they are copies of what the pool has
+            self._most_ahead = int(AHEAD_SHARE * min(num_blocks, tier.num_slots))
         self._stored: dict[bytes, None] = {}  # a dict, because it keeps the order
         self._removed: dict[bytes, None] = {}
         self._sequence = 0
@@ -219,21 +223,26 @@ class BlockAllocator:
         tier = self.tier
         if tier is None or len(self._ahead) >= self._most_ahead or not self._retention.pool:
             return
-        before, most_saved = tier.num_saved, tier.most_saved
-        while len(self._ahead) < self._most_ahead and self._retention.pool and tier.num_saved - before < most_saved:
-            (block_hash,) = self._retention.pool.pop(1, self.now_s)
+        pool, before = self._retention.pool, tier.num_saved
+        count = min(self._most_ahead - len(self._ahead), len(pool), tier.most_saved)
+        for block_hash in pool.pop(count, self.now_s):
             self._ahead[block_hash] = None
             self._copy(block_hash, self._block_of[block_hash])
         if tier.num_saved > before:
             tier.flush()
 
     def _next_to_leave(self, count: int) -> list[bytes]:
+        """Blocks that were saved ahead, unless a block that came later is worth less."""
         leaving: list[bytes] = []
+        retention = self._retention
         while self._ahead and len(leaving) < count:
             block_hash = next(iter(self._ahead))
-            del self._ahead[block_hash]
-            leaving.append(block_hash)
-        return leaving + self._retention.pool.pop(count - len(leaving), self.now_s)
+            if retention.leaves_after_pool(block_hash, self.now_s):
+                leaving += retention.pool.pop(1, self.now_s)
+            else:
+                del self._ahead[block_hash]
+                leaving.append(block_hash)
+        return leaving + retention.pool.pop(count - len(leaving), self.now_s)
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """The blocks of the longest cached prefix of `hashes`. Adds a reference to each."""
@@ -409,21 +418,16 @@ class BlockAllocator:
     def _save(self, block: int) -> None:
         """The block is about to be reused."""
         block_hash = self._hash_of[block]
-        if not self._holds(block, block_hash):
-            return
-        tier = self.tier
-        if tier is None:
-            if self.lower is not None:
-                self.lower.take_block(block_hash, block)
-            return
-        if not self._copy(block_hash, block) and self.lower is not None:
+        is_done = self._copy(block_hash, block) if self.tier is not None else not self._holds(block, block_hash)
+        if not is_done and self.lower is not None:
             self.lower.take_block(block_hash, block)
 
     def _copy(self, block_hash: bytes, block: int) -> bool:
-        """Copies a block to the host tier, unless it has one. False if the block is not worth it."""
+        """Copies a block to the host tier, unless it has one or the block no longer has its contents. False if the
+        block is not worth it."""
         tier, retention = self.tier, self._retention
         assert tier is not None
-        if block_hash in tier:
+        if block_hash in tier or not self._holds(block, block_hash):
             return True
         if not tier.rule.saves(*retention.expected_use(block_hash, self.now_s)):
             return False

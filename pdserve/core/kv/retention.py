@@ -410,6 +410,11 @@ class Retention:
         rank = self.host.rank(self._segment_of(block_hash, now_s), now_s)
         return rank >= self.host.least(now_s)
 
+    def leaves_after_pool(self, block_hash: bytes, now_s: float) -> bool:
+        """Whether the block is worth more than the one of `pool` that leaves first."""
+        pool = self.pool
+        return len(pool) > 0 and pool.least(now_s) < pool.rank(self._segment_of(block_hash, now_s), now_s)
+
     def expected_use(self, block_hash: bytes, now_s: float) -> tuple[float, float | None]:
         """Seconds to compute a block of its text, the mean of all, and the probability of another use of the block;
         0.0 and None: unknown."""

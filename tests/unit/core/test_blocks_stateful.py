@@ -58,7 +58,7 @@ class Sequences(RuleBasedStateMachine):
 
     @initialize(
         num_blocks=st.integers(1, 20),
-        num_slots=st.integers(0, 8),
+        num_slots=st.integers(0, 20),
         most_saved=st.integers(1, 8),
         is_queued=st.booleans(),
     )

@@ -238,11 +238,12 @@ class QueuedSlots(Slots):
         self.num_flushes += 1
 
 
-def queued(most_saved: int, num_slots: int = 8) -> tuple[KvCache, QueuedSlots]:
+def queued(most_saved: int, num_slots: int = 16, computed_s: float = 2.0) -> tuple[KvCache, QueuedSlots]:
     """A pool of 16 blocks, of which 2 are saved before they leave."""
     slots = QueuedSlots(num_slots)
     rule = LoadRule(1.0, lambda num_tokens, cached_tokens: 2.0 * num_tokens, is_beside=True)
-    return KvCache(BlockAllocator(16, tier=HostTier(slots, rule, most_saved, queued=slots)), SIZE), slots
+    tier = HostTier(slots, rule, most_saved, queued=slots)
+    return KvCache(BlockAllocator(16, tier=tier, computed_s=lambda first: computed_s), SIZE), slots
 
 
 def test_blocks_that_leave_next_are_saved_before() -> None:
@@ -253,13 +254,52 @@ def test_blocks_that_leave_next_are_saved_before() -> None:
     kv.release(held)
     for now_s in (2.0, 3.0, 4.0):
         kv.advance(now_s)
-    assert slots.copies == [("save", held[2], 7), ("save", held[1], 6)]  # an eighth of the pool, one at a time
+    assert slots.copies == [("save", held[2], 15), ("save", held[1], 14)]  # an eighth of the pool, one at a time
     assert slots.num_flushes == 2
     assert kv.take_changes() is not None
     kv.blocks.check(holders=[])
     assert kv.extend(15) is not None  # both leave
     assert len(slots.copies) == 2
     assert kv.take_changes() is None
+    kv.blocks.check()
+
+
+def test_what_is_saved_before_is_an_eighth_of_a_small_tier() -> None:
+    kv, slots = queued(most_saved=8, num_slots=8)
+    kv.release(computed(kv, 3 * SIZE, HASHES))
+    kv.advance(1.0)
+    assert len(slots.copies) == 1
+
+
+def test_few_blocks_are_looked_at_for_being_saved_before() -> None:
+    """Also if none is worth a copy."""
+    kv, slots = queued(most_saved=1, computed_s=0.01)
+    kv.release(computed(kv, 3 * SIZE, HASHES))
+    kv.advance(1.0)
+    assert len(kv.blocks._ahead) == 1
+    assert not slots.copies
+
+
+def test_a_block_with_other_contents_is_not_saved_before() -> None:
+    kv, slots = queued(most_saved=8)
+    held = computed(kv, 3 * SIZE, HASHES)
+    kv.release(held)
+    kv.blocks.stamps.begin([held[2]])
+    kv.advance(1.0)
+    assert [block for _, block, _ in slots.copies] == [held[1]]
+
+
+def test_an_ended_session_leaves_before_what_was_saved_earlier() -> None:
+    kv, slots = queued(most_saved=8)
+    others = [bytes([number] * 16) for number in range(11, 14)]
+    first, second = computed(kv, 3 * SIZE, HASHES), computed(kv, 3 * SIZE, others)
+    kv.release(first, 60.0)
+    kv.advance(1.0)
+    assert len(slots.copies) == 2
+    kv.release(second, 0.0)
+    assert kv.extend(13) is not None
+    assert kv.blocks.num_matched(HASHES) == 3
+    assert kv.blocks.num_matched(others) == 0
     kv.blocks.check()
 
 
