@@ -340,6 +340,7 @@ class DeviceTier:
             if not self._thread.is_alive():  # else the device hangs, and the process ends soon
                 self._staging.close()
                 self._slots.close()
+                self._device.unpin()  # the worker may go on without the tier
 
     def flushed(self, timeout_s: float) -> bool:
         """Waits until all copies have ended; for tests and measurements."""

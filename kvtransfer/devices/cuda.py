@@ -346,6 +346,10 @@ class CudaDevice:
     def pinned(self, num_bytes: int) -> PinnedBytes:
         return PinnedBytes(num_bytes)
 
+    def unpin(self) -> None:
+        if hasattr(torch.accelerator, "empty_host_cache"):  # not in every torch that pdserve accepts
+            torch.accelerator.empty_host_cache()
+
     def move(
         self,
         staging: Blocks,

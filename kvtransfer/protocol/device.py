@@ -84,6 +84,10 @@ class Device(Protocol):
         """Raises TransferFailed if the host has no memory left."""
         ...
 
+    def unpin(self) -> None:
+        """Returns the pinned memory that was closed to the host. May wait for the device."""
+        ...
+
     def export(self) -> bytes:
         """The bytes with which another process on this host can open the pool."""
         ...

@@ -191,6 +191,9 @@ class HostDevice:
     def pinned(self, num_bytes: int) -> PlainBytes:
         return PlainBytes(num_bytes)
 
+    def unpin(self) -> None:
+        """It has been returned."""
+
     def export(self) -> bytes:
         raise InternalError("a pool in host memory is not opened by a device's driver")
 

@@ -238,7 +238,7 @@ class FakeDevice:
             int, tuple[int | None, Sequence[Use]]
         ] = {}  # number of work in progress -> its stream and uses
         self._copyings: dict[int, FakeCopying] = {}  # the same work
-        self.num_copies = self.num_moved = 0
+        self.num_copies = self.num_moved = self.num_unpinned = 0
 
     def pool(self) -> FakeBlocks:
         return FakeBlocks(self._pool.on_device, self._pool.num_blocks, self._pool.block_bytes)
@@ -334,6 +334,9 @@ class FakeDevice:
 
     def pinned(self, num_bytes: int) -> PlainBytes:
         return PlainBytes(num_bytes)
+
+    def unpin(self) -> None:
+        self.num_unpinned += 1
 
     def move(
         self,

@@ -241,12 +241,16 @@ def test_a_tier_that_cannot_be_is_an_error(start: Any, changes: dict[str, Any], 
         start(Role.DECODE, load_on_device, **changes)
 
 
-def test_copies_that_go_wrong_at_start_turn_the_tier_off(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_that_go_wrong_at_start_turn_the_tier_off(
+    start: Any, monkeypatch: pytest.MonkeyPatch, devices: dict[int, FakeDevice]
+) -> None:
+    """And the host gets its memory back."""
     numbers = iter(range(1000))
     monkeypatch.setattr(FakeCopying, "sums", lambda self: [next(numbers)])
     d = start(Role.DECODE, load_on_device, model="toy", kv_blocks=NUM_BLOCKS, kv_host_bytes=2**20)
     assert d.program.blocks.tier is None
     assert "host" not in d.program.sources
+    assert [device.num_unpinned for device in devices.values()] == [1]
 
 
 # -- pulls -------------------------------------------------------------------------------------------------------------
