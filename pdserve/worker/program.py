@@ -233,6 +233,8 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
             self.kv = kept.kv
             self.cost = calibrate.calibrate_again(engine, context.role, config, kept.cost, kept.kv)
         self.blocks = self.kv.blocks
+        if kept is not None:
+            self._rebind_tiers()
         # A sequence must fit into the whole pool.
         max_context_tokens = min(spec.max_context_tokens, spec.num_blocks * spec.block_size)
         seed = hash_seed(spec.weights_hash, spec.dtype, spec.layout, spec.block_size)
@@ -639,20 +641,31 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
 
     def _disk_tier(self, copies: HostCopies | None) -> DiskTier | None:
         """None if it is off, or if computing is sooner: routers would count on blocks that are computed again."""
-        engine, config, post = self.engine, self.context.config, self.context.post
-
-        def changed(added: Sequence[bytes], removed: Sequence[bytes]) -> None:
-            def act() -> None:
-                files = () if self.disk is None else self.disk.files
-                # A block that was found to be wrong meanwhile is no longer there.
-                self.blocks.lower_changed([one for one in added if one in files], removed)
-
-            post(act)
-
-        disk = disk_tier(engine, config, copies, changed, PhaseReport(config.worker_id, "disk tier", "files"))
+        engine, config = self.engine, self.context.config
+        report = PhaseReport(config.worker_id, "disk tier", "files")
+        disk = disk_tier(engine, config, copies, self._disk_changed, report)
         if disk is None:
             return None
         return disk if self._is_worthwhile(disk) else None
+
+    def _disk_changed(self, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        def act() -> None:
+            files = () if self.disk is None else self.disk.files
+            # A block that was found to be wrong meanwhile is no longer there.
+            self.blocks.lower_changed([one for one in added if one in files], removed)
+
+        self.context.post(act)
+
+    def _copy_is_wrong(self, block_hash: bytes) -> None:
+        self.context.post(lambda: self.blocks.drop_copy(block_hash))
+
+    def _rebind_tiers(self) -> None:
+        """What tiers report from now on goes to this program."""
+        if self.disk is not None:
+            self.disk.changed = self._disk_changed
+        on_device = self.sources.get("host")
+        if on_device is not None and self.blocks.tier is not None:
+            cast(DeviceTier, on_device).serve(self.blocks.tier, self._copy_is_wrong)
 
     def _store_tier(self, copies: HostCopies | None) -> StoreTier | None:
         """None if it is off, or if computing is sooner. Its blocks are not announced: all workers can read them."""
@@ -678,7 +691,7 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         if tier is None:
             copies.close()
             return None
-        copies.serve(tier, lambda block_hash: self.context.post(lambda: self.blocks.drop_copy(block_hash)))
+        copies.serve(tier, self._copy_is_wrong)
         self.sources[copies.name] = copies
         return tier
 

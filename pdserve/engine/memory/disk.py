@@ -54,7 +54,7 @@ class DiskTier(SlowTier[Group, Place]):
             first_pause_s=first_pause_s,
         )
         self.files = files
-        self._changed = changed
+        self.changed = changed
         self._num_unsynced = 0
         self._start()
 
@@ -87,7 +87,7 @@ class DiskTier(SlowTier[Group, Place]):
             for at, index in enumerate(part.indexes):
                 if not good[at]:
                     self.files.forget(fetch.hashes[index], part.segment, part.first_slot + at)
-            self._changed((), [one for one in damaged if one not in self.files])
+            self.changed((), [one for one in damaged if one not in self.files])
         return good
 
     @property
@@ -111,7 +111,7 @@ class DiskTier(SlowTier[Group, Place]):
     def _has_written(self, added: Sequence[bytes]) -> None:
         left = [one for one in self.files.take_left() if one not in self.files]
         if added or left:
-            self._changed(added, left)
+            self.changed(added, left)
 
     def _ended(self) -> None:
         self.files.close()
@@ -131,6 +131,7 @@ def disk_tier(
     spec, pool = engine.spec, engine.pool
     if not config.is_prefix_cache_on:
         raise ConfigError("kv_disk_path", config.kv_disk_path, "no folder while is_prefix_cache_on is false")
+    # On a GPU, a copy that leaves the host tier before `flush` would be handed down from a slot not yet written.
     if not pool.is_on_host or spec.tp_degree > 1:
         raise ConfigError("kv_disk_path", config.kv_disk_path, "no folder for a pool on GPUs, or of several ranks")
     files = BlockFiles(

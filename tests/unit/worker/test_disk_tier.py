@@ -226,7 +226,7 @@ async def test_a_role_change_keeps_the_disk_tier(start: Any, attach: Any, ask: A
 
 async def test_a_block_that_left_before_its_write_was_told_is_not_announced(start: Any, disk: dict[str, Any]) -> None:
     d = start(Role.DECODE, **disk)
-    tier_of(d)._changed([b"written, then dropped"], ())
+    tier_of(d).changed([b"written, then dropped"], ())
     assert await d.on_engine(lambda program: program.kv.snapshot().stored) == ()
 
 

@@ -293,9 +293,7 @@ async def test_sources_that_hang_keep_no_thread(pair: Any, ask: Any, hung: str) 
     has_run = threading.Event()
     for _ in range(PULLS_TAKEN):
         p1.program.giver._threads.submit(has_run.set)
-    assert await asyncio.to_thread(has_run.wait, ASK_S / 2), (
-        "the threads are free long before the asks' time is over"
-    )
+    assert await asyncio.to_thread(has_run.wait, ASK_S / 2), "the threads are free long before the asks' time is over"
     await waits(p1)
     assert await router.remote(from_(p0, ask("r", PROMPT))) == answer(PROMPT, 8, prefilled=len(PROMPT))
     assert router.all("pull_ended", "r")[0].num_tokens == REUSED

@@ -94,6 +94,17 @@ async def test_tokens_stay_exact_and_cached_prefixes_stay(
     assert len({one.context.incarnation for worker in pair for one in worker.programs}) == 6
 
 
+async def test_what_a_disk_tier_reports_reaches_the_new_role(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.worker.program.is_disk_worthwhile", lambda read_s, computed_s: True)
+    worker = start(Role.DECODE, model="toy", kv_disk_path=str(tmp_path), kv_disk_bytes=2**27)
+    assert not await change(worker)
+    await worker.on_engine(lambda program: program.blocks._in_lower.add(b"a"))
+    worker.program.disk.changed((), [b"a"])
+    await worker.until(lambda program: b"a" not in program.blocks._in_lower, "the block has left the disk")
+
+
 async def test_a_prefill_worker_learns_what_decode_steps_cost(start: Any, attach: Any, ask: Any) -> None:
     p = start(Role.PREFILL, **TOY, toy_step_s=0.002)
     assert p.program.cost.decode_base_s == p.program.cost.decode_per_row_s == 0.0
