@@ -232,7 +232,7 @@ class BlockAllocator:
             tier.flush()
 
     def _next_to_leave(self, count: int) -> list[bytes]:
-        """Blocks that were saved ahead, unless a block that came later is worth less."""
+        """Blocks that were saved ahead, after those of ended sessions."""
         leaving: list[bytes] = []
         retention = self._retention
         while self._ahead and len(leaving) < count:
