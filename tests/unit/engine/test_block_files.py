@@ -337,9 +337,14 @@ def test_a_storm_of_faults_gives_no_wrong_block() -> None:
 
 
 def test_a_storm_of_faults_on_the_store_gives_no_wrong_block(tmp_path: Path) -> None:
-    result = store.StoreStorm(tmp_path, 2).run(800)
-    assert result.wrong == []
-    assert result.filled > 0
+    for seed in range(2, 7):  # on a busy machine, a storm may end before the first of its reads
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        result = store.StoreStorm(folder, seed).run(800)
+        assert result.wrong == []
+        if result.filled > 0:
+            return
+    pytest.fail("no storm has read a block")
 
 
 @pytest.mark.slow

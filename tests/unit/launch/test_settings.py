@@ -222,7 +222,7 @@ NUMBERS = [
 @pytest.mark.parametrize(("kind", "one"), NUMBERS, ids=lambda value: getattr(value, "name", value))
 def test_every_number_has_a_range(kind: str, one: dataclasses.Field[Any], tmp_path: Path) -> None:
     is_float = str(one.type) == "float"
-    for value in ("-1", *(("nan", "inf", "-inf", "1e9") if is_float else (str(2**62),))):
+    for value in ("-2", *(("nan", "inf", "-inf", "1e9") if is_float else (str(2**62),))):
         with pytest.raises(ConfigError, match=f"{kind}.{one.name}: got .*, expected a number from") as caught:
             read({"model": "toy"}, None, f"{kind}.{one.name}={value}", folder=tmp_path)
         assert caught.value.field == f"{kind}.{one.name}"
