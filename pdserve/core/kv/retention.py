@@ -411,8 +411,8 @@ class Retention:
         return rank >= self.host.least(now_s)
 
     def leaves_after_pool(self, block_hash: bytes, now_s: float) -> bool:
-        """Whether `pool` has a block of an ended session, and this is none. Others follow the blocks saved ahead, also if
-        they are worth less: when many leave at once, they would leave without a copy."""
+        """Whether `pool` has a block of an ended session, and this is none. Others follow the blocks saved ahead, also
+        if they are worth less: when many leave at once, they would leave without a copy."""
         pool = self.pool
         has_ended = len(pool) > 0 and pool.least(now_s) == _LOWEST_RANK
         return has_ended and pool.rank(self._segment_of(block_hash, now_s), now_s) > _LOWEST_RANK
