@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, final
 
 import grpc
@@ -49,6 +50,7 @@ log = logging.getLogger(__name__)
 
 DIAL_S: Final = 5.0
 SILENT_S: Final = 9.0  # without an answer: less than the 10 s of an ask, so that one ask can find it
+LATE_S: Final = 1.0  # after a call's deadline
 MAX_CHANNELS: Final = 64  # connections to sources of pulls that are kept
 
 
@@ -130,13 +132,14 @@ class Calls:
         self._running: Any = None
         self.is_cancelled = False
 
-    def wait(self, call: Any) -> Any:
-        """The answer of the started call."""
+    def wait(self, call: Any, timeout_s: float) -> Any:
+        """The answer of the started call. Raises grpc.FutureTimeoutError if it outlives its own deadline: gRPC had no
+        thread for the channel, whose calls then never end."""
         with self._lock:
             self._running, is_cancelled = call, self.is_cancelled
         if is_cancelled:
             call.cancel()
-        return call.result()
+        return call.result(timeout=timeout_s + LATE_S)
 
     def cancel(self) -> None:
         with self._lock:
@@ -201,6 +204,9 @@ class PullClient:
         except TransferFailed:
             is_dropped = True  # a new one reads new certificates, and connects at once
             raise
+        except Exception as error:  # such as too many threads: closing such a channel might never return
+            self._forget(endpoint, connection)
+            raise TransferFailed(f"no call to {endpoint}: {error or type(error).__name__}") from error
         finally:
             self._end(endpoint, connection, has_answered=has_answered, is_dropped=is_dropped)
         return answer
@@ -250,6 +256,11 @@ class PullClient:
         if is_over:
             connection.channel.close()
 
+    def _forget(self, endpoint: str, connection: _Connection) -> None:
+        with self._lock:
+            if self._connections.get(endpoint) is connection:
+                del self._connections[endpoint]
+
     def _drop(self, endpoint: str) -> _Connection | None:
         """Returns the connection if it has no calls, so that it must be closed."""
         connection = self._connections.pop(endpoint)
@@ -293,14 +304,20 @@ def _proven(
     ends_s: float,
     calls: Calls | None = None,
 ) -> Any:
-    """Raises NoAnswer if `calls` was cancelled, or the time is over."""
-    calls = calls or Calls()
+    """Raises NoAnswer if `calls` was cancelled, or the time is over. Without `calls`, gRPC needs no thread."""
+
+    def left_s() -> float:
+        return max(0.1, ends_s - time.monotonic())
+
     try:
-        metadata = peers.prove_blocking(channel, introduction, max(0.1, ends_s - time.monotonic()), calls.wait)
-        call = of(transfer_pb2_grpc.TransferServiceStub(channel)).future(
-            request, timeout=max(0.1, ends_s - time.monotonic()), metadata=metadata
-        )
-        answer = calls.wait(call)
+        wait = None if calls is None else partial(calls.wait, timeout_s=left_s())
+        metadata = peers.prove_blocking(channel, introduction, left_s(), wait)
+        method = of(transfer_pb2_grpc.TransferServiceStub(channel))
+        if calls is None:
+            answer, call = method.with_call(request, timeout=left_s(), metadata=metadata)
+        else:
+            call = method.future(request, timeout=left_s(), metadata=metadata)
+            answer = calls.wait(call, left_s())
         peers.check_answer(introduction, call.initial_metadata())
     except Unauthenticated as error:
         raise TransferFailed(error.message) from error

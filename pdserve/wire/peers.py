@@ -171,11 +171,13 @@ async def prove(channel: Any, introduction: Introduction) -> tuple[tuple[str, by
 
 
 def prove_blocking(
-    channel: Any, introduction: Introduction, timeout_s: float, wait: Callable[[Any], Any] = lambda call: call.result()
+    channel: Any, introduction: Introduction, timeout_s: float, wait: Callable[[Any], Any] | None = None
 ) -> tuple[tuple[str, bytes], ...]:
-    """`prove` over a blocking channel. `wait` returns the answer of the started call."""
-    call = peer_pb2_grpc.PeerServiceStub(channel).GetChallenge.future(_request(introduction), timeout=timeout_s)
-    return _metadata(introduction, wait(call))
+    """`prove` over a blocking channel. `wait` returns the answer of the started call; it may be cancelled meanwhile."""
+    method, request = peer_pb2_grpc.PeerServiceStub(channel).GetChallenge, _request(introduction)
+    if wait is None:
+        return _metadata(introduction, method(request, timeout=timeout_s))
+    return _metadata(introduction, wait(method.future(request, timeout=timeout_s)))
 
 
 async def check_call(introduction: Introduction, call: Any) -> None:

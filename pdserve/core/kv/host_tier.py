@@ -203,7 +203,7 @@ class HostTier:
 
     def hand_down(self, block_hash: bytes, lower: LowerTier | None = None) -> None:
         """The tier below, or `lower`, gets the copy too."""
-        lower = lower or self._lower
+        lower = self._lower if lower is None else lower  # an empty disk tier is false
         if lower is not None:
             lower.take_copy(block_hash, self._slot_of[block_hash])
 

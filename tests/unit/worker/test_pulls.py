@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 
 from kvtransfer import pulls
@@ -16,7 +17,7 @@ from kvtransfer.link import dial
 from kvtransfer.protocol.grants import grant_to_proto
 from pdserve.core.access.proof import caller_name
 from pdserve.core.attempt import PULLS_GIVEN, PULLS_TAKEN
-from pdserve.core.errors import Unavailable
+from pdserve.core.errors import TransferFailed, Unavailable
 from pdserve.core.kv.kv_shape import Grant, TransferKey
 from pdserve.core.kv.pulls import ASK_S, LONG_QUERIES
 from pdserve.core.types import Role
@@ -343,6 +344,29 @@ async def test_an_ask_disturbs_no_other_of_its_source(pair: Any, hung: str, monk
     assert not client._dropped
     with pytest.raises(ValueError, match="closed"):
         connection.channel.unary_unary("/")(b"")
+
+
+async def test_a_connection_for_which_there_is_no_thread_is_left(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To wait for its calls or to close it may take for ever."""
+    p0, p1, _, _ = pair
+    client, closed = p1.program.giver._client, []
+
+    def fails(channel: Any, *arguments: Any) -> None:
+        monkeypatch.setattr(channel, "close", lambda: closed.append(True))
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(dial, "_proven", fails)
+    with pytest.raises(TransferFailed, match="can't start new thread"):
+        await asyncio.to_thread(client.ask, transfer_pb2.PullRequest(), p0.address, 1.0)
+    client.close()
+    assert not closed
+
+    class Endless:
+        def result(self, timeout: float) -> None:
+            raise grpc.FutureTimeoutError
+
+    with pytest.raises(grpc.FutureTimeoutError):
+        dial.Calls().wait(Endless(), 0.5)
 
 
 async def test_few_requests_wait_for_a_busy_engine(pair: Any) -> None:
