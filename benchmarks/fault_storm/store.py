@@ -155,6 +155,7 @@ class StoreStorm(TierStorm):
         (folder / "shared").mkdir(parents=True)
         self._url = url or f"file://{folder}/shared"
         super().__init__(folder / "disk", seed, share=share)
+        self._all_files = folder
 
     def _open_tiers(self, copies: HostCopies) -> dict[str, SlowTier[Any, Any]]:
         rng = random.Random(self.rng.random())

@@ -163,7 +163,7 @@ async def test_only_the_last_block_of_a_resumed_answer_is_computed_again(connect
     assert second.cached_blocks == {}, "those of its sibling"
     rows = [row for one in events if isinstance(one, TokensArrived) for row in one.rows if row.prefill_s]
     found = {row.key.request_id: row.cached_tokens for row in rows}
-    assert found[first.request_id] == num_tokens // size * size
+    assert found[first.request_id] == (num_tokens - 1) // size * size  # at least one token is computed
 
 
 Change = Callable[[inference_pb2.GenerateRequest], object]
