@@ -102,9 +102,8 @@ def longest_runs_first(blocks: Iterable[int]) -> list[int]:
 
 # --- allocation -----------------------------------------------------------------------------------------------
 
-AHEAD_SHARE: Final = (
-    0.125  # of the pool or the tier, saved before it is evicted where a save takes no time from the engine
-)
+#: Of the smaller of pool and tier, saved before it is evicted, where a save takes no time from the engine.
+AHEAD_SHARE: Final = 0.125
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,7 +51,7 @@ class KvCache:
         missing = blocks_for(num_tokens, self.block_size) - len(cached)
         rest = shared[len(cached) :]
         has_room = missing + spare <= self.blocks.num_available
-        new = self.blocks.allocate(missing, self._copied(rest)) if has_room else None
+        new = self.blocks.allocate(missing, rest[: self._num_copied(rest)]) if has_room else None
         if new is None:
             self.blocks.give_back(cached)
             return None
@@ -72,7 +72,9 @@ class KvCache:
         num_loaded = first - len(cached)
         copied = hashes[len(cached) : first]
         num_new = min(num_loaded + most, self.blocks.num_available - spare)
-        staying = copied if self._loads_at_once else self._in_tier(hashes[first:])
+        staying, tier = copied, self.blocks.tier
+        if tier is not None and not tier.loads_at_once:  # the fetch may read them
+            staying = hashes[first : first + tier.num_found(hashes[first:])]
         new = self.blocks.allocate(num_new, staying) if num_new > num_loaded else None
         if new is None:
             self.blocks.give_back(cached)
@@ -81,18 +83,11 @@ class KvCache:
         assert num_loaded == len(copied), "a copy has left while it was needed"
         return [*cached, *new]
 
-    def _copied(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
-        """The leading blocks that are loaded at once. What is evicted for them must not displace their copies."""
-        return self._in_tier(hashes) if self._loads_at_once else ()
-
-    def _in_tier(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
+    def _num_copied(self, hashes: Sequence[bytes]) -> int:
+        """How many of the leading blocks the host tier has and loads at once; 0 if a fetch source reads the tier. What
+        is evicted for them must not displace their copies."""
         tier = self.blocks.tier
-        return () if tier is None else hashes[: tier.num_found(hashes)]
-
-    @property
-    def _loads_at_once(self) -> bool:
-        """False: a fetch source reads the host tier."""
-        return self.blocks.tier is None or self.blocks.tier.loads_at_once
+        return tier.num_found(hashes) if tier is not None and tier.loads_at_once else 0
 
     def lend(self, key: TransferKey, hashes: Sequence[bytes], *, spare: int = 0) -> list[int] | None:
         """References to exactly these blocks, which `take_back` ends; those that the pool lacks are loaded from the
@@ -117,17 +112,14 @@ class KvCache:
     def num_lendable(self, hashes: Sequence[bytes]) -> int:
         """How many of the leading blocks `lend` would find."""
         matched, tier = self.blocks.num_matched(hashes), self.blocks.tier
-        if tier is None or not tier.loads_at_once:
-            return matched
-        return matched + min(tier.num_found(hashes[matched:]), tier.most_saved)
+        return matched + (0 if tier is None else min(self._num_copied(hashes[matched:]), tier.most_saved))
 
     def take_back(self, key: TransferKey) -> None:
         """Nobody reads the lent blocks any more."""
         self.blocks.give_back(self.lent.pop(key))
 
     def _num_loadable(self, hashes: Sequence[bytes], cached_tokens: int) -> int:
-        tier = self.blocks.tier
-        count = 0 if tier is None or not tier.loads_at_once else tier.num_found(hashes)
+        tier, count = self.blocks.tier, self._num_copied(hashes)
         if tier is None or not count:
             return 0
         is_sooner = tier.rule.loads(count, cached_tokens=cached_tokens, block_size=self.block_size)

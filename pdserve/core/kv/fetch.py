@@ -322,8 +322,7 @@ class Fetches:
         if best is None:
             return self._wait_for(lookups, attempt, missing, first, wait, now_s, ahead_s)
         _, source, found = best
-        if wait is None:
-            wait = self._waits[attempt.key] = self._wait(found, first, now_s + ahead_s)
+        wait = wait or self._begin_wait(attempt.key, found, first, now_s + ahead_s)
         wait.seen = self._num_changes
         blocks = self._take_blocks(source, attempt, [*hashes[:first], *missing[:found]], first, ahead_s, spare)
         if blocks is None:
@@ -375,8 +374,7 @@ class Fetches:
         """No source is known to have a block."""
         if not lookups:
             return self._decide(attempt, wait)
-        if wait is None:
-            wait = self._waits[attempt.key] = self._wait(len(missing), first, now_s + ahead_s)
+        wait = wait or self._begin_wait(attempt.key, len(missing), first, now_s + ahead_s)
         if wait.look_until_s == math.inf:  # it is not extended
             late_s = LATE_LOOKUP * max(one.seconds for one in lookups)
             wait.look_until_s = now_s + max(ahead_s, late_s, LATE_LOOKUP_S)
@@ -424,8 +422,7 @@ class Fetches:
         computed_s = self._computed_s(shared, first)
         if one.is_aborted or fetch.started_s + fetch.predicted_s - now_s >= ahead_s + computed_s:
             return self._decide(attempt, wait)
-        if wait is None:
-            wait = self._waits[attempt.key] = self._wait(shared, first, now_s + ahead_s)
+        wait = wait or self._begin_wait(attempt.key, shared, first, now_s + ahead_s)
         wait.number, wait.num_supplied, wait.look_until_s = fetch.number, first + shared, math.inf
         one.waiting.add(attempt.key)
         return ()
@@ -451,10 +448,11 @@ class Fetches:
         one.prefix = []
         return (FetchAborted(one.fetch.number, one.fetch.source),)
 
-    def _wait(self, num_blocks: int, first: int, turn_s: float) -> _Wait:
+    def _begin_wait(self, key: AttemptKey, num_blocks: int, first: int, turn_s: float) -> _Wait:
         """`turn_s`: when the prompt would be computed."""
         computed_s = self._computed_s(num_blocks, first)
-        return _Wait(turn_s + (computed_s if computed_s < math.inf else UNKNOWN_S))
+        wait = self._waits[key] = _Wait(turn_s + (computed_s if computed_s < math.inf else UNKNOWN_S))
+        return wait
 
     def _saved_s(self, source: BlockSource, attempt: Attempt, num_blocks: int, first: int, ahead_s: float) -> float:
         if num_blocks <= 0:
