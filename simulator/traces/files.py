@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -20,6 +18,7 @@ from pdserve.bounded_file import opened
 from pdserve.core.errors import ConfigError
 from simulator.model import NumberedLine, TraceError, TraceRequest
 from simulator.traces.recorded import RecordedCluster, block_tokens, is_recording, read_cluster, read_recording
+from simulator.traces.rows import MAX_SPAN_S, check_tokens, date_s, json_object, json_row
 from simulator.traces.sessions import (
     SESSION_BLOCK_TOKENS,
     is_claude_code,
@@ -37,15 +36,13 @@ from simulator.traces.sessions import (
 
 MOONCAKE_BLOCK_TOKENS: Final = 512
 MOONCAKE_QUANTUM_S: Final = 3.0  # step between its rounded timestamps
-MAX_TOKENS: Final = 10_000_000  # limit for a prompt or an answer; more means a damaged row
-MAX_SPAN_S: Final = 366 * 86_400.0 * 10
 _MAX_STAMP_MS: Final = 10**15
 _MOONCAKE_COLUMNS: Final = ("timestamp", "input_length", "output_length", "hash_ids")
 _AZURE_COLUMNS: Final = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
 def is_mooncake(first_line: str) -> bool:
-    row = _object(first_line)
+    row = json_object(first_line)
     return row is not None and any(column in row for column in _MOONCAKE_COLUMNS)
 
 
@@ -57,21 +54,14 @@ def read_mooncake(lines: Iterable[NumberedLine], name: str) -> Iterator[TraceReq
     """Raises TraceError at the first invalid row."""
     clock = _Clock(name)
     for line, text in lines:
-        row = _object(text)
-        if row is None:
-            raise TraceError(name, line, "row", text, "one JSON object")
-        for column in _MOONCAKE_COLUMNS:
-            if column not in row:
-                raise TraceError(
-                    name, line, column, "nothing", "a value: every row has " + ", ".join(_MOONCAKE_COLUMNS)
-                )
+        row = json_row(text, name, line, _MOONCAKE_COLUMNS)
         stamp_ms, prompt, output = row["timestamp"], row["input_length"], row["output_length"]
         is_number = isinstance(stamp_ms, int | float) and not isinstance(stamp_ms, bool)
         if not is_number or not 0 <= stamp_ms <= _MAX_STAMP_MS:
             raise TraceError(name, line, "timestamp", stamp_ms, "a number of milliseconds, at least 0")
         arrival_s = clock.since_first(stamp_ms / 1000.0, line, "timestamp", stamp_ms)
-        _check_tokens(prompt, name, line, "input_length")
-        _check_tokens(output, name, line, "output_length")
+        check_tokens(prompt, name, line, "input_length")
+        check_tokens(output, name, line, "output_length")
         yield TraceRequest(
             arrival_s=arrival_s,
             prompt_tokens=prompt,
@@ -96,13 +86,13 @@ def read_azure(lines: Iterable[NumberedLine], name: str) -> Iterator[TraceReques
             if index >= len(cells) or not cells[index]:
                 raise TraceError(name, line, column, "nothing", f"a value in cell {index + 1}")
         stamp, prompt, output = (cells[index] for index in at)
-        seconds = _date_s(stamp)
+        seconds = date_s(stamp)
         if seconds is None:
             raise TraceError(name, line, "TIMESTAMP", stamp, "a date and time such as 2023-11-16 18:15:46.6805900")
         yield TraceRequest(
             arrival_s=clock.since_first(seconds, line, "TIMESTAMP", stamp),
-            prompt_tokens=_check_tokens(_integer(prompt), name, line, "ContextTokens", prompt),
-            output_tokens=_check_tokens(_integer(output), name, line, "GeneratedTokens", output),
+            prompt_tokens=check_tokens(_integer(prompt), name, line, "ContextTokens", prompt),
+            output_tokens=check_tokens(_integer(output), name, line, "GeneratedTokens", output),
         )
 
 
@@ -125,13 +115,6 @@ class _Clock:
         return stamp_s - self._first_s
 
 
-def _check_tokens(value: Any, name: str, line: int, column: str, seen: object = None) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_TOKENS:
-        expected = f"a whole number of tokens between 1 and {MAX_TOKENS}"
-        raise TraceError(name, line, column, value if seen is None else seen, expected)
-    return value
-
-
 def _block_ids(value: Any, prompt_tokens: int, name: str, line: int) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(type(one) is int and one >= 0 for one in value):
         raise TraceError(name, line, "hash_ids", value, "a list of whole numbers, at least 0")
@@ -142,14 +125,6 @@ def _block_ids(value: Any, prompt_tokens: int, name: str, line: int) -> tuple[in
         )
         raise TraceError(name, line, "hash_ids", f"{len(value)} ids", expected)
     return tuple(value)
-
-
-def _object(text: str) -> dict[str, Any] | None:
-    try:
-        row = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
 
 
 def _cells(text: str) -> list[str]:
@@ -164,16 +139,6 @@ def _integer(text: str) -> int | None:
         return int(text) if len(text) < 20 else None
     except ValueError:
         return None
-
-
-def _date_s(text: str) -> float | None:
-    """Seconds since 1970. Without a zone it counts as UTC, because only differences matter. Digits beyond microseconds
-    are dropped, which keeps the order."""
-    try:
-        when = datetime.fromisoformat(text)
-    except ValueError:
-        return None
-    return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
 
 
 # --- formats and files ----------------------------------------------------------------------------------------

@@ -47,6 +47,7 @@ from simulator.model import (
     WorkerFaultKind,
     WorkerShape,
 )
+from simulator.traces.rows import json_object
 
 _TRACE_KINDS: Final = (
     WorkerConnected,
@@ -61,11 +62,8 @@ ID_BYTES: Final = 7  # enough to distinguish blocks, and a number below 2**63
 
 
 def is_recording(first_line: str) -> bool:
-    try:
-        row = json.loads(first_line)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(row, dict) and "settings" in row
+    row = json_object(first_line)
+    return row is not None and "settings" in row
 
 
 def block_tokens(lines: Iterable[NumberedLine], name: str) -> int:

@@ -13,21 +13,18 @@ A prompt that is shorter than the one before, such as after a compaction, shares
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Final
 
 from simulator.model import NumberedLine, TraceError, TraceRequest
+from simulator.traces.rows import MAX_SPAN_S, MAX_TOKENS, check_tokens, date_s, json_object, json_row
 
 SESSION_BLOCK_TOKENS: Final = 64
 MAX_SESSION_TURNS: Final = 1_000_000  # of a file: their lengths are held, because turns are sorted
-MAX_SESSION_TOKENS: Final = 10_000_000  # of a prompt or an answer
 MAX_NAME_CHARS: Final = 256
-_MAX_S: Final = 366 * 86_400.0 * 10
 _COLUMNS: Final = ("session", "at_s", "input_tokens", "output_tokens")
 _OTHERS: Final = ("pause_s", "prefix", "prefix_tokens")
 _INPUTS: Final = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
@@ -54,12 +51,12 @@ class _Row:
 
 
 def is_sessions(first_line: str) -> bool:
-    row = _object(first_line)
+    row = json_object(first_line)
     return row is not None and "session" in row and any(name in row for name in _COLUMNS[1:])
 
 
 def is_claude_code(first_line: str) -> bool:
-    row = _object(first_line)
+    row = json_object(first_line)
     return row is not None and "type" in row and any(name in row for name in _OF_CLAUDE)
 
 
@@ -68,12 +65,7 @@ def read_sessions(lines: Iterable[NumberedLine], name: str) -> Iterator[TraceReq
     sessions: dict[str, _Session] = {}
     rows: list[_Row] = []
     for line, text in lines:
-        given = _object(text)
-        if given is None:
-            raise TraceError(name, line, "row", text, "one JSON object")
-        for column in _COLUMNS:
-            if column not in given:
-                raise TraceError(name, line, column, "nothing", "a value: every row has " + ", ".join(_COLUMNS))
+        given = json_row(text, name, line, _COLUMNS)
         if others := given.keys() - {*_COLUMNS, *_OTHERS}:
             raise TraceError(name, line, min(others), "a value", "only " + ", ".join((*_COLUMNS, *_OTHERS)))
         check = _Checked(given, name, line)
@@ -98,17 +90,16 @@ def read_claude_code(lines: Iterable[NumberedLine], name: str) -> Iterator[Trace
     answered: dict[str, str] = {}  # by session, the answer whose rows are being read: each of its parts has one
     rows: list[_Row] = []
     for line, text in lines:
-        given = _object(text)
-        if given is None:
-            raise TraceError(name, line, "row", text, "one JSON object")
+        given = json_row(text, name, line)
         kind, message = given.get("type"), given.get("message")
         if kind not in ("user", "assistant") or not isinstance(message, dict):
             continue
         agent = str(given.get("agentId") or "side") if given.get("isSidechain") is True else ""
         key = f"{given.get('sessionId')} {agent}"
-        at_s = _stamp_s(given.get("timestamp"))
+        stamp = given.get("timestamp")
+        at_s = date_s(stamp) if isinstance(stamp, str) and len(stamp) <= 64 else None
         if at_s is None:
-            raise TraceError(name, line, "timestamp", given.get("timestamp"), "a date and time of ISO 8601")
+            raise TraceError(name, line, "timestamp", stamp, "a date and time of ISO 8601")
         usage = message.get("usage")
         if kind == "user" or not isinstance(usage, dict):
             asked_s[key] = at_s
@@ -118,7 +109,7 @@ def read_claude_code(lines: Iterable[NumberedLine], name: str) -> Iterator[Trace
             ended_s[key] = at_s
             if rows and rows[-1].session is sessions.get(key):  # the last part has all of the tokens
                 output = _Checked(usage, name, line).tokens("output_tokens", least=0)
-                rows[-1] = _Row(**{**_fields(rows[-1]), "output_tokens": max(rows[-1].output_tokens, output)})
+                rows[-1] = replace(rows[-1], output_tokens=max(rows[-1].output_tokens, output))
             continue
         check = _Checked(usage, name, line)
         prompt = sum(check.tokens(one, least=0) for one in _INPUTS)
@@ -134,7 +125,7 @@ def read_claude_code(lines: Iterable[NumberedLine], name: str) -> Iterator[Trace
             session.begin_s += pause_s
         ended_s[key] = at_s
         if prompt:  # an answer without a prompt is an error of the service
-            rows.append(_Row(session.begin_s, session, min(prompt, MAX_SESSION_TOKENS), output, pause_s))
+            rows.append(_Row(session.begin_s, session, min(prompt, MAX_TOKENS), output, pause_s))
             _check_count(rows, name, line)
     yield from _paced(rows)
 
@@ -165,10 +156,6 @@ def _paced(rows: list[_Row]) -> Iterator[TraceRequest]:
         session.last, session.prompt_tokens = number, row.input_tokens
 
 
-def _fields(row: _Row) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in _Row.__dataclass_fields__}
-
-
 def _check_count(rows: list[_Row], name: str, line: int) -> None:
     if len(rows) > MAX_SESSION_TURNS:
         raise TraceError(name, line, "row", f"{len(rows)} turns", f"at most {MAX_SESSION_TURNS}")
@@ -185,37 +172,16 @@ class _Checked:
     def seconds(self, column: str) -> float:
         value = self.given.get(column, 0.0)
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not is_number or not 0.0 <= value <= _MAX_S:
-            raise TraceError(self.trace, self.line, column, value, f"seconds from 0 to {_MAX_S:.0f}")
+        if not is_number or not 0.0 <= value <= MAX_SPAN_S:
+            raise TraceError(self.trace, self.line, column, value, f"seconds from 0 to {MAX_SPAN_S:.0f}")
         return float(value)
 
     def tokens(self, column: str, *, least: int = 1) -> int:
         value = self.given.get(column) if least else self.given.get(column) or 0
-        if type(value) is not int or not least <= value <= MAX_SESSION_TOKENS:
-            expected = f"a whole number of tokens between {least} and {MAX_SESSION_TOKENS}"
-            raise TraceError(self.trace, self.line, column, value, expected)
-        return value
+        return check_tokens(value, self.trace, self.line, column, least=least)
 
     def name(self, column: str) -> str:
         value = self.given.get(column, "")
         if not isinstance(value, str) or len(value) > MAX_NAME_CHARS:
             raise TraceError(self.trace, self.line, column, value, f"a text of at most {MAX_NAME_CHARS} characters")
         return value
-
-
-def _stamp_s(value: Any) -> float | None:
-    try:
-        when = datetime.fromisoformat(value) if isinstance(value, str) and len(value) <= 64 else None
-    except ValueError:
-        return None
-    if when is None:
-        return None
-    return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
-
-
-def _object(text: str) -> dict[str, Any] | None:
-    try:
-        row = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None

@@ -10,7 +10,8 @@ import pytest
 
 from pdserve.core.errors import ConfigError
 from simulator.model import TraceError, TraceRequest
-from simulator.traces.files import MAX_TOKENS, FileTrace
+from simulator.traces.files import FileTrace
+from simulator.traces.rows import MAX_TOKENS
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
 TRACES = Path(os.environ.get("PDSERVE_TRACES", Path(__file__).parents[4] / "shared/traces"))
