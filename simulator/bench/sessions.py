@@ -60,7 +60,6 @@ class SessionAgenda:
     def __init__(self, turns: Sequence[SessionTurn], most_sessions: int | None = None) -> None:
         """With `most_sessions`, a session begins when fewer are running, whatever its time."""
         self._turns = turns
-        self._most = most_sessions
         self._due: list[tuple[float, int]] = []  # heap
         self._followers: dict[int, list[int]] = defaultdict(list)
         self._left: dict[int, int] = defaultdict(int)  # turns of each task that have not ended
@@ -72,7 +71,7 @@ class SessionAgenda:
                 self._followers[one.request.follows].append(one.number)
             else:
                 begins.append(one.number)
-        self._waiting: list[int] = []  # sessions that have not begun, the next one last
+        self._waiting: list[int] = []  # sessions that wait for the end of another one, the next one last
         if most_sessions is None:
             self._due = [(turns[number].request.arrival_s - first_s, number) for number in begins]
             heapq.heapify(self._due)
@@ -99,8 +98,7 @@ class SessionAgenda:
         self._left[turn.task] -= 1
         if not self._left[turn.task]:
             del self._left[turn.task]
-            if self._most is not None:
-                self._begin_next(now_s)
+            self._begin_next(now_s)
         return following
 
     def _begin_next(self, now_s: float) -> None:
@@ -110,7 +108,7 @@ class SessionAgenda:
 
 @final
 class SessionPrompts:
-    """Builds the prompts of one turn of a benchmark, whose answers it is told."""
+    """Builds the prompts of one turn of a benchmark from the answers to earlier prompts."""
 
     def __init__(self, prompts: PromptMaker, block_tokens: int, turns: Sequence[SessionTurn]) -> None:
         self._prompts, self._block_tokens = prompts, block_tokens
