@@ -66,6 +66,10 @@ class Operation:
     error: type[BaseModel] = ErrorAnswer
 
 
+def _stored(summary: str, request: type[BaseModel] | None = None, answer: type[BaseModel] | str = JSON) -> Operation:
+    return Operation(summary=summary, tag="stored", request=request, answers={200: answer})
+
+
 _HEALTH: Final = {200: answers.HealthAnswer, 503: answers.HealthAnswer}
 _PAGE: Final[Mapping[int, type[BaseModel] | str | None]] = {200: HTML}
 
@@ -110,50 +114,31 @@ OPERATIONS: Final[Mapping[tuple[str, str], Operation]] = {
     ("GET", "/v1/models"): Operation(
         summary="Lists the served model and its LoRA adapters", answers={200: answers.ModelsAnswer}
     ),
-    ("GET", "/v1/responses/{response_id}"): Operation(
-        summary="Returns a stored response", tag="stored", answers={200: answers.ResponseAnswer}
+    ("GET", "/v1/responses/{response_id}"): _stored("Returns a stored response", answer=answers.ResponseAnswer),
+    ("DELETE", "/v1/responses/{response_id}"): _stored("Deletes a stored response"),
+    ("POST", "/v1/responses/{response_id}/cancel"): _stored(
+        "Rejects the call, because no response is made in the background"
     ),
-    ("DELETE", "/v1/responses/{response_id}"): Operation(
-        summary="Deletes a stored response", tag="stored", answers={200: JSON}
+    ("GET", "/v1/responses/{response_id}/input_items"): _stored(
+        "Lists the input of a stored response, by pages of `limit`"
     ),
-    ("POST", "/v1/responses/{response_id}/cancel"): Operation(
-        summary="Rejects the call, because no response is made in the background", tag="stored", answers={200: JSON}
+    ("POST", "/v1/conversations"): _stored(
+        "Creates a conversation, which turns of /v1/responses extend", ConversationRequest
     ),
-    ("GET", "/v1/responses/{response_id}/input_items"): Operation(
-        summary="Lists the input of a stored response, by pages of `limit`", tag="stored", answers={200: JSON}
+    ("GET", "/v1/conversations/{conversation_id}"): _stored("Returns a conversation without its items"),
+    ("POST", "/v1/conversations/{conversation_id}"): _stored(
+        "Replaces the metadata of a conversation", ConversationUpdate
     ),
-    ("POST", "/v1/conversations"): Operation(
-        summary="Creates a conversation, which turns of /v1/responses extend",
-        tag="stored",
-        request=ConversationRequest,
-        answers={200: JSON},
+    ("DELETE", "/v1/conversations/{conversation_id}"): _stored("Deletes a conversation and its items"),
+    ("GET", "/v1/conversations/{conversation_id}/items"): _stored(
+        "Lists the items of a conversation, by pages of `limit`"
     ),
-    ("GET", "/v1/conversations/{conversation_id}"): Operation(
-        summary="Returns a conversation without its items", tag="stored", answers={200: JSON}
+    ("POST", "/v1/conversations/{conversation_id}/items"): _stored(
+        "Adds up to 20 items to a conversation", ConversationItems
     ),
-    ("POST", "/v1/conversations/{conversation_id}"): Operation(
-        summary="Replaces the metadata of a conversation",
-        tag="stored",
-        request=ConversationUpdate,
-        answers={200: JSON},
-    ),
-    ("DELETE", "/v1/conversations/{conversation_id}"): Operation(
-        summary="Deletes a conversation and its items", tag="stored", answers={200: JSON}
-    ),
-    ("GET", "/v1/conversations/{conversation_id}/items"): Operation(
-        summary="Lists the items of a conversation, by pages of `limit`", tag="stored", answers={200: JSON}
-    ),
-    ("POST", "/v1/conversations/{conversation_id}/items"): Operation(
-        summary="Adds up to 20 items to a conversation",
-        tag="stored",
-        request=ConversationItems,
-        answers={200: JSON},
-    ),
-    ("GET", "/v1/conversations/{conversation_id}/items/{item_id}"): Operation(
-        summary="Returns an item of a conversation", tag="stored", answers={200: JSON}
-    ),
-    ("DELETE", "/v1/conversations/{conversation_id}/items/{item_id}"): Operation(
-        summary="Deletes an item and returns its conversation", tag="stored", answers={200: JSON}
+    ("GET", "/v1/conversations/{conversation_id}/items/{item_id}"): _stored("Returns an item of a conversation"),
+    ("DELETE", "/v1/conversations/{conversation_id}/items/{item_id}"): _stored(
+        "Deletes an item and returns its conversation"
     ),
     ("GET", "/v1/sessions"): Operation(
         summary="Lists the sessions of the caller's tenant, by pages of `limit`, and where their prefixes are cached",
