@@ -17,11 +17,14 @@ import pytest
 
 from pdserve import Client
 from pdserve.config import GatewayConfig
+from pdserve.gateway import storage
 from pdserve.gateway.server import GatewayHost
+from pdserve.prefix.embedded import EmbeddedRedis
 from pdserve.testing import Cluster
 from tests.support.tooled_model import BUNDLED, make_tooled_model
 
 WAIT_S = 20.0
+PATIENT_S = 120.0  # a busy machine is no failure
 # Requests must not be late because other tests use the cores.
 PATIENT = {"slo_ttft_s": 120.0, "slo_tpot_s": 20.0}
 
@@ -85,6 +88,35 @@ def serve(
         address = cluster.http_address if host is None else host.address
         with openai.OpenAI(base_url=f"http://{address}/v1", api_key=token or "none", max_retries=0) as client:
             yield Served(cluster.address, address, client, sdk, Path(model).name)
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis.start() as server:
+        yield server
+
+
+@contextmanager
+def serve_stored(redis: EmbeddedRedis, **settings: Any) -> Iterator[Served]:
+    """Serves the bundled model, and stores in this Redis, for which calls wait patiently."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage, "TIMEOUT_S", PATIENT_S)
+        with serve(model=str(BUNDLED), worker={"deterministic": "on"}, redis=redis.url, **settings) as served:
+            yield served
+
+
+def record_calls(store: Any, script: str) -> list[bytes]:
+    """The first words of the answers of a store's script from now on. The list grows with each call."""
+    told: list[bytes] = []
+    run = getattr(store, script)
+
+    async def call(*arguments: Any) -> Any:
+        found = await run(*arguments)
+        told.append(found[0])
+        return found
+
+    setattr(store, script, call)
+    return told
 
 
 @pytest.fixture(scope="package")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,15 +18,7 @@ from pdserve.gateway.api.conversations import ConversationRequest, kept_item, st
 from pdserve.gateway.conversations import ConversationStore, Stores
 from pdserve.gateway.stored import Turn
 from pdserve.prefix.embedded import EmbeddedRedis
-
-PATIENT_S = 120.0  # a busy machine is no failure
-
-
-@pytest.fixture(scope="module")
-def redis() -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis.start() as server:
-        yield server
-
+from tests.unit.gateway.conftest import PATIENT_S, record_calls
 
 TENANT = "tenant a"
 SIZES, ENDS = (f"pdserve:talks:stored-{name}:{TENANT}" for name in ("sizes", "ends"))
@@ -187,17 +178,9 @@ async def test_a_conversation_stays_while_many_records_leave(store: Conversation
         client.zadd(ENDS, dict.fromkeys(names, client.zscore(ENDS, known) + 1))
         client.hset(SIZES, mapping=dict.fromkeys(names, 1))
         client.hincrby(SIZES, "sum", 600)
-        asked: list[bytes] = []
-        write = store._write
-
-        async def spy(*arguments: Any) -> Any:
-            told = await write(*arguments)
-            asked.append(told[0])
-            return told
-
-        store._write = spy
+        told = record_calls(store, "_write")
         await store.add(TENANT, known, [said("b")])
-        assert asked == [b"full", b"written"]
+        assert told == [b"full", b"written"]
         assert await contents(store, known) == ["a", "b"]
         sizes = client.hgetall(SIZES)
         assert int(sizes.pop(b"sum")) == sum(map(int, sizes.values()))

@@ -11,28 +11,18 @@ from typing import Any
 import openai
 import pytest
 
-from pdserve.gateway import respond, storage
+from pdserve.gateway import respond
 from pdserve.gateway.conversations import ConversationStore
 from pdserve.gateway.stored import Turn
 from pdserve.prefix.embedded import EmbeddedRedis
 from tests.support.tooled_model import BUNDLED
-from tests.unit.gateway.conftest import Served, serve
-
-PATIENT_S = 120.0  # a busy machine is no failure
-
-
-@pytest.fixture(scope="module")
-def redis() -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis.start() as server:
-        yield server
+from tests.unit.gateway.conftest import PATIENT_S, Served, serve, serve_stored
 
 
 @pytest.fixture(scope="module")
 def served(redis: EmbeddedRedis) -> Iterator[Served]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage, "TIMEOUT_S", PATIENT_S)
-        with serve(model=str(BUNDLED), worker={"deterministic": "on"}, redis=redis.url, store_bytes=2_000_000) as found:
-            yield found
+    with serve_stored(redis, store_bytes=2_000_000) as found:
+        yield found
 
 
 def answer(served: Served, given: Any, **fields: Any) -> Any:

@@ -23,30 +23,15 @@ from pdserve.gateway.storage import Storage
 from pdserve.gateway.stored import ResponseStore, Turn
 from pdserve.prefix.embedded import EmbeddedRedis
 from tests.support.tooled_model import BUNDLED
-from tests.unit.gateway.conftest import Served, serve
+from tests.unit.gateway.conftest import PATIENT_S, Served, record_calls, serve, serve_stored
 
 MOST_BYTES = 200_000
-PATIENT_S = 120.0  # a busy machine is no failure
-
-
-@pytest.fixture(scope="module")
-def redis() -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis.start() as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
 def served(redis: EmbeddedRedis) -> Iterator[Served]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage, "TIMEOUT_S", PATIENT_S)
-        with serve(
-            model=str(BUNDLED),
-            worker={"deterministic": "on"},
-            redis=redis.url,
-            store_bytes=MOST_BYTES,
-            store_count=50,
-        ) as found:
-            yield found
+    with serve_stored(redis, store_bytes=MOST_BYTES, store_count=50) as found:
+        yield found
 
 
 def answer(served: Served, text: str, **fields: Any) -> Any:
@@ -126,12 +111,8 @@ def test_an_unknown_id_is_not_found(served: Served, given: str) -> None:
 
 @pytest.mark.parametrize("fields", [{"store": "yes"}, {"previous_response_id": 7}, {"conversation": 7}])
 def test_fields_about_storing_are_checked(served: Served, fields: dict[str, Any]) -> None:
-    connection = http.client.HTTPConnection(served.address, timeout=60)
-    body = json.dumps({"input": "x", **fields})
-    connection.request("POST", "/v1/responses", body, {"content-type": "application/json"})
-    reply = connection.getresponse()
-    assert (reply.status, json.loads(reply.read())["error"]["param"]) == (400, next(iter(fields)))
-    connection.close()
+    status, text = served.post("/v1/responses", {"input": "x", **fields})
+    assert (status, json.loads(text)["error"]["param"]) == (400, next(iter(fields)))
 
 
 def test_an_id_that_its_client_chose_is_stored_once(served: Served) -> None:
@@ -374,17 +355,9 @@ async def test_few_responses_leave_at_once(
     many = ResponseStore(larger)
     for number in range(600):
         await keep(many, f"resp_{number}")
-    asked: list[bytes] = []
-    put = many._put
-
-    async def spy(*arguments: Any) -> Any:
-        told = await put(*arguments)
-        asked.append(told[0])
-        return told
-
-    many._put = spy
+    told = record_calls(many, "_put")
     await keep(many, "resp_large", turn(text="x" * 150_000))
-    assert asked == [b"full", b"stored"]
+    assert told == [b"full", b"stored"]
     with Redis.from_url(redis.url) as client:
         assert held_bytes(client) == int(client.hget(SIZES, "sum")) <= 200_000
     await larger.close()
