@@ -17,6 +17,7 @@ from typing import Any, Final, final
 
 from pdserve.config import GatewayConfig
 from pdserve.core.errors import InvalidRequest, NotFound, Unavailable
+from pdserve.gateway.api import sse
 from pdserve.gateway.api.conversations import (
     CONVERSATION_ID,
     CONVERSATION_PREFIX,
@@ -258,7 +259,7 @@ class ConversationStore:
             raise _too_long(f"{num_items} items", f"at most {MAX_ITEMS} items")
         if size > self._most_bytes:
             raise _too_long(f"{size} bytes", f"at most {self._most_bytes} bytes")
-        about = [MAX_ITEMS, self._most_bytes, created_s, b"" if metadata is None else _encoded(metadata)]
+        about = [MAX_ITEMS, self._most_bytes, created_s, b"" if metadata is None else sse.to_json(metadata)]
         kind, *rest = await self._storage.write(tenant, self._write, conversation_id, [*about, *texts], size)
         match kind:
             case b"missing":
@@ -342,11 +343,7 @@ def _made(
     """The stored items, and the id and the encoded form of each. `keeps_id`: of those of the output."""
     items = [stored_item(one, secrets.token_hex(16), keeps_id=False) for one in given]
     items += [stored_item(one, secrets.token_hex(16), keeps_id=keeps_id) for one in output]
-    return items, [text for one in items for text in (one["id"].encode(), _encoded(one))]
-
-
-def _encoded(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    return items, [text for one in items for text in (one["id"].encode(), sse.to_json(one))]
 
 
 def _check_item(item_id: str) -> None:

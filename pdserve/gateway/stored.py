@@ -8,7 +8,6 @@ conversation that has it).
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any, Final, final
 
 from pdserve.core.errors import IdInUse, InvalidRequest, NotFound, Unavailable, shortened
 from pdserve.core.types import MAX_MESSAGES, RESPONSE_ID_PREFIX
+from pdserve.gateway.api import sse
 from pdserve.gateway.api.conversations import CONVERSATION_ID, kept_item
 from pdserve.gateway.api.http_input import REQUEST_ID
 from pdserve.gateway.door import Caller
@@ -171,8 +171,7 @@ class ResponseStore:
         and is too large."""
 
         def encode() -> bytes:
-            items = [kept_item(one) for one in (*turn.items, *response["output"])]
-            return json.dumps(items, ensure_ascii=False, separators=(",", ":")).encode()
+            return sse.to_json([kept_item(one) for one in (*turn.items, *response["output"])])
 
         is_large = turn.num_bytes + len(encoded) > LARGE_BYTES
         items = await asyncio.to_thread(encode) if is_large else encode()

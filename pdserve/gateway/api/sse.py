@@ -21,7 +21,7 @@ _FRAMING: Final = len(b"data: \n\n")
 _LINE_ENDS: Final = tuple((char.encode(), f"\\u{ord(char):04x}".encode()) for char in "\x85\u2028\u2029")
 
 
-def to_json(value: Mapping[str, Any]) -> bytes:
+def to_json(value: Any) -> bytes:
     """Compact, in UTF-8. A seventh of the time of the standard library's encoder."""
     found: bytes = pydantic_core.to_json(value, inf_nan_mode="null")
     return found
