@@ -19,10 +19,10 @@ from pdserve.config import GatewayConfig
 from pdserve.core.errors import InvalidRequest, NotFound, Unavailable
 from pdserve.gateway.api import sse
 from pdserve.gateway.api.conversations import (
-    CONVERSATION_ID,
     CONVERSATION_PREFIX,
     ITEM_ID,
     ConversationRequest,
+    check_conversation_id,
     conversation_answer,
     page_answer,
     stored_item,
@@ -162,7 +162,9 @@ class ConversationStore:
 
     async def describe(self, tenant: str, conversation_id: str) -> dict[str, Any]:
         """Raises NotFound and Unavailable."""
-        storage, key = self._storage, self._key(tenant, conversation_id)
+        check_conversation_id(conversation_id)
+        storage = self._storage
+        key = storage.prefix(tenant) + conversation_id
         created, metadata = await storage.ask(tenant, storage.redis.hmget, key, "created", "metadata")
         if created is None:
             raise NotFound("conversation", conversation_id)
@@ -174,7 +176,7 @@ class ConversationStore:
 
     async def delete(self, tenant: str, conversation_id: str) -> None:
         """With its items. Raises NotFound and Unavailable."""
-        self._key(tenant, conversation_id)
+        check_conversation_id(conversation_id)
         if not await self._storage.delete(tenant, conversation_id):
             raise NotFound("conversation", conversation_id)
 
@@ -202,7 +204,7 @@ class ConversationStore:
     async def delete_item(self, tenant: str, conversation_id: str, item_id: str) -> dict[str, Any]:
         """Returns the conversation. Raises NotFound and Unavailable."""
         _check_item(item_id)
-        self._key(tenant, conversation_id)
+        check_conversation_id(conversation_id)
         kind, *rest = await self._storage.run(tenant, self._delete_item, conversation_id, item_id)
         if kind != b"deleted":
             raise _not_found(kind, conversation_id, item_id)
@@ -238,11 +240,6 @@ class ConversationStore:
     def _most_bytes(self) -> int:
         return min(self._config.store_bytes, self._config.max_body_bytes)
 
-    def _key(self, tenant: str, conversation_id: str) -> str:
-        if not CONVERSATION_ID.fullmatch(conversation_id):
-            raise NotFound("conversation", conversation_id)
-        return self._storage.prefix(tenant) + conversation_id
-
     async def _change(
         self,
         tenant: str,
@@ -253,7 +250,7 @@ class ConversationStore:
         created_s: int = 0,
     ) -> dict[str, Any]:
         """`texts`: ids of items, each before its encoded item."""
-        self._key(tenant, conversation_id)
+        check_conversation_id(conversation_id)
         num_items, size = len(texts) // 2, sum(map(len, texts))
         if num_items > MAX_ITEMS:
             raise _too_long(f"{num_items} items", f"at most {MAX_ITEMS} items")
@@ -285,7 +282,7 @@ class ConversationStore:
         begins_again: bool = False,
     ) -> tuple[list[dict[str, Any]], bool, int]:
         """Also whether there are more, and the bytes of the conversation. Bytes are counted before they are read."""
-        self._key(tenant, conversation_id)
+        check_conversation_id(conversation_id)
         held = 0
         for _ in range(READS):
             arguments = [held, int(is_ascending), limit, after, only, int(begins_again)]

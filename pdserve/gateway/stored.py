@@ -16,7 +16,7 @@ from typing import Any, Final, final
 from pdserve.core.errors import IdInUse, InvalidRequest, NotFound, Unavailable, shortened
 from pdserve.core.types import MAX_MESSAGES, RESPONSE_ID_PREFIX
 from pdserve.gateway.api import sse
-from pdserve.gateway.api.conversations import CONVERSATION_ID, kept_item
+from pdserve.gateway.api.conversations import check_conversation_id, kept_item
 from pdserve.gateway.api.http_input import REQUEST_ID
 from pdserve.gateway.door import Caller
 from pdserve.gateway.storage import LARGE_BYTES, RECORDS, Hold, Storage, decoded, tenant_of
@@ -95,8 +95,8 @@ def turn_of(
         raise InvalidRequest("conversation", "another value", "the id of a conversation, or an object with its `id`")
     if conversation is not None and previous is not None:
         raise InvalidRequest("conversation", "a value beside previous_response_id", "one of the two")
-    if conversation is not None and not CONVERSATION_ID.fullmatch(conversation):
-        raise NotFound("conversation", conversation)
+    if conversation is not None:
+        check_conversation_id(conversation)
     if previous is not None:
         _check_id(previous)
     given = rest.get("input")

@@ -14,7 +14,7 @@ from pdserve.gateway.api.responses import messages_of
 from pdserve.gateway.api.sdk_call import validated
 
 CONVERSATION_PREFIX: Final = "conv_"
-CONVERSATION_ID: Final = re.compile(CONVERSATION_PREFIX + "[0-9a-f]{32}")
+_CONVERSATION_ID: Final = re.compile(CONVERSATION_PREFIX + "[0-9a-f]{32}")
 ITEM_ID: Final = re.compile(r"[A-Za-z0-9_.~:@=+,-]{1,200}")  # others cannot be part of a path
 MAX_ADDED: Final = 20  # items of one call
 LISTED: Final = 20
@@ -51,6 +51,12 @@ class ConversationUpdate(Strict):
 
 class ConversationItems(Strict):
     items: _Items = Field(description="added at the end, in the form of the `input` of /v1/responses")
+
+
+def check_conversation_id(given: str) -> None:
+    """Raises NotFound."""
+    if not _CONVERSATION_ID.fullmatch(given):
+        raise NotFound("conversation", given)
 
 
 def conversation_request(given: Mapping[str, Any]) -> ConversationRequest:
