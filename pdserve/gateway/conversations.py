@@ -46,9 +46,7 @@ if not is_new and not before then return {'missing'} end
 local function written()
   return {'written', redis.call('HGET', key, 'created'), redis.call('HGET', key, 'metadata')}
 end
-local size, count, repeated, names = tonumber(before or '"""
-    + str(_BESIDE_BYTES)
-    + """'), 0, 0, {}
+local size, count, repeated, names = tonumber(before or 'BESIDE_BYTES'), 0, 0, {}
 for _, name in ipairs(redis.call('HKEYS', key)) do
   local item = string.match(name, '^%d+ (.+)$')
   if item then
@@ -80,7 +78,7 @@ for at = 11, #ARGV, 2 do
 end
 list(size)
 return written()
-"""
+""".replace("BESIDE_BYTES", str(_BESIDE_BYTES))
 )
 # ARGV[7]: id of the item.
 _DELETE_ITEM: Final = (
