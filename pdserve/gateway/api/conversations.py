@@ -10,7 +10,7 @@ from pydantic import Field
 
 from pdserve.core.errors import InvalidRequest, NotFound
 from pdserve.gateway.api.request_models import ITEMS, MAX_NAMES, Most, Strict, described
-from pdserve.gateway.api.responses import messages_of
+from pdserve.gateway.api.responses import check_items
 from pdserve.gateway.api.sdk_call import validated
 
 CONVERSATION_PREFIX: Final = "conv_"
@@ -62,7 +62,7 @@ def check_conversation_id(given: str) -> None:
 def conversation_request(given: Mapping[str, Any]) -> ConversationRequest:
     """Raises InvalidRequest."""
     request = validated(ConversationRequest, given)
-    messages_of("items", request.items or ())
+    check_items("items", request.items or ())
     return request
 
 
@@ -71,7 +71,7 @@ def items_request(given: Mapping[str, Any]) -> ConversationItems:
     request = validated(ConversationItems, given)
     if not request.items:
         raise InvalidRequest("items", "no item", "at least one item")
-    messages_of("items", request.items)
+    check_items("items", request.items)
     return request
 
 

@@ -104,11 +104,9 @@ def _messages(
     return messages, places
 
 
-def messages_of(field: str, items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of a chat. Raises InvalidRequest about an item of `field`."""
-    messages: list[dict[str, Any]] = []
-    _add_all(messages, {}, field, items)
-    return messages
+def check_items(field: str, items: Sequence[dict[str, Any]]) -> None:
+    """Raises InvalidRequest about the first item of `field` that cannot be part of a chat."""
+    _add_all([], {}, field, items)
 
 
 def _add_all(
