@@ -193,7 +193,7 @@ class Stored:
         return str(self.scope["path_params"][name])
 
     def query(self, *names: str) -> dict[str, str]:
-        """With `include`, which names what is not stored, each value once or more often."""
+        """Also accepts `include`, any number of times. Its values name what is not stored."""
         found = self.scope.get("query_string", b"")
         return _query(found, names, is_included=True)
 
@@ -210,8 +210,8 @@ class Stored:
 
 def nothing_stored(scope: Any) -> PdserveError:
     """The error where nothing is stored."""
-    for name in scope["path_params"].values():
-        return NotFound("stored response or conversation", name)
+    if names := list(scope["path_params"].values()):
+        return NotFound("stored response or conversation", names[0])
     return UnsupportedField("path", "a conversation", "the setting store_bytes of the gateway, to store any")
 
 

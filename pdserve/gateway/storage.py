@@ -208,7 +208,7 @@ class Storage:
 
 @final
 class _Places:
-    """For calls at the same time. Who waits, waits for its own tenant's share only."""
+    """Limits calls at the same time. A call waits for its own tenant's share only."""
 
     def __init__(self, limit: int) -> None:
         self._shares = Shares(limit, COUNT_WEIGHT)

@@ -46,7 +46,7 @@ class ConversationRequest(Strict):
 
 
 class ConversationUpdate(Strict):
-    metadata: _Metadata | None = described("replaces the labels of before; absent: none")
+    metadata: _Metadata | None = described("replaces the earlier labels; absent: none")
 
 
 class ConversationItems(Strict):
@@ -81,7 +81,8 @@ def update_request(given: Mapping[str, Any]) -> ConversationUpdate:
 
 
 def kept_item(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What is stored of an item that is valid: not what no later turn needs, which could take much memory to read."""
+    """The fields of a valid item that later turns need, and its id and status. No others are stored, because they could
+    be large."""
     kind = given.get("type") or "message"
     found = {name: given[name] for name in ITEMS[kind].model_fields if given.get(name) is not None}
     for name in ("content", "summary", "output"):
