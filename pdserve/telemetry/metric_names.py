@@ -326,7 +326,7 @@ KV_DISK_EVENTS: Final = _metric(
     "counter",
     "worker",
     "KV blocks that were written to the disk tier, dropped because its queue was full or writing paused, or found "
-    "damaged when they were read; and writes and reads that failed",
+    "damaged by a read; and writes and reads that failed",
     {"event": ("written", "dropped", "damaged", "failed_writes", "failed_reads")},
 )
 KV_STORE_EVENTS: Final = _metric(
@@ -334,10 +334,10 @@ KV_STORE_EVENTS: Final = _metric(
     "counter",
     "worker",
     "KV blocks that were written to the shared store, dropped because its queue was full or writing paused, or found "
-    "damaged when they were read; and writes, reads and lookups that failed",
+    "damaged by a read; and writes, reads and lookups that failed",
     {"event": ("written", "dropped", "damaged", "failed_writes", "failed_reads")},
 )
-#: Tiers for whose blocks prompts wait. Host memory is one of a pool on a GPU.
+#: Tiers for whose blocks prompts wait. Host memory is one of them for pools on GPUs.
 SLOW_TIERS: Final = ("host", "disk", "peer", "store")
 KV_FETCHED_BLOCKS: Final = _metric(
     "pdserve_kv_fetched_blocks_total",
@@ -365,8 +365,8 @@ KV_PULL_REQUESTS: Final = _metric(
     "pdserve_kv_pull_requests_total",
     "counter",
     "worker",
-    "requests of other workers for cached KV, by what this worker answered",
-    {"answer": ("sent", "draining", "busy", "missing", "foreign", "invalid")},
+    "requests of other workers to pull cached KV, by the answer of this worker",
+    {"answer": ("sent", "draining", "busy", "missing", "foreign", "restarted", "invalid")},
 )
 PREFILLED_TOKENS: Final = _metric("pdserve_prefilled_tokens_total", "counter", "worker", "prompt tokens computed")
 REUSED_TOKENS: Final = _metric(
