@@ -170,43 +170,43 @@ class WorkerConfig(TlsSettings):
         within=(0, 2**46),
     )
     kv_host_bytes: int = setting(
-        "memory for KV blocks that leave the pool, from which later prompts load them where that is sooner than "
-        "computing them; 0: none; -1: on a GPU an eighth of the host's free memory, at most 64 GiB, on a CPU and with "
+        "host memory for KV blocks that leave the pool. Later prompts load them if that is predicted to be faster than "
+        "computing them. 0: none; -1: on a GPU an eighth of the host's free memory, at most 64 GiB, on a CPU and with "
         "vllm none. For workers of one rank",
         -1,
         within=(-1, 2**46),
     )
     kv_disk_path: str = setting(
-        "folder for KV blocks that leave memory, with one for each worker in it, which only this user may enter; they "
-        "outlive the worker. When empty, there is no disk tier. For pools on a CPU only",
+        "folder for KV blocks that leave memory; they outlive the worker. Each worker has a folder in it, which only "
+        "this user may enter. When empty, there is no disk tier. For pools on a CPU only",
         "",
     )
     kv_disk_bytes: int = setting(
-        "most bytes that this worker's folder in kv_disk_path gets; the oldest blocks leave first",
+        "maximum size of this worker's folder in kv_disk_path; the oldest blocks leave first",
         2**34,
         within=(1, 2**46),
     )
     kv_disk_write_bytes_s: int = setting(
-        "most bytes a second that are written to kv_disk_path; blocks that leave memory faster are dropped",
+        "maximum rate of writes to kv_disk_path; blocks that leave memory faster are dropped",
         2**28,
         within=(2**10, 2**40),
     )
     kv_store: str = setting(
-        "URL of a store of KV blocks that workers share: redis://HOST:PORT/DB, file:///FOLDER on a shared file system, "
-        "or s3://BUCKET/PATH and others by fsspec (the extra store); none when empty. Workers with one cluster secret "
-        "and model share its blocks. For pools on a CPU only",
+        "URL of a shared store of KV blocks: redis://HOST:PORT/DB, file:///FOLDER on a shared file system, or "
+        "s3://BUCKET/PATH and what else fsspec reaches (needs the extra store); none when empty. Workers with the same "
+        "cluster secret and model share its blocks. For pools on a CPU only",
         "",
         env=KV_STORE_ENV,
         is_url=True,
     )
     kv_store_bytes: int = setting(
-        "most bytes of blocks in kv_store, about; those that were not used for longest leave first, and in a bucket "
-        "those that were written first",
+        "approximate maximum size of the blocks in kv_store; the least recently used leave first, in a bucket the "
+        "first written",
         2**36,
         within=(1, 2**53),
     )
     kv_store_write_bytes_s: int = setting(
-        "most bytes a second that this worker writes to kv_store; blocks beyond are dropped",
+        "maximum rate at which this worker writes to kv_store; blocks beyond it are dropped",
         2**26,
         within=(2**10, 2**40),
     )
@@ -251,8 +251,8 @@ class WorkerConfig(TlsSettings):
         choices=KV_WIRES,
     )
     kv_pull: bool = setting(
-        "pull KV that another worker has cached where that is sooner than computing it, and give it to others; for "
-        "workers of one rank",
+        "pull KV that another worker has cached if that is predicted to be faster than computing it, and send cached "
+        "KV to others that pull. For workers of one rank",
         True,
     )
     kv_staging_bytes: int = setting(

@@ -79,12 +79,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--workload",
         choices=["agents"],
-        help="sessions of coding agents, as in `simulate`; --rate is of turns, --concurrency of sessions",
+        help="sessions of coding agents, as in `simulate`; --rate counts their turns, --concurrency the sessions",
     )
-    load.add_argument("--sessions", type=int, metavar="N", help="sessions of each turn of --workload (8)")
-    load.add_argument(
-        "--speed", type=float, default=1.0, metavar="X", help="arrivals and pauses pass X times faster (1)"
-    )
+    load.add_argument("--sessions", type=int, metavar="N", help="number of sessions of --workload in each turn (8)")
+    load.add_argument("--speed", type=float, default=1.0, metavar="X", help="divide arrival times and pauses by X (1)")
     load.add_argument(
         "--length-scale",
         type=float,

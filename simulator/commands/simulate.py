@@ -75,7 +75,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--no-kv-pull",
         action="store_true",
-        help="workers pull no cached KV from each other, as with worker.kv_pull off",
+        help="do not let workers pull cached KV from each other, as with worker.kv_pull=false",
     )
     where.add_argument(
         "--routers",

@@ -105,7 +105,7 @@ _REJECTED_TEXT: Final[Mapping[str, Rejected]] = {
     "suffix": Rejected("the models complete texts at their end", ("",)),
     "prompt_embeds": Rejected("a prompt is text or token ids"),
 }
-_NO_STORE: Final = "nothing is stored unless the setting store_bytes of the gateway says so"
+_NO_STORE: Final = "nothing is stored unless store_bytes of the gateway is set"
 _REJECTED_RESPONSES: Final[Mapping[str, Rejected]] = {
     "access_programs": Rejected("of OpenAI's accounts"),
     "background": Rejected("nothing is stored, so an answer cannot be fetched later", (False,)),
