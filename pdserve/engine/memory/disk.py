@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final, final
 
-from pdserve.build import FULL_VERSION
 from pdserve.config import WorkerConfig
 from pdserve.core.attempt import Attempt
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv.fetch import Fetch
-from pdserve.core.kv.hashing import hash_seed
 from pdserve.engine.interface import Engine, EngineSpec, KvPool
 from pdserve.engine.memory.block_files import PAGE, BlockFiles, FileCalls, Group, Place
 from pdserve.engine.memory.host import MOST_HASHES, HostCopies, pool_blocks
-from pdserve.engine.memory.slow_tier import FIRST_PAUSE_S, ReadSpeed, SlowTier
+from pdserve.engine.memory.slow_tier import FIRST_PAUSE_S, ReadSpeed, SlowTier, contents_id
 
 SYNC_BYTES: Final = 64 * 2**20  # written until the system is made to store them, which shows late errors
 SLOW_BYTES_S: Final = 50e6  # assumed if the device could not be measured
@@ -154,13 +151,8 @@ def is_aligned(blocks: Any) -> bool:
 
 
 def contents_of(spec: EngineSpec, model: Path) -> bytes:
-    """Identifies everything that makes the bytes of a block differ for equal tokens.
-
-    The hash of the weights has samples only, and blocks on disk outlive a change of the weights or of the program. So
-    the sizes and times of the files in the folder `model`, if it is one, and the program's build are parts of it.
-    """
+    """As `contents_id`. Blocks on disk outlive a change of the weights, so the sizes and times of the files in the folder
+    `model`, if it is one, are parts of it."""
     files = sorted(model.iterdir()) if model.is_dir() else []
     times = [(file.name, status.st_size, status.st_mtime_ns) for file in files if (status := file.stat())]
-    facts = (spec.kv_dtype, spec.kv_layers, spec.kv_heads, spec.kv_head_dim, spec.block_bytes, times, FULL_VERSION)
-    seed = hash_seed(spec.weights_hash, spec.dtype, spec.layout, spec.block_size)
-    return blake2b(seed + repr(facts).encode(), digest_size=32).digest()
+    return contents_id(spec, times)

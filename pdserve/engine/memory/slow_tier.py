@@ -20,14 +20,17 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from hashlib import blake2b
 from queue import SimpleQueue
 from typing import Any, ClassVar, Final, Generic, Protocol, TypeVar, final
 
 import numpy as np
 
+from pdserve.build import FULL_VERSION
 from pdserve.core.attempt import Attempt
 from pdserve.core.kv.fetch import Fetch
-from pdserve.engine.interface import KvPool
+from pdserve.core.kv.hashing import hash_seed
+from pdserve.engine.interface import EngineSpec, KvPool
 from pdserve.engine.memory.host import HostCopies, pool_blocks
 
 log = logging.getLogger(__name__)
@@ -47,6 +50,14 @@ NICE: Final = 15  # about a thirtieth of a core that the engine wants
 DRAIN_S: Final = 3.0  # for what waits to be written at the end
 JOIN_S: Final = 5.0  # for all threads, of the time that the worker has to end
 HANGS_S: Final = 1.0  # after which the end does not wait for a write to make room
+
+
+def contents_id(spec: EngineSpec, files: Sequence[tuple[object, ...]], person: bytes = b"") -> bytes:
+    """Identifies everything that makes the bytes of a block differ for equal tokens. `files`: facts of the
+    model's files, because the hash of the weights has samples only. `person`: each kind of tier has its own."""
+    facts = (spec.kv_dtype, spec.kv_layers, spec.kv_heads, spec.kv_head_dim, spec.block_bytes, files, FULL_VERSION)
+    seed = hash_seed(spec.weights_hash, spec.dtype, spec.layout, spec.block_size)
+    return blake2b(seed + repr(facts).encode(), digest_size=32, person=person).digest()
 
 
 @final

@@ -26,13 +26,11 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from pdserve.build import FULL_VERSION
 from pdserve.config import WorkerConfig
 from pdserve.core.access.proof import ClusterSecret
 from pdserve.core.attempt import Attempt
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv.fetch import Fetch, Lookup
-from pdserve.core.kv.hashing import hash_seed
 from pdserve.core.urls import hide_password
 from pdserve.engine.interface import Engine, EngineSpec, KvPool
 from pdserve.engine.memory.host import HostCopies
@@ -44,6 +42,7 @@ from pdserve.engine.memory.slow_tier import (
     LONGEST_PAUSE_S,
     ReadSpeed,
     SlowTier,
+    contents_id,
 )
 
 log = logging.getLogger(__name__)
@@ -474,10 +473,8 @@ def store_tier(engine: Engine, config: WorkerConfig, copies: HostCopies | None) 
 
 
 def contents_of(spec: EngineSpec, model: Path) -> bytes:
-    """Identifies everything that makes the bytes of a block differ for equal tokens, the same on every host that has
-    this model: so names and sizes of the files in the folder `model` are parts of it, and their times are not."""
+    """As `contents_id`, the same on every host that has this model: so names and sizes of the files in the folder
+    `model` are parts of it, and their times are not."""
     files = sorted(model.iterdir()) if model.is_dir() else []
     sizes = [(file.name, file.stat().st_size) for file in files if file.is_file()]
-    facts = (spec.kv_dtype, spec.kv_layers, spec.kv_heads, spec.kv_head_dim, spec.block_bytes, sizes, FULL_VERSION)
-    seed = hash_seed(spec.weights_hash, spec.dtype, spec.layout, spec.block_size)
-    return blake2b(seed + repr(facts).encode(), digest_size=32, person=b"pdserve.kvstore").digest()
+    return contents_id(spec, sizes, person=b"pdserve.kvstore")
