@@ -59,7 +59,7 @@ class WorkerMetrics:
 
     def stored(self, disk: DiskTier | None, store: StoreTier | None) -> None:
         if disk is not None:
-            self._metrics.set(metric_names.KV_DISK_BLOCKS, len(disk))
+            self._metrics.set(metric_names.KV_DISK_BLOCKS, len(disk.files))
             self._metrics.set(metric_names.KV_DISK_BYTES, disk.files.num_bytes)
             self._add_new(metric_names.KV_DISK_EVENTS, "event", disk.events)
         if store is not None:

@@ -55,9 +55,6 @@ class DiskTier(SlowTier[Group, Place]):
         self._num_unsynced = 0
         self._start()
 
-    def __len__(self) -> int:
-        return len(self.files)
-
     def num_found(self, attempt: Attempt, hashes: Sequence[bytes], first: int) -> int:
         files = self.files
         return next((at for at, one in enumerate(hashes) if one not in files), len(hashes))
