@@ -161,7 +161,7 @@ def fill_disk(engine: Engine, folder: Path) -> tuple[DiskTier, list[bytes]]:
     config = WorkerConfig(
         model="tiers", worker_id="tiers", kv_disk_path=str(folder), kv_disk_bytes=4 * pool.num_blocks * pool.block_bytes
     )
-    tier = disk_tier(engine, replace(config, kv_disk_write_bytes_s=2**40), None, lambda added, removed: None)
+    tier = disk_tier(engine, replace(config, kv_disk_write_bytes_s=2**40), None)
     assert tier is not None
     pool.buffer[:] = os.urandom(len(pool.buffer))
     hashes = [blake2b(block.to_bytes(4, "little"), digest_size=16).digest() for block in range(pool.num_blocks)]

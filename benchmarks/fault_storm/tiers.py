@@ -257,10 +257,10 @@ class TierStorm:
             self.pool,  # type: ignore[arg-type]
             copies,
             write_bytes_s=2.0**34,
-            changed=lambda added, removed: self._calls.put(lambda: self.kv.blocks.lower_changed(added, removed)),
             now=lambda: time.monotonic() + self._clock_s,
             first_pause_s=0.001,
         )
+        disk.changed = lambda added, removed: self._calls.put(lambda: self.kv.blocks.lower_changed(added, removed))
         return {disk.name: disk}
 
     # -- the engine's thread --------------------------------------------------------------------------------------

@@ -233,8 +233,7 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
             self.kv = kept.kv
             self.cost = calibrate.calibrate_again(engine, context.role, config, kept.cost, kept.kv)
         self.blocks = self.kv.blocks
-        if kept is not None:
-            self._rebind_tiers()
+        self._bind_tiers()
         # A sequence must fit into the whole pool.
         max_context_tokens = min(spec.max_context_tokens, spec.num_blocks * spec.block_size)
         seed = hash_seed(spec.weights_hash, spec.dtype, spec.layout, spec.block_size)
@@ -641,12 +640,9 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
 
     def _disk_tier(self, copies: HostCopies | None) -> DiskTier | None:
         """None if it is off, or if computing is sooner: routers would count on blocks that are computed again."""
-        engine, config = self.engine, self.context.config
-        report = PhaseReport(config.worker_id, "disk tier", "files")
-        disk = disk_tier(engine, config, copies, self._disk_changed, report)
-        if disk is None:
-            return None
-        return disk if self._is_worthwhile(disk) else None
+        config = self.context.config
+        disk = disk_tier(self.engine, config, copies, PhaseReport(config.worker_id, "disk tier", "files"))
+        return disk if disk is not None and self._is_worthwhile(disk) else None
 
     def _disk_changed(self, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
         def act() -> None:
@@ -659,8 +655,8 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
     def _copy_is_wrong(self, block_hash: bytes) -> None:
         self.context.post(lambda: self.blocks.drop_copy(block_hash))
 
-    def _rebind_tiers(self) -> None:
-        """What tiers report from now on goes to this program."""
+    def _bind_tiers(self) -> None:
+        """Tiers outlive the program of a role: what they report from now on goes to this one."""
         if self.disk is not None:
             self.disk.changed = self._disk_changed
         on_device = self.sources.get("host")
@@ -691,7 +687,6 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         if tier is None:
             copies.close()
             return None
-        copies.serve(tier, self._copy_is_wrong)
         self.sources[copies.name] = copies
         return tier
 

@@ -25,7 +25,8 @@ SLOW_BYTES_S: Final = 50e6  # assumed if the device could not be measured
 
 @final
 class DiskTier(SlowTier[Group, Place]):
-    """`changed` is called on the thread of the writer or a reader, with the hashes that were added and removed."""
+    """`changed` may be set: it is called on the thread of the writer or a reader, with the hashes that were added and
+    removed."""
 
     name = "disk"
     num_readers = 2  # so that one read is under way while another is verified
@@ -37,7 +38,6 @@ class DiskTier(SlowTier[Group, Place]):
         copies: HostCopies | None,
         *,
         write_bytes_s: float,
-        changed: Callable[[Sequence[bytes], Sequence[bytes]], None],
         now: Callable[[], float] = time.monotonic,
         first_pause_s: float = FIRST_PAUSE_S,
     ) -> None:
@@ -51,7 +51,7 @@ class DiskTier(SlowTier[Group, Place]):
             first_pause_s=first_pause_s,
         )
         self.files = files
-        self.changed = changed
+        self.changed: Callable[[Sequence[bytes], Sequence[bytes]], None] = lambda added, removed: None
         self._num_unsynced = 0
         self._start()
 
@@ -115,7 +115,6 @@ def disk_tier(
     engine: Engine,
     config: WorkerConfig,
     copies: HostCopies | None,
-    changed: Callable[[Sequence[bytes], Sequence[bytes]], None],
     report: Callable[[int, int], None] = lambda done, of: None,
     calls: FileCalls | None = None,
 ) -> DiskTier | None:
@@ -139,7 +138,7 @@ def disk_tier(
         calls=calls,
         report=report,
     )
-    return DiskTier(files, pool, copies, write_bytes_s=config.kv_disk_write_bytes_s, changed=changed)
+    return DiskTier(files, pool, copies, write_bytes_s=config.kv_disk_write_bytes_s)
 
 
 def is_aligned(blocks: Any) -> bool:
@@ -148,8 +147,8 @@ def is_aligned(blocks: Any) -> bool:
 
 
 def contents_of(spec: EngineSpec, model: Path) -> bytes:
-    """As `contents_id`. Blocks on disk outlive a change of the weights, so the sizes and times of the files in the folder
-    `model`, if it is one, are parts of it."""
+    """As `contents_id`. Blocks on disk outlive a change of the weights, so the sizes and times of the files in the
+    folder `model`, if it is one, are parts of it."""
     files = sorted(model.iterdir()) if model.is_dir() else []
     times = [(file.name, status.st_size, status.st_mtime_ns) for file in files if (status := file.stat())]
     return contents_id(spec, times)

@@ -56,9 +56,9 @@ class Tier:
             self.pool,  # type: ignore[arg-type]
             None,
             write_bytes_s=1e12,
-            changed=lambda added, removed: self.changes.append((list(added), list(removed))),
             now=lambda: self.now_s,
         )
+        self.tier.changed = lambda added, removed: self.changes.append((list(added), list(removed)))
         self.ends: list[int] = []
         self.ended = threading.Event()
 
