@@ -234,10 +234,9 @@ class FakeDevice:
         self._rng = random.Random(f"{trouble.seed} kills")
         self._steps: list[threading.Event] = []  # of the engine, that may not have ended
         self._held: list[FakeCopying] = []  # for which the engine waits
-        self._uses: dict[
-            int, tuple[int | None, Sequence[Use]]
-        ] = {}  # number of work in progress -> its stream and uses
-        self._copyings: dict[int, FakeCopying] = {}  # the same work
+        # By the number of work in progress: its stream and uses, and its copy.
+        self._uses: dict[int, tuple[int | None, Sequence[Use]]] = {}
+        self._copyings: dict[int, FakeCopying] = {}
         self.num_copies = self.num_moved = self.num_unpinned = 0
 
     def pool(self) -> FakeBlocks:
@@ -287,25 +286,9 @@ class FakeDevice:
         wake: Wake,
         after: Any | None,
         behind: Copying | None = None,
-    ) -> FakeCopying:
-        return self._copy(source, sources, target, targets, wake, after, behind)
-
-    def gather(
-        self, source: Blocks, sources: Sequence[int], target: Blocks, targets: Sequence[int], after: Any
-    ) -> FakeCopying:
-        return self._copy(source, sources, target, targets, lambda: None, after, None, self._gathering)
-
-    def _copy(
-        self,
-        source: Blocks,
-        sources: Sequence[int],
-        target: Blocks | None,
-        targets: Sequence[int],
-        wake: Wake,
-        after: Any | None,
-        behind: Copying | None,
         stream: Stream | None = None,
     ) -> FakeCopying:
+        """`stream`: one that is none of the copy streams."""
         assert isinstance(source, FakeBlocks)
         assert target is None or (target.block_bytes == source.block_bytes and len(targets) == len(sources))
         self.num_copies += 1
@@ -331,6 +314,11 @@ class FakeDevice:
         copying = self._queue(work, wake, len(sources) * source.block_bytes, behind, uses, after, stream)
         copying.block_sums = block_sums
         return copying
+
+    def gather(
+        self, source: Blocks, sources: Sequence[int], target: Blocks, targets: Sequence[int], after: Any
+    ) -> FakeCopying:
+        return self.copy(source, sources, target, targets, lambda: None, after, stream=self._gathering)
 
     def pinned(self, num_bytes: int) -> PlainBytes:
         return PlainBytes(num_bytes)
