@@ -336,20 +336,20 @@ class StoreTier(SlowTier[StorePart, bool]):
                 for one in hashes:
                     self._known.pop(one, None)
             return [False] * len(hashes)
-        results, damaged = [], []
+        results: list[bool] = []
+        missing: list[bytes] = []
+        damaged: list[bytes] = []
         for index, block_hash, sealed in zip(part.indexes, hashes, found, strict=True):
             contents = None if sealed is None else self._seal.open(block_hash, sealed)
             if contents is not None:
                 results.append(self._fill(fetch, fetch.blocks[index], contents))
                 continue
             results.append(False)
-            if sealed is not None:
-                damaged.append(block_hash)
+            (missing if sealed is None else damaged).append(block_hash)
         with self._guard:
             self._counts["damaged"] += len(damaged)
-            for block_hash, sealed, good in zip(hashes, found, results, strict=True):
-                if sealed is None or (not good and block_hash in damaged):
-                    self._note(block_hash, False)
+            for block_hash in (*missing, *damaged):
+                self._note(block_hash, False)
             if damaged:  # else nobody would write it anew
                 self._wrong.update(damaged)
                 self._may_write.notify()
