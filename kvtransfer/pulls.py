@@ -32,16 +32,23 @@ from kvtransfer.protocol.transport import Received, ReceiveOutcome, Sender, Sent
 from pdserve.config import WorkerConfig
 from pdserve.core import protocol as pr
 from pdserve.core.access.proof import caller_name
-from pdserve.core.attempt import PULLS_TAKEN, Attempt, AttemptKey, PrefixSource
+from pdserve.core.attempt import PULLS_TAKEN, Attempt, PrefixSource
 from pdserve.core.durations import clamped_s
 from pdserve.core.errors import PdserveError, TransferFailed
 from pdserve.core.kv.blocks import runs_of
 from pdserve.core.kv.fetch import Fetch
 from pdserve.core.kv.hashing import HASH_BYTES
 from pdserve.core.kv.kv_shape import Grant, TransferKey, is_same_bytes
-from pdserve.core.kv.pulls import ASK_S, LONGEST_S, READER, is_part_worthwhile, may_give, num_pullable
+from pdserve.core.kv.pulls import (
+    ASK_S,
+    LONGEST_S,
+    is_part_worthwhile,
+    may_give,
+    num_pullable,
+    pull_ends_at_s,
+    reader,
+)
 from pdserve.core.kv.stamps import content_hash64
-from pdserve.core.types import Sampling
 from pdserve.engine.interface import Engine, KvPool
 from pdserve.telemetry import metric_names
 from pdserve.v1 import transfer_pb2
@@ -166,10 +173,9 @@ class Pulls:
         return attempt.source.predicted_s
 
     def begin(self, fetch: Fetch, end: Callable[[int], None]) -> None:
-        source, deadline_at_s = fetch.attempt.source, fetch.attempt.deadline_at_s
+        source = fetch.attempt.source
         assert source is not None, "something was found"
-        ends_at_s = self._program.context.now() + LONGEST_S
-        taken = _Taken(fetch, end, source, ends_at_s if deadline_at_s is None else min(ends_at_s, deadline_at_s))
+        taken = _Taken(fetch, end, source, pull_ends_at_s(fetch.attempt, self._program.context.now()))
         self._ask_for(taken, len(fetch.blocks))
 
     def abort(self, number: int) -> None:
@@ -417,8 +423,7 @@ class Pulls:
             return False
         if asked.reader is None:
             self._num_readers += 1
-            key = AttemptKey(READER, str(self._num_readers), 1)
-            asked.reader = Attempt(key=key, prompt_ids=(), sampling=Sampling())
+            asked.reader = reader(self._num_readers)
         spare = program.scheduler.load().running
         program.act(fetches.consider(asked.reader, hashes, program.context.now(), spare=spare))
         return fetches.is_waiting(asked.reader.key)

@@ -18,10 +18,9 @@ from pdserve.core.attempt import Attempt, AttemptKey, PrefixSource
 from pdserve.core.kv.cache import KvCache
 from pdserve.core.kv.fetch import Fetch, Fetches
 from pdserve.core.kv.kv_shape import TransferKey
-from pdserve.core.kv.pulls import ASK_S, LONGEST_S, READER, is_part_worthwhile, may_give, num_pullable
+from pdserve.core.kv.pulls import ASK_S, is_part_worthwhile, may_give, num_pullable, pull_ends_at_s, reader
 from simulator.cluster.agenda import Agenda
 from simulator.cluster.network import Network, SimulatedGrant, Transfer
-from simulator.cluster.prompts import sampling_of
 from simulator.model import WorkerShape
 
 SENT: Final = ""
@@ -131,10 +130,9 @@ class SimulatedPulls:
 
     def begin(self, fetch: Fetch, end: Callable[[int], None]) -> None:
         """`end` is called between two steps."""
-        source, deadline_at_s = fetch.attempt.source, fetch.attempt.deadline_at_s
+        source = fetch.attempt.source
         assert source is not None, "something was found"
-        ends_at_s = self._agenda.now_s + LONGEST_S
-        taken = _Taken(fetch, end, source, ends_at_s if deadline_at_s is None else min(ends_at_s, deadline_at_s))
+        taken = _Taken(fetch, end, source, pull_ends_at_s(fetch.attempt, self._agenda.now_s))
         self._taken[fetch.number] = taken
         self._ask_for(taken, len(fetch.blocks))
 
@@ -310,8 +308,7 @@ class SimulatedPulls:
             return False
         if asked.reader is None:
             self._num_readers += 1
-            key = AttemptKey(READER, str(self._num_readers), 1)
-            asked.reader = Attempt(key=key, prompt_ids=(), sampling=sampling_of(1))
+            asked.reader = reader(self._num_readers)
         peer.act(fetches.consider(asked.reader, hashes, self._agenda.now_s, spare=peer.num_running))
         return fetches.is_waiting(asked.reader.key)
 

@@ -6,13 +6,14 @@ import math
 from collections.abc import Collection
 from typing import Final
 
-from pdserve.core.attempt import PULLS_GIVEN, PULLS_TAKEN, Attempt
+from pdserve.core.attempt import PULLS_GIVEN, PULLS_TAKEN, Attempt, AttemptKey
 from pdserve.core.kv.fetch import Fetch, Fetches
+from pdserve.core.types import Sampling
 
 MAX_BYTES: Final = 2**30  # on their way in one direction; a pull alone may have more
 LONGEST_S: Final = 60.0  # of one pull, also if its prompt waits longer
 ASK_S: Final = 10.0  # for the source's answer, which may wait for its running step and its disk
-READER: Final = -1  # the session of attempts for which a worker reads its disk to give the blocks
+_READER: Final = -1  # the session of `reader`
 #: A step with a row of so many tokens takes long enough to answer other workers in the middle of it. Shorter rows are
 #: left to the engines' kernels for whole steps.
 LONG_QUERIES: Final = 64
@@ -28,6 +29,17 @@ def num_pullable(
         return 0
     found = max(0, min(num_missing, source.num_tokens // block_size - first))
     return 0 if taken and (sum(taken) + found) * block_bytes > MAX_BYTES else found
+
+
+def pull_ends_at_s(attempt: Attempt, now_s: float) -> float:
+    """When a pull that begins now must end."""
+    latest_s = now_s + LONGEST_S
+    return latest_s if attempt.deadline_at_s is None else min(latest_s, attempt.deadline_at_s)
+
+
+def reader(number: int) -> Attempt:
+    """The attempt for which a worker reads its disk to give the blocks."""
+    return Attempt(key=AttemptKey(_READER, str(number), 1), prompt_ids=(), sampling=Sampling())
 
 
 def may_give(given: Collection[int], num_blocks: int, block_bytes: int) -> bool:
