@@ -440,8 +440,8 @@ class Pulls:
         post = program.context.post
         try:
             self._sender.start(grant, lambda sent: post(partial(self._sent, sent)), request.deadline_s)
-        except PdserveError as error:
-            log.info("KV was not given to another worker", extra={"receiver": grant.worker_id, "error": error.message})
+        except Exception as error:  # nothing was started, so no end of it will be reported
+            log.info("KV was not given to another worker", extra={"receiver": grant.worker_id, "error": str(error)})
             program.kv.take_back(grant.key)
             return BUSY
         self._sender.push(grant.key, list(enumerate(blocks)), is_last=True)

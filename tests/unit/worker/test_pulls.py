@@ -408,6 +408,19 @@ async def test_without_a_thread_nothing_is_pulled(pair: Any, ask: Any, monkeypat
     assert p1.host.is_healthy()
 
 
+async def test_what_cannot_be_sent_is_not_kept(pair: Any, ask: Any) -> None:
+    """Blocks that stay lent would keep a worker that drains from ever being idle."""
+    p0, p1, router, _ = pair
+
+    def fails(*arguments: Any, **named: Any) -> None:
+        raise MemoryError("no memory for a connection")
+
+    await p0.on_engine(lambda program: setattr(program._sender, "start", fails))
+    assert await router.remote(from_(p0, ask("r", PROMPT))) == answer(PROMPT, 8, prefilled=len(PROMPT))
+    assert router.all("pull_ended", "r")[0].error == pulls.BUSY
+    await idle(p0, p1)
+
+
 @pytest.mark.parametrize("how", ["source dies", "source drains", "too slow", "cancelled"])
 async def test_a_pull_that_is_interrupted(pair: Any, ask: Any, how: str) -> None:
     """In the middle: the first block has arrived, and the source does not send the others."""
