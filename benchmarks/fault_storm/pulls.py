@@ -18,7 +18,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final, cast
 
@@ -46,10 +45,10 @@ from kvtransfer.transports.common.registry import choose
 from pdserve.core.attempt import PrefixSource
 from pdserve.core.kv.blocks import BlockAllocator
 from pdserve.core.kv.cache import KvCache
-from pdserve.core.kv.fetch import FetchAborted, Fetches, FetchStarted
+from pdserve.core.kv.fetch import Fetches
 from pdserve.engine.memory.host import HostMemory
 from pdserve.telemetry.metrics import Metrics
-from pdserve.worker.program import AnyProgram
+from pdserve.worker.program import AnyProgram, FetchSource
 from tests.support.transfer_ends import GrpcHost, endpoint_config, fingerprint
 
 NUM_WORKERS: Final = 3
@@ -162,16 +161,8 @@ class PullWorker(TierStorm):
         prompt = self._waiting[next(reversed(self._waiting))]
         prompt.attempt = replace(prompt.attempt, source=self.rng.choice(self.others))
 
-    def _act(self, effects: Any) -> None:
-        for effect in effects:
-            match effect:
-                case FetchStarted(fetch):
-                    self.result.fetches += 1
-                    for block in fetch.blocks:
-                        self.pool.write(block, b"\xee" * BLOCK_BYTES)
-                    self.pulls.begin(fetch, partial(self._post_end, fetch.number))
-                case FetchAborted(number, _):
-                    self.pulls.abort(number)
+    def _source(self, name: str) -> FetchSource:
+        return self.pulls
 
     def turn(self) -> None:
         if time.monotonic() < self.hangs_until_s:

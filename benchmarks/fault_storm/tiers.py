@@ -41,6 +41,7 @@ from pdserve.engine.memory.block_files import BlockFiles, FileCalls
 from pdserve.engine.memory.disk import DiskTier
 from pdserve.engine.memory.host import HostCopies
 from pdserve.engine.memory.slow_tier import SlowTier
+from pdserve.worker.program import FetchSource
 
 BLOCK_BYTES: Final = 512
 NUM_BLOCKS: Final = 96
@@ -280,9 +281,12 @@ class TierStorm:
                     self.result.fetches += 1
                     for block in fetch.blocks:
                         self.pool.write(block, b"\xee" * BLOCK_BYTES)
-                    self.tiers[fetch.source].begin(fetch, partial(self._post_end, fetch.number))
+                    self._source(fetch.source).begin(fetch, partial(self._post_end, fetch.number))
                 case FetchAborted(number, source):
-                    self.tiers[source].abort(number)
+                    self._source(source).abort(number)
+
+    def _source(self, name: str) -> FetchSource:
+        return self.tiers[name]
 
     def _post_end(self, number: int, count: int) -> None:
         self._calls.put(lambda: self._end(number, count))
