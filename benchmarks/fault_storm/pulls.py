@@ -205,7 +205,9 @@ class PullWorker(TierStorm):
         self.quiet()
         until_s = time.monotonic() + END_S
         while self.kv.lent:
-            assert time.monotonic() < until_s, "what was given is never taken back"
+            assert time.monotonic() < until_s, (
+                f"what was given is never taken back: {self.kv.lent}, sends {self.sender.open_keys}"
+            )
             self._pump(0.05)
         self.check()
         if self.blocks.num_referenced:

@@ -22,12 +22,14 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from hashlib import blake2b, shake_128
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final
 
 from benchmarks.harness import table
@@ -471,8 +473,14 @@ def storm(num_operations: int, seed: int, num_kills: int, progress: Callable[[Ti
 
 def lost_threads(former: Collection[threading.Thread]) -> list[str]:
     """Threads that run and are none of `former`, as errors."""
-    added = [one.name for one in threading.enumerate() if one not in former]
-    return [f"the thread {name} is lost" for name in added if name.startswith("kv-")]
+    frames = sys._current_frames()
+    added = [one for one in threading.enumerate() if one not in former and one.name.startswith("kv-")]
+    return [f"the thread {one.name} is lost: {_calls_of(frames.get(one.ident or 0))}" for one in added]
+
+
+def _calls_of(frame: FrameType | None) -> str:
+    calls = [] if frame is None else traceback.extract_stack(frame)
+    return ", ".join(f"{Path(one.filename).name}:{one.lineno}" for one in reversed(calls))
 
 
 Run = Callable[[int, int, int, Callable[[TierResult], None]], TierResult]
