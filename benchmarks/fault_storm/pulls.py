@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import queue
 import random
+import socket
 import sys
 import threading
 import time
@@ -235,8 +236,11 @@ class PullStorm:
 
     def _restart(self, number: int) -> None:
         before = self._workers[number]
-        before.close()
-        self._workers[number] = self._start(before.name, self._rng.choice([0, before.server.port]))
+        with socket.socket() as held:  # as by the launcher: another process could take the port meanwhile
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            held.bind(("127.0.0.1", before.server.port))
+            before.close()
+            self._workers[number] = self._start(before.name, self._rng.choice([0, before.server.port]))
         self.result.restarts += 1
 
     def _introduce(self) -> None:

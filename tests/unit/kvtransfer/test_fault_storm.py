@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+
 import pytest
 
 from benchmarks.fault_storm.cases import NO_FAULT, WEIGHTS, case_of
-from benchmarks.fault_storm.pulls import PullStorm
+from benchmarks.fault_storm.pulls import PullStorm, PullWorker
 from benchmarks.fault_storm.report import Result, misses, table, verdict
 from benchmarks.fault_storm.storage import SHAPES, Storage
 from benchmarks.fault_storm.storm import HANGS_AFTER_S, ROLES, Storm
@@ -120,3 +123,22 @@ def test_a_storm_of_pulls_causes_no_wrong_or_lost_block() -> None:
     assert not result.wrong
     assert result.filled > 0
     assert sum(count for name, count in result.faults.items() if name.startswith("frames: ")) > 0
+
+
+def test_a_worker_of_the_storm_keeps_its_port_while_it_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the storm fails if another process takes the port."""
+    storm, taken = PullStorm(seed=1), list[int]()
+    close = PullWorker.close
+
+    def close_and_lose_port(worker: PullWorker, **named: bool) -> None:
+        close(worker, **named)
+        with socket.socket() as other, contextlib.suppress(OSError):
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            other.bind(("127.0.0.1", worker.server.port))
+            taken.append(worker.server.port)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PullWorker, "close", close_and_lose_port)
+        storm._restart(0)
+    assert not storm.run(0).wrong
+    assert not taken
