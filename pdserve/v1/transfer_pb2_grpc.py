@@ -58,7 +58,8 @@ class TransferServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Pull(self, request, context):
-        """Asks a worker to send blocks that it has cached. It answers at once, and then sends all of them or none.
+        """Asks a worker to send blocks that it has cached. It answers when its step permits, and after it has read its disk if it
+        must; then it sends all of them or none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
