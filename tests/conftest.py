@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = [item for item in items if "open_either" not in getattr(item, "fixturenames", ())]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in others]
+
+
+@pytest.fixture
+def new_threads() -> Callable[[], list[threading.Thread]]:
+    """Lists the threads that began after this fixture. Clusters of other tests may run in this process."""
+    former = set(threading.enumerate())
+    return lambda: [one for one in threading.enumerate() if one not in former]
 
 
 def _place(path: str) -> int:

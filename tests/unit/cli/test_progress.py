@@ -11,7 +11,7 @@ import re
 import struct
 import termios
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
@@ -101,8 +101,10 @@ def test_a_narrow_terminal_gets_a_short_line(terminal: Terminal) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_an_error_leaves_a_clean_line_and_no_thread(terminal: Terminal, error: type[BaseException]) -> None:
-    threads, now = threading.active_count(), Now()
+def test_an_error_leaves_a_clean_line_and_no_thread(
+    new_threads: Callable[[], list[threading.Thread]], terminal: Terminal, error: type[BaseException]
+) -> None:
+    now = Now()
     with (  # noqa: PT012
         pytest.raises(error),
         ProgressLine("a", 2.0, stream=terminal.stream, clock=now) as progress,
@@ -111,7 +113,7 @@ def test_an_error_leaves_a_clean_line_and_no_thread(terminal: Terminal, error: t
         progress.update(1.0)
         raise error
     assert terminal.read().endswith(CLEARED)
-    assert threading.active_count() == threads
+    assert not new_threads()
 
 
 def test_a_short_task_shows_nothing(terminal: Terminal) -> None:

@@ -323,7 +323,7 @@ def test_a_full_disk_leaves_no_file(open_files: Open, tmp_path: Path) -> None:
     assert readable(files, 1) == [0]
 
 
-def test_a_storm_of_faults_gives_no_wrong_block() -> None:
+def test_a_storm_of_faults_gives_no_wrong_block(new_threads: Callable[[], list[threading.Thread]]) -> None:
     may_end = threading.Event()
     other = threading.Thread(target=may_end.wait, name="kv-of-another-test")
     other.start()
@@ -333,7 +333,7 @@ def test_a_storm_of_faults_gives_no_wrong_block() -> None:
     assert result.wrong == []
     assert result.operations >= 2000
     assert result.faults.total() > 0
-    assert not [one for one in threading.enumerate() if one.name.startswith("kv-disk")]
+    assert not [one for one in new_threads() if one.name.startswith("kv-disk")]
 
 
 def test_a_storm_of_faults_on_the_store_gives_no_wrong_block(tmp_path: Path) -> None:

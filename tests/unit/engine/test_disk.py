@@ -137,7 +137,9 @@ def test_no_end_is_reported_while_a_read_runs(start: Start) -> None:
     assert tier.ends == [1, 2]
 
 
-def test_a_hung_read_does_not_delay_the_end_of_the_process(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hung_read_does_not_delay_the_end_of_the_process(
+    new_threads: Callable[[], list[threading.Thread]], start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(slow_tier, "JOIN_S", 0.05)
     tier = start()
     tier.put(0)
@@ -145,7 +147,7 @@ def test_a_hung_read_does_not_delay_the_end_of_the_process(start: Start, monkeyp
     tier.calls.reads.clear()
     tier.begin([0], [10])
     assert tier.calls.reads.wait(PATIENT_S)
-    threads = [one for one in threading.enumerate() if one.name.startswith("kv-disk")]
+    threads = [one for one in new_threads() if one.name.startswith("kv-disk")]
     assert threads
     assert all(one.daemon for one in threads)  # the interpreter waits for others
     tier.tier.close()

@@ -297,14 +297,16 @@ def read(order: list[StoredTensor], *tensors: StoredTensor, size: int = 0) -> No
 
 @pytest.mark.parametrize("ahead_bytes", [1, 10**12])
 @pytest.mark.parametrize("num_threads", [1, 8])
-def test_every_byte_arrives(tmp_path: Path, num_threads: int, ahead_bytes: int) -> None:
+def test_every_byte_arrives(
+    new_threads: Callable[[], list[threading.Thread]], tmp_path: Path, num_threads: int, ahead_bytes: int
+) -> None:
     order, data = tensors(tmp_path, 1, 5 * MIB + 3, 0, MIB, 1000)
     with TensorReader(order, num_threads=num_threads, ahead_bytes=ahead_bytes) as reader:
         for tensor in order:
             target = bytearray(tensor.num_bytes)
             reader.read(tensor, memoryview(target))
             assert target == data[tensor.begin : tensor.begin + tensor.num_bytes]
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read")]
+    assert not [thread for thread in new_threads() if thread.name.startswith("read")]
 
 
 def test_a_tensor_is_read_exactly_once(tmp_path: Path) -> None:

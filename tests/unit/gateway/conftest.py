@@ -121,8 +121,9 @@ def record_calls(store: Any, script: str) -> list[bytes]:
 
 @pytest.fixture(scope="package")
 def bundled() -> Iterator[Served]:
-    """The bundled model, which has a chat template, in deterministic mode: equal requests have equal answers."""
-    with serve(model=str(BUNDLED), worker={"deterministic": "on"}) as served:
+    """The bundled model, which has a chat template, in deterministic mode: equal requests have equal answers. There is
+    one worker, so that a prompt which was asked for before is cached where it runs."""
+    with serve(model=str(BUNDLED), worker={"deterministic": "on"}, prefill=0) as served:
         yield served
 
 

@@ -25,13 +25,13 @@ def frames(answer: Any) -> Iterator[dict[str, Any]]:
             yield json.loads(line.removeprefix("data: "))
 
 
-def test_the_stream_begins_with_a_greeting_and_shows_what_ended(bundled: Served) -> None:
-    done = bundled.sdk.generate("shown in the live view", max_tokens=5)
-    with httpx.stream("GET", f"{bundled.url}/ui/events", timeout=WAIT_S) as answer:
+def test_the_stream_begins_with_a_greeting_and_shows_what_ended(toy: Served) -> None:
+    done = toy.sdk.generate("shown in the live view", max_tokens=5)
+    with httpx.stream("GET", f"{toy.url}/ui/events", timeout=WAIT_S) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         stream = frames(answer)
         hello = next(stream)["hello"]
-        assert (hello["model"], hello["is_operator"], hello["period_s"]) == (bundled.model, True, 0.25)
+        assert (hello["model"], hello["is_operator"], hello["period_s"]) == (toy.model, True, 0.25)
         first, second = next(stream), next(stream)
     [row] = [one for one in first["requests"] if one["request_id"] == done.request_id]
     assert (row["outcome"], row["output_tokens"], row["stage"]) == ("served", 5, "ended")
@@ -42,40 +42,40 @@ def test_the_stream_begins_with_a_greeting_and_shows_what_ended(bundled: Served)
     assert done.request_id not in [one["request_id"] for one in second["requests"]]
 
 
-def test_a_request_is_explained(bundled: Served) -> None:
-    done = bundled.sdk.generate("explained in the live view", max_tokens=2)
-    found = httpx.get(f"{bundled.url}/ui/requests/{done.request_id}").json()
+def test_a_request_is_explained(toy: Served) -> None:
+    done = toy.sdk.generate("explained in the live view", max_tokens=2)
+    found = httpx.get(f"{toy.url}/ui/requests/{done.request_id}").json()
     assert (found["request_id"], found["outcome"]) == (done.request_id, "served")
     assert sum(one["is_chosen"] for one in found["candidates"]) == 1
-    missing = httpx.get(f"{bundled.url}/ui/requests/nothing")
+    missing = httpx.get(f"{toy.url}/ui/requests/nothing")
     assert missing.status_code == 404
 
 
-def test_a_worker_is_drained_and_resumed(bundled: Served) -> None:
+def test_a_worker_is_drained_and_resumed(toy: Served) -> None:
     def prefill() -> Any:
-        return next(one for one in bundled.sdk.topology().workers if one.role == Role.PREFILL)
+        return next(one for one in toy.sdk.topology().workers if one.role == Role.PREFILL)
 
     def is_drained(expected: bool) -> bool:
         return prefill().is_drained is expected
 
     name = prefill().worker_id
     for command, expected in (("drain", True), ("undrain", False)):
-        answer = httpx.post(f"{bundled.url}/ui/workers/{name}/{command}", headers=OWN)
+        answer = httpx.post(f"{toy.url}/ui/workers/{name}/{command}", headers=OWN)
         assert (answer.status_code, answer.content) == (204, b"")
         until(partial(is_drained, expected))  # After the worker's next report.
-    assert httpx.post(f"{bundled.url}/ui/workers/nobody/drain", headers=OWN).status_code == 404
+    assert httpx.post(f"{toy.url}/ui/workers/nobody/drain", headers=OWN).status_code == 404
 
 
-def test_a_workers_log_is_read(bundled: Served) -> None:
-    name = bundled.sdk.topology().workers[0].worker_id
+def test_a_workers_log_is_read(toy: Served) -> None:
+    name = toy.sdk.topology().workers[0].worker_id
     logging.getLogger("x").warning("of the worker's process")  # Which is this process.
-    found = httpx.get(f"{bundled.url}/ui/workers/{name}/log").json()
+    found = httpx.get(f"{toy.url}/ui/workers/{name}/log").json()
     assert [(one["level"], one["text"]) for one in found["lines"]][-1] == ("WARNING", "x: of the worker's process")
-    assert httpx.get(f"{bundled.url}/ui/workers/nobody/log").status_code == 404
+    assert httpx.get(f"{toy.url}/ui/workers/nobody/log").status_code == 404
 
 
-def test_pages_of_other_sites_cannot_drain_a_worker(bundled: Served) -> None:
-    url = f"{bundled.url}/ui/workers/p0/drain"
+def test_pages_of_other_sites_cannot_drain_a_worker(toy: Served) -> None:
+    url = f"{toy.url}/ui/workers/p0/drain"
     assert httpx.post(url).status_code == 403
     asked = httpx.request(
         "OPTIONS", url, headers={"origin": "https://evil.example", "access-control-request-headers": "x-pdserve-ui"}
@@ -218,7 +218,7 @@ def test_the_view_needs_the_operators_token() -> None:
             assert "hello" in next(frames(answer))
 
 
-def test_closed_viewers_make_room(bundled: Served) -> None:
+def test_closed_viewers_make_room(toy: Served) -> None:
     for _ in range(20):  # More than a router allows at a time.
-        with httpx.stream("GET", f"{bundled.url}/ui/events", timeout=WAIT_S) as answer:
+        with httpx.stream("GET", f"{toy.url}/ui/events", timeout=WAIT_S) as answer:
             assert answer.status_code in (200, 429), answer.read()

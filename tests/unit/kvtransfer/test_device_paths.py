@@ -142,8 +142,8 @@ def read_at_source(pair: Pair, held: Callable[[Any], HeldDevice]) -> tuple[HeldD
     received, sent = pair.begin(grant)
     pair.sender.push(grant.key, [(0, 3)], True)
     wait_for(lambda: device.num_copies > before, "the source being read")
-    [thread] = [one for one in threading.enumerate() if isinstance(one, Outbound)]
-    return device, grant, received, sent, thread
+    outbound, _ = pair.sender.plain._transfers[grant.key]
+    return device, grant, received, sent, outbound
 
 
 def test_a_late_read_of_a_source_closes_the_connection(

@@ -267,10 +267,12 @@ def test_frames_are_counted_for_a_limited_number_of_transfers() -> None:
     assert trap.due(Tag(bytes(16), 1, 0), Where.SENT) is None
 
 
-def test_without_faults_no_injector_is_used(make_pair: Callable[..., Pair], transport: str) -> None:
+def test_without_faults_no_injector_is_used(
+    new_threads: Callable[[], list[threading.Thread]], make_pair: Callable[..., Pair], transport: str
+) -> None:
     pair = make_pair(transport)
     assert pair.move(pair.grant(BLOCKS), SOURCES)[0].outcome.value == "verified"
-    assert not [thread for thread in threading.enumerate() if "fault_injector" in thread.name]
+    assert not [thread for thread in new_threads() if "fault_injector" in thread.name]
 
 
 PROCESS = """

@@ -532,7 +532,9 @@ def test_an_incomplete_greeting_has_no_thread(pair: Pair) -> None:
         assert is_cut(slow)
 
 
-def test_no_sender_is_admitted_after_close(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_sender_is_admitted_after_close(
+    new_threads: Callable[[], list[threading.Thread]], pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """close() runs while the listening thread reads a greeting."""
     inside, go_on, advance = threading.Event(), threading.Event(), Accepted.advance
 
@@ -553,7 +555,7 @@ def test_no_sender_is_admitted_after_close(pair: Pair, monkeypatch: pytest.Monke
         closing.join(WAIT_S)
         assert is_cut(late)
     assert not pair.receiver.peers
-    assert not [one for one in threading.enumerate() if isinstance(one, Inbound)]
+    assert not [one for one in new_threads() if isinstance(one, Inbound)]
 
 
 def test_a_thread_starts_without_the_lock(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,9 @@ def test_a_reused_key_does_not_affect_its_owner(pair: Pair) -> None:
     assert (received.wait().outcome, sent.wait().outcome) == (ReceiveOutcome.VERIFIED, SendOutcome.SENT)
 
 
-def test_close_waits_for_a_connection_that_is_ending(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_waits_for_a_connection_that_is_ending(
+    new_threads: Callable[[], list[threading.Thread]], pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The connection left the receiver's tables before its thread ended, so close returned too early."""
     assert_still_serves(pair)
     close = Channel.close
@@ -120,10 +122,10 @@ def test_close_waits_for_a_connection_that_is_ending(pair: Pair, monkeypatch: py
     pair.sender.close()
     wait_for(lambda: not pair.receiver.peers, "its end")
     pair.receiver.close()
-    assert not [one for one in threading.enumerate() if one.name.startswith("kv-")]
+    assert not [one for one in new_threads() if one.name.startswith("kv-")]
 
 
-def test_after_close_nothing_touches_the_pools(pair: Pair) -> None:
+def test_after_close_nothing_touches_the_pools(new_threads: Callable[[], list[threading.Thread]], pair: Pair) -> None:
     """TensorRT-LLM#14565, PR#11715: threads used request and buffer after their end."""
     assert_still_serves(pair)
     heard = [pair.begin(pair.grant((index,))) for index in range(8)]
@@ -134,7 +136,7 @@ def test_after_close_nothing_touches_the_pools(pair: Pair) -> None:
     for received, sent in heard:
         assert received.wait().outcome is ReceiveOutcome.FAILED
         assert sent.wait().outcome is SendOutcome.FAILED
-    assert not [one for one in threading.enumerate() if one.name.startswith("kv-")]
+    assert not [one for one in new_threads() if one.name.startswith("kv-")]
     with pytest.raises(Unavailable):
         pair.receiver.expect(pair.grant((1,)), Heard())
     with pytest.raises(Unavailable):

@@ -38,7 +38,8 @@ from .conftest import is_alive
 
 WAIT_S: Final = 30.0
 LISTENS: Final = "import sys, time; print('program p0 listening on 127.0.0.1:7', flush=True)\n"
-WAITS: Final = LISTENS + "time.sleep(600)\n"
+#: In short sleeps, because Python calls no handler of a signal that came just before a sleep until that ends.
+WAITS: Final = LISTENS + "for _ in range(6000):\n    time.sleep(0.1)\n"
 ECHOES: Final = (
     "import signal, sys, time\n"
     "signal.signal(signal.SIGHUP, lambda *_: (sys.stderr.write('hangup\\n'), sys.stderr.flush()))\n" + WAITS

@@ -8,7 +8,7 @@ import errno
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -248,13 +248,15 @@ async def test_a_store_that_is_full_at_the_start_is_on(
     await fill(worker, router, ask)
 
 
-async def test_the_threads_end(start: Any, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_threads_end(
+    new_threads: Callable[[], list[threading.Thread]], start: Any, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker = start(Role.DECODE, **settings(folder))
     monkeypatch.setattr(slow_tier, "JOIN_S", PATIENT_S)
     began_s = time.monotonic()
     tier_of(worker).close()
     assert time.monotonic() - began_s < PATIENT_S / 2
-    assert not [one for one in threading.enumerate() if one.name.startswith("kv-store")]
+    assert not [one for one in new_threads() if one.name.startswith("kv-store")]
 
 
 async def test_a_role_change_keeps_the_store(
