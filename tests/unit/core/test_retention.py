@@ -15,17 +15,10 @@ from pdserve.core.kv import retention as retention_module
 from pdserve.core.kv.blocks import BlockAllocator
 from pdserve.core.kv.cache import KvCache
 from pdserve.core.kv.host_tier import HostTier, LoadRule
-from pdserve.core.kv.retention import _WIDTHS_S as WIDTHS_S
-from pdserve.core.kv.retention import (
-    EvictionQueue,
-    Kind,
-    Retention,
-    ReuseClass,
-    ReuseRates,
-    Segment,
-    block_cost,
-)
-from pdserve.core.kv.retention import _values as values_of
+from pdserve.core.kv.retention import EvictionQueue, Retention, Segment, block_cost
+from pdserve.core.kv.reuse_rates import _WIDTHS_S as WIDTHS_S
+from pdserve.core.kv.reuse_rates import Kind, ReuseClass, ReuseRates
+from pdserve.core.kv.reuse_rates import _values as values_of
 
 ONCE, OFTEN = (Kind.PRIVATE, 1), (Kind.PRIVATE, 2)
 
@@ -211,7 +204,7 @@ def test_a_class_that_was_not_seen_yet_is_worth_what_all_are() -> None:
 def test_values_do_not_depend_on_the_seed_of_hashes() -> None:
     script = (
         "import random\n"
-        "from pdserve.core.kv.retention import Kind, ReuseRates\n"
+        "from pdserve.core.kv.reuse_rates import Kind, ReuseRates\n"
         "rates, draw = ReuseRates(), random.Random(0)\n"
         "for number in range(500):\n"
         "    reuse_class = (draw.choice((Kind.PRIVATE, Kind.SHARED)), draw.randrange(10))\n"

@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.core.attempt import RefusalReason
 from pdserve.core.effects import BlocksReserved
-from pdserve.core.kv.retention import Kind
+from pdserve.core.kv.reuse_rates import Kind
 from pdserve.core.protocol import Granted, Refused, TokenRow
 from pdserve.core.types import FinishReason
 from pdserve.engine.toy import answer
