@@ -186,19 +186,43 @@ class BlockAllocator:
     def allocate(self, count: int, copied: Sequence[bytes] = ()) -> list[int] | None:
         """`count` blocks with one reference each, contiguous where possible. None, without a change, if there are
         fewer. Blocks `copied` of a text, in its order, are in the host tier and stay there."""
-        if count > self.num_available:
+        num_free = len(self._free)
+        if count > num_free + self.num_evictable:
             return None
-        num_evicted = count - len(self._free)
+        evicted = self._evict(count - num_free, copied) if count > num_free else []
+        if num_free:
+            for block in evicted:
+                self._free.add(block)
+            evicted = []
+        if len(evicted) > 1:
+            blocks = longest_runs_first(evicted)
+        else:
+            blocks = evicted or self._free.take(count)
+        references = self._references
+        for block in blocks:
+            references[block] = 1
+        self.stamps.begin(blocks)
+        return blocks
+
+    def _evict(self, count: int, staying: Sequence[bytes]) -> list[int]:
+        """The blocks that leave first, in their order. They are neither free nor referenced afterwards."""
+        if self.tier is None and self.lower is None:
+            leaving = self._next_to_leave(count)
+            block_of, hash_of = self._block_of, self._hash_of
+            evicted = [block_of.pop(block_hash) for block_hash in leaving]
+            for block in evicted:
+                del hash_of[block]
+            self._note_removed(leaving)
+            return evicted
         most_saved = 0
         if self.tier is not None:
             most_saved = self.tier.most_saved
-        elif self.lower is not None and num_evicted > 0:
+        elif self.lower is not None:
             most_saved = self.lower.room
-        staying = copied if num_evicted > 0 else ()
         for block_hash in staying:
             self._retention.host.discard(block_hash)
-        evicted = [self._block_of[block_hash] for block_hash in self._next_to_leave(num_evicted)]
-        for left, block in zip(range(num_evicted, 0, -1), evicted, strict=False):
+        evicted = [self._block_of[block_hash] for block_hash in self._next_to_leave(count)]
+        for left, block in zip(range(count, 0, -1), evicted, strict=False):
             if left <= most_saved:  # the most valuable of many
                 self._save(block)
             self._forget(block)
@@ -206,15 +230,7 @@ class BlockAllocator:
             self.tier.flush()
         for block_hash in reversed(staying):
             self._retention.entered_host(block_hash, self.now_s)
-        if self._free:
-            for block in evicted:
-                self._free.add(block)
-            evicted = []
-        blocks = longest_runs_first(evicted) if evicted else self._free.take(count)
-        for block in blocks:
-            self._references[block] = 1
-        self.stamps.begin(blocks)
-        return blocks
+        return evicted
 
     def save_ahead(self) -> None:
         """Saves some of the blocks that leave next, so that their eviction needs no copy. They stay cached. An
@@ -232,8 +248,10 @@ class BlockAllocator:
 
     def _next_to_leave(self, count: int) -> list[bytes]:
         """Blocks that were saved ahead, after those of ended sessions."""
-        leaving: list[bytes] = []
         retention = self._retention
+        if not self._ahead:
+            return retention.pool.pop(count, self.now_s)
+        leaving: list[bytes] = []
         while self._ahead and len(leaving) < count:
             block_hash = next(iter(self._ahead))
             if retention.leaves_after_pool(block_hash, self.now_s):
@@ -306,7 +324,9 @@ class BlockAllocator:
         if known is None:
             self._hash_of[block] = block_hash
             self._block_of[block_hash] = block
-            if not self._is_in_tier(block_hash):
+            if self.tier is None and not self._in_lower and not self._removed:
+                self._stored[block_hash] = None  # as below, without tiers
+            elif not self._is_in_tier(block_hash):
                 self._note(block_hash, self._stored, self._removed)
         return True
 
@@ -343,11 +363,13 @@ class BlockAllocator:
         """Releases one reference of each block, given in the order of a text, without a use."""
         unused: list[bytes] = []
         # Reversed, so that a shared prefix is evicted last: without it, the blocks after it cannot be found.
+        references, hash_of = self._references, self._hash_of
         for block in reversed(blocks):
-            assert self._references[block] > 0, f"block {block} is released more often than taken"
-            self._references[block] -= 1
-            if self._references[block] == 0:
-                block_hash = self._hash_of.get(block)
+            left = references[block] - 1
+            assert left >= 0, f"block {block} is released more often than taken"
+            references[block] = left
+            if left == 0:
+                block_hash = hash_of.get(block)
                 if block_hash is None:
                     self._free.add(block)
                 else:
@@ -446,6 +468,17 @@ class BlockAllocator:
         del self._block_of[block_hash]
         if not self._is_in_tier(block_hash):
             self._note(block_hash, self._removed, self._stored)
+
+    def _note_removed(self, hashes: Iterable[bytes]) -> None:
+        """As `_note` of each, for hashes that no tier has."""
+        stored, removed = self._stored, self._removed
+        for block_hash in hashes:
+            if block_hash in self._in_lower:
+                continue
+            if block_hash in stored:
+                del stored[block_hash]
+            else:
+                removed[block_hash] = None
 
     def _is_in_tier(self, block_hash: bytes) -> bool:
         return (self.tier is not None and block_hash in self.tier) or block_hash in self._in_lower

@@ -146,9 +146,11 @@ class KvCache:
     def commit(self, blocks: Sequence[int], hashes: Sequence[bytes], first: int, end: int) -> None:
         """Blocks number `first` to `end` - 1 of a text are full and final: marks them, and adds them to the prefix
         cache under their chain hashes. `blocks` and `hashes` are those of the whole text."""
+        mark, publish = self.blocks.stamps.mark, self.blocks.publish
         for index in range(first, end):
-            self.blocks.stamps.mark(blocks[index], content_hash64(hashes[index]))
-            self.blocks.publish(blocks[index], hashes[index])
+            block, block_hash = blocks[index], hashes[index]
+            mark(block, content_hash64(block_hash))
+            publish(block, block_hash)
 
     def release(self, blocks: Sequence[int], reuse_within_s: float | None = None) -> None:
         """A text no longer uses its blocks, given in its order. Committed ones stay cached until they are evicted.

@@ -105,16 +105,21 @@ class EvictionQueue:
     def pop(self, count: int, now_s: float) -> list[bytes]:
         """The least valuable blocks, in the order in which they leave. There must be as many."""
         popped: list[bytes] = []
+        segment_of = self._segment_of
         while len(popped) < count:
             segment = self._choose(now_s)
             here = self._by_class[segment.reuse_class][segment]
             hashes, at = segment.hashes, here[1]
-            while here[0] and len(popped) < count:
-                at = (min(at, len(hashes)) or len(hashes)) - 1
-                if self._segment_of.get(hashes[at]) is segment:
-                    del self._segment_of[hashes[at]]
-                    popped.append(hashes[at])
-                    here[0] -= 1
+            num_hashes, left = len(hashes), min(here[0], count - len(popped))
+            here[0] -= left
+            at = min(at, num_hashes)
+            while left:
+                at = (at or num_hashes) - 1
+                block_hash = hashes[at]
+                if segment_of.get(block_hash) is segment:
+                    del segment_of[block_hash]
+                    popped.append(block_hash)
+                    left -= 1
             here[1] = at
             if here[0] == 0:
                 self._remove(segment)
@@ -126,7 +131,8 @@ class EvictionQueue:
         least: tuple[int, int] | None = None
         chosen = None
         for segments in self._by_class.values():
-            for segment in (next(iter(segments)), next(reversed(segments))):
+            oldest, newest = next(iter(segments)), next(reversed(segments))
+            for segment in (oldest,) if oldest is newest else (oldest, newest):
                 key = (self.rank(segment, now_s), segment.order)
                 if least is None or key < least:
                     least, chosen = key, segment
@@ -199,6 +205,19 @@ class Retention:
 
     def released(self, hashes: Sequence[bytes], now_s: float, reuse_within_s: float | None = None) -> None:
         """A text no longer uses its cached blocks `hashes`, given in its order. They are not in `pool` yet."""
+        if self._known.keys().isdisjoint(hashes):  # a new text, the most frequent case
+            if hashes:
+                reuse_class = _classify(1, 1, reuse_within_s)
+                self._segment(reuse_class, now_s, 1, 1, len(hashes), 0, 0, tuple(hashes))
+        else:
+            self._used_again(hashes, now_s, reuse_within_s)
+        self._num_left -= 1
+        self._forget(now_s)
+        if self._num_left <= 0:
+            self._learn(now_s)
+
+    def _used_again(self, hashes: Sequence[bytes], now_s: float, reuse_within_s: float | None) -> None:
+        """Some of these blocks of a text are known."""
         runs: list[tuple[int, Segment | None]] = []  # first block, segment so far
         for at, block_hash in enumerate(hashes):
             found = self._known.get(block_hash)
@@ -222,22 +241,27 @@ class Retention:
         for first, reuse_class, uses in reversed(parts):
             self._segment(reuse_class, now_s, turn, uses, len(hashes), first_new, first, tuple(hashes[first:end]))
             end = first
-        self._num_left -= 1
-        self._forget(now_s)
-        if self._num_left <= 0:
-            self._num_left = max(_LEARN_TEXTS, len(self._places) // _LEARN_SHARE)
-            sampled = self._places
-            if len(sampled) > _MOST_SAMPLED:
-                sampled = self._draw.choices(sampled, k=_MOST_SAMPLED)
-            weight = len(self._places) / max(1, len(sampled))
-            self.rates.learn(
-                (one.reuse_class, now_s - one.at_s, weight * one.num_known / one.length)
-                for one in sampled
-                if not self._is_used(one.hashes[0])
-            )
+
+    def _learn(self, now_s: float) -> None:
+        self._num_left = max(_LEARN_TEXTS, len(self._places) // _LEARN_SHARE)
+        sampled = self._places
+        if len(sampled) > _MOST_SAMPLED:
+            sampled = self._draw.choices(sampled, k=_MOST_SAMPLED)
+        weight = len(self._places) / max(1, len(sampled))
+        self.rates.learn(
+            (one.reuse_class, now_s - one.at_s, weight * one.num_known / one.length)
+            for one in sampled
+            if not self._is_used(one.hashes[0])
+        )
 
     def may_leave_pool(self, hashes: Iterable[bytes], now_s: float) -> None:
         """No text uses these cached blocks, the deepest first."""
+        hashes = list(hashes)
+        segments = [*map(self._known.get, hashes)]
+        only = segments[0] if segments else None
+        if only is not None and segments.count(only) == len(segments):
+            self.pool.add(hashes, only)
+            return
         for segment, alike in groupby(hashes, lambda one: self._known.get(one) or self._segment_of(one, now_s)):
             self.pool.add(list(alike), segment)
 
@@ -314,14 +338,15 @@ class Retention:
         self._order += 1
         cost = 1.0 if self._computed_s is None else self._computed_s(first + len(hashes) // 2) or 1.0
         segment = Segment(reuse_class, now_s, self._order, turn, uses, length, first_new, cost, hashes)
-        for block_hash in hashes:
-            old = self._known.get(block_hash)
-            self._known[block_hash] = segment
+        known, host = self._known, self.host
+        replaced = [] if known.keys().isdisjoint(hashes) else [*map(known.get, hashes)]
+        known.update(dict.fromkeys(hashes, segment))
+        for block_hash, old in zip(hashes, replaced, strict=False):
             if old is not None:
                 self._lose(old)
-                if block_hash in self.host:
-                    self.host.discard(block_hash)
-                    self.host.add((block_hash,), segment)
+                if block_hash in host:
+                    host.discard(block_hash)
+                    host.add((block_hash,), segment)
         segment.num_known = len(segment.hashes)
         segment.place = len(self._places)
         self._places.append(segment)
