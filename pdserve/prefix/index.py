@@ -1,4 +1,4 @@
-"""The prefix index in memory: how many leading blocks of a prompt each worker has cached. Pure.
+"""The prefix index in memory: how many leading blocks of a prompt each worker has cached, and in which tiers. Pure.
 
 It receives each worker's cache changes in order. A gap in their numbers is detected, and repaired by the next snapshot.
 The index is a hint: workers verify every block again, so a stale entry costs a recomputation, but never causes a wrong
@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Final, Protocol, final
 
 from pdserve.core.kv.blocks import CacheChange
+from pdserve.core.kv.tier_reads import Tier, TierDepths
 
 MAX_ENTRIES: Final = 8 * 2**20  # (block, worker) pairs; about 100 bytes each
 # number of replaced incarnations that are remembered; messages of older ones cannot arrive any more
@@ -32,6 +33,19 @@ class _Cache:
     sequence: int = 0
     needs_snapshot: bool = False
     blocks: set[bytes] = field(default_factory=set)
+    lower: dict[bytes, Tier] = field(default_factory=dict)  # those of them that the pool does not have
+
+
+@final
+class PrefixDepths(dict[str, int]):
+    """The number of leading blocks of a prompt that each worker has, by worker id."""
+
+    __slots__ = ("tiers",)
+
+    def __init__(self, depths: Mapping[str, int] | None = None, tiers: Mapping[str, TierDepths] | None = None) -> None:
+        """`tiers`: of the workers whose pool does not have all of them."""
+        super().__init__(depths or {})
+        self.tiers: Mapping[str, TierDepths] = tiers or {}
 
 
 @final
@@ -80,7 +94,7 @@ class PrefixIndex:
             cache.needs_snapshot = True
         cache.sequence = change.sequence
         self._forget(cache, change.removed)
-        self._store(cache, change.stored)
+        self._store(cache, change)
         return Applied.NEEDS_SNAPSHOT if cache.needs_snapshot else Applied.APPLIED
 
     def remove(self, worker_id: str, incarnation: str) -> None:
@@ -96,11 +110,17 @@ class PrefixIndex:
         del self._worker_of_slot[cache.slot]
         self._free_slots.append(cache.slot)
 
-    def lookup(self, hashes: Sequence[bytes]) -> Mapping[str, int]:
+    def lookup(self, hashes: Sequence[bytes]) -> PrefixDepths:
         """Leading blocks of `hashes` by worker; workers that lack the first are left out."""
         holders = enumerate(self._holders.get(one, 0) for one in hashes)
         depths = leading_blocks(holders, -1, len(hashes))
-        return {self._worker_of_slot[slot]: depth for slot, depth in depths.items()}
+        found = PrefixDepths({self._worker_of_slot[slot]: depth for slot, depth in depths.items()})
+        found.tiers = {
+            worker_id: tiers
+            for worker_id, depth in found.items()
+            if (tiers := _tier_depths(hashes[:depth], self._workers[worker_id].lower)) is not None
+        }
+        return found
 
     def check(self) -> None:
         """Raises AssertionError unless both directions are consistent."""
@@ -108,6 +128,8 @@ class PrefixIndex:
         from_blocks = {(block, slot) for block, bits in self._holders.items() for slot in slots_of(bits)}
         assert from_workers == from_blocks, "workers by block and blocks by worker differ"
         assert len(from_workers) == self._num_entries, f"{self._num_entries} entries counted, {len(from_workers)} held"
+        for cache in self._workers.values():
+            assert cache.lower.keys() <= cache.blocks, "a tier of a block that the worker lacks"
         assert {cache.slot: name for name, cache in self._workers.items()} == self._worker_of_slot, "slots differ"
 
     def _begin(self, worker_id: str, incarnation: str) -> _Cache:
@@ -122,17 +144,20 @@ class PrefixIndex:
         self._worker_of_slot[slot] = worker_id
         return cache
 
-    def _store(self, cache: _Cache, hashes: Iterable[bytes]) -> None:
+    def _store(self, cache: _Cache, change: CacheChange) -> None:
         bit = 1 << cache.slot
-        for one in hashes:
-            if one in cache.blocks:
-                continue
-            if self._num_entries >= self._max_entries:
-                self.num_dropped += 1
-                continue
-            cache.blocks.add(one)
-            self._holders[one] = self._holders.get(one, 0) | bit
-            self._num_entries += 1
+        for one, tier in change.tiered():
+            if one not in cache.blocks:
+                if self._num_entries >= self._max_entries:
+                    self.num_dropped += 1
+                    continue
+                cache.blocks.add(one)
+                self._holders[one] = self._holders.get(one, 0) | bit
+                self._num_entries += 1
+            if tier is not Tier.POOL:
+                cache.lower[one] = tier
+            elif cache.lower:
+                cache.lower.pop(one, None)
 
     def _forget(self, cache: _Cache, hashes: Iterable[bytes]) -> None:
         bit = 1 << cache.slot
@@ -140,12 +165,24 @@ class PrefixIndex:
             if one not in cache.blocks:
                 continue
             cache.blocks.discard(one)
+            cache.lower.pop(one, None)
             left = self._holders[one] & ~bit
             if left:
                 self._holders[one] = left
             else:
                 del self._holders[one]
             self._num_entries -= 1
+
+
+def _tier_depths(hashes: Sequence[bytes], lower: Mapping[bytes, Tier]) -> TierDepths | None:
+    """None: the pool has all of `hashes`, which the worker has."""
+    if not lower:
+        return None
+    pool = next((at for at, one in enumerate(hashes) if one in lower), len(hashes))
+    if pool == len(hashes):
+        return None
+    rest = enumerate(hashes[pool:], pool)
+    return TierDepths(pool, next((at for at, one in rest if lower.get(one) is Tier.DISK), len(hashes)))
 
 
 def leading_blocks(holders: Iterable[tuple[int, int]], alive: int, count: int) -> dict[int, int]:
@@ -185,13 +222,13 @@ class PrefixLookup(Protocol):
     def is_available(self) -> bool:
         """False while the index cannot be reached; an empty answer then has no meaning."""
 
-    async def lookup(self, hashes: Sequence[bytes]) -> Mapping[str, int]:
+    async def lookup(self, hashes: Sequence[bytes]) -> PrefixDepths:
         """The number of leading blocks of the chain `hashes` that each worker has cached, by worker id.
 
         Never raises: an index that cannot answer in time returns nothing, and routing continues by load.
         """
 
-    async def inspect(self, hashes: Sequence[bytes]) -> Mapping[str, int] | None:
+    async def inspect(self, hashes: Sequence[bytes]) -> PrefixDepths | None:
         """The same for a person who looks; None: the index cannot be reached, or is slow. It may take longer, and
         changes nothing for lookups."""
 
@@ -204,8 +241,8 @@ class MemoryLookup:
         self._index = index
         self.is_available = True
 
-    async def lookup(self, hashes: Sequence[bytes]) -> Mapping[str, int]:
+    async def lookup(self, hashes: Sequence[bytes]) -> PrefixDepths:
         return self._index.lookup(hashes)
 
-    async def inspect(self, hashes: Sequence[bytes]) -> Mapping[str, int] | None:
+    async def inspect(self, hashes: Sequence[bytes]) -> PrefixDepths | None:
         return self._index.lookup(hashes)

@@ -620,16 +620,18 @@ class Released(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class KvEvents(_message.Message):
-    __slots__ = ("sequence", "is_snapshot", "stored", "removed")
+    __slots__ = ("sequence", "is_snapshot", "stored", "removed", "tiers")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     IS_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
     REMOVED_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     is_snapshot: bool
     stored: _containers.RepeatedScalarFieldContainer[bytes]
     removed: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, sequence: _Optional[int] = ..., is_snapshot: _Optional[bool] = ..., stored: _Optional[_Iterable[bytes]] = ..., removed: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    tiers: bytes
+    def __init__(self, sequence: _Optional[int] = ..., is_snapshot: _Optional[bool] = ..., stored: _Optional[_Iterable[bytes]] = ..., removed: _Optional[_Iterable[bytes]] = ..., tiers: _Optional[bytes] = ...) -> None: ...
 
 class BatchTimed(_message.Message):
     __slots__ = ("rows", "prefill_tokens", "prefill_token_context", "context_tokens", "step_s")

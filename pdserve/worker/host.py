@@ -363,20 +363,20 @@ class WorkerHost:
         incarnation = secrets.token_hex(8)
         publisher = make_publisher(config, role, incarnation, self.address, hash_seed)
         build = self._build_other
-        cached: tuple[bytes, ...] = ()
+        num_cached = 0
 
         def take_over(before: AnyProgram) -> AnyProgram:
-            nonlocal cached
+            nonlocal num_cached
             kept = before.hand_over()
             self._config, self._role, self._incarnation = config, role, incarnation
             program = build(self._context(kept))
             program.take_over()
             if self._is_leaving:
                 program.drain()
-            cached = program.kv.snapshot().stored
-            if publisher is not None:
-                publisher.offer(stored=cached)
+            cached = program.kv.snapshot()
+            num_cached = len(cached.stored)
             self._publisher = publisher
+            self.offer(cached)
             return program
 
         program = await asyncio.wrap_future(self._engine.exchange(take_over))
@@ -387,7 +387,7 @@ class WorkerHost:
         await self._health.set_serving(is_serving=not self._is_leaving)
         if publisher is not None:
             await publisher.start()
-        return len(cached)
+        return num_cached
 
     # -- threads --------------------------------------------------------------------------------------------------
 

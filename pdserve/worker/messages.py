@@ -126,7 +126,11 @@ def plain_tokens(effect: fx.PlainTokens) -> Iterator[tuple[int, worker_pb2.Plain
 
 def kv_events(change: CacheChange) -> worker_pb2.KvEvents:
     return worker_pb2.KvEvents(
-        sequence=change.sequence, is_snapshot=change.is_snapshot, stored=change.stored, removed=change.removed
+        sequence=change.sequence,
+        is_snapshot=change.is_snapshot,
+        stored=change.stored,
+        removed=change.removed,
+        tiers=change.tiers,
     )
 
 

@@ -22,6 +22,7 @@ from pdserve.core.grammar import is_older_library
 from pdserve.core.installation import MAX_CHARS, is_compatible, mismatch
 from pdserve.core.kv.blocks import CacheChange
 from pdserve.core.kv.hashing import HASH_BYTES
+from pdserve.core.kv.tier_reads import known_tiers
 from pdserve.core.live import MAX_LINES
 from pdserve.core.setting import NAME
 from pdserve.core.types import Role
@@ -462,6 +463,8 @@ class Workers:
         for one in (*change.stored, *change.removed):
             if len(one) != HASH_BYTES:
                 raise InvalidRequest("kv_events", f"a hash of {len(one)} bytes", f"{HASH_BYTES} bytes")
+        if change.tiers and len(change.tiers) != len(change.stored):
+            raise InvalidRequest("kv_events", f"{len(change.tiers)} tiers", f"none, or {len(change.stored)}")
         self._index.apply(
             stream.worker_id,
             stream.incarnation,
@@ -470,6 +473,7 @@ class Workers:
                 stored=tuple(change.stored),
                 removed=tuple(change.removed),
                 is_snapshot=change.is_snapshot,
+                tiers=known_tiers(change.tiers),
             ),
         )
 

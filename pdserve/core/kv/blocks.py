@@ -16,6 +16,7 @@ from typing import Final, final
 from pdserve.core.kv.host_tier import HostTier, LowerTier
 from pdserve.core.kv.retention import Retention
 from pdserve.core.kv.stamps import BlockStamps, content_hash64
+from pdserve.core.kv.tier_reads import Tier
 
 # --- runs of free blocks --------------------------------------------------------------------------------------
 # Free block numbers are kept as runs, so that an allocation is contiguous where memory allows. A transfer needs one
@@ -108,7 +109,8 @@ AHEAD_SHARE: Final = 0.125
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheChange:
-    """The hashes that were added to and removed from the prefix cache since change number `sequence - 1`.
+    """The hashes that were added to and removed from the prefix cache since change number `sequence - 1`. A block that
+    has moved to another tier is stored again.
 
     A snapshot contains all hashes after change `sequence`, and replaces everything that a reader knew before. Applying
     a hash twice changes nothing, so a snapshot may overlap the changes that follow it.
@@ -118,6 +120,11 @@ class CacheChange:
     stored: tuple[bytes, ...]
     removed: tuple[bytes, ...] = ()
     is_snapshot: bool = False
+    tiers: bytes = b""  # the tier of each stored hash; empty: all are in the pool
+
+    def tiered(self) -> Iterator[tuple[bytes, Tier]]:
+        """The stored hashes with their tiers."""
+        return zip(self.stored, map(Tier, self.tiers or bytes(len(self.stored))), strict=True)
 
 
 @final
@@ -158,8 +165,7 @@ class BlockAllocator:
         self._most_ahead = 0
         if tier is not None and not tier.loads_at_once:  # in the tier, they are copies of what the pool has
             self._most_ahead = int(AHEAD_SHARE * min(num_blocks, tier.num_slots))
-        self._stored: dict[bytes, None] = {}  # a dict, because it keeps the order
-        self._removed: dict[bytes, None] = {}
+        self._moved: dict[bytes, Tier | None] = {}  # hash -> its tier at the last change; None: none had it
         self._sequence = 0
 
     @property
@@ -208,11 +214,11 @@ class BlockAllocator:
         """The blocks that leave first, in their order. They are neither free nor referenced afterwards."""
         if self.tier is None and self.lower is None:
             leaving = self._next_to_leave(count)
-            block_of, hash_of = self._block_of, self._hash_of
+            block_of, hash_of, moved = self._block_of, self._hash_of, self._moved
             evicted = [block_of.pop(block_hash) for block_hash in leaving]
-            for block in evicted:
+            for block, block_hash in zip(evicted, leaving, strict=True):
                 del hash_of[block]
-            self._note_removed(leaving)
+                moved.setdefault(block_hash, Tier.POOL)
             return evicted
         most_saved = 0
         if self.tier is not None:
@@ -324,10 +330,7 @@ class BlockAllocator:
         if known is None:
             self._hash_of[block] = block_hash
             self._block_of[block_hash] = block
-            if self.tier is None and not self._in_lower and not self._removed:
-                self._stored[block_hash] = None  # as below, without tiers
-            elif not self._is_in_tier(block_hash):
-                self._note(block_hash, self._stored, self._removed)
+            self._moved.setdefault(block_hash, self._lower_tier_of(block_hash))
         return True
 
     def invalidate(self, block: int) -> None:
@@ -347,10 +350,9 @@ class BlockAllocator:
     def drop_copy(self, block_hash: bytes) -> None:
         """The contents of the copy in the host tier are wrong."""
         if self.tier is not None and block_hash in self.tier:
+            self._moved.setdefault(block_hash, self._tier_of(block_hash))
             self.tier.drop(block_hash)
             self._retention.host.discard(block_hash)
-            if not self._is_found(block_hash):
-                self._note(block_hash, self._removed, self._stored)
 
     def release(self, blocks: Sequence[int], reuse_within_s: float | None = None) -> None:
         """A text no longer uses its blocks, given in its order. `reuse_within_s`: a later text is announced to use them
@@ -380,28 +382,42 @@ class BlockAllocator:
         """What the tier below memory has got and lost since the last call."""
         for block_hash in removed:
             if block_hash in self._in_lower:
+                self._moved.setdefault(block_hash, self._tier_of(block_hash))
                 self._in_lower.discard(block_hash)
-                if not self._is_found(block_hash):
-                    self._note(block_hash, self._removed, self._stored)
         for block_hash in added:
-            if not self._is_found(block_hash):
-                self._note(block_hash, self._stored, self._removed)
+            self._moved.setdefault(block_hash, self._tier_of(block_hash))
             self._in_lower.add(block_hash)
 
     def take_changes(self) -> CacheChange | None:
         """The changes since the last call, with a sequence number; None if there are none. Changes that cancel each
         other are omitted."""
-        if not self._stored and not self._removed:
+        moved, self._moved = self._moved, {}
+        stored: list[bytes] = []
+        removed: list[bytes] = []
+        tiers = bytearray()
+        for block_hash, before in moved.items():
+            tier = self._tier_of(block_hash)
+            if tier is None:
+                if before is not None:
+                    removed.append(block_hash)
+            elif tier is not before:
+                stored.append(block_hash)
+                tiers.append(tier)
+        if not stored and not removed:
             return None
         self._sequence += 1
-        change = CacheChange(sequence=self._sequence, stored=tuple(self._stored), removed=tuple(self._removed))
-        self._stored.clear()
-        self._removed.clear()
-        return change
+        told = bytes(tiers) if any(tiers) else b""
+        return CacheChange(sequence=self._sequence, stored=tuple(stored), removed=tuple(removed), tiers=told)
 
     def snapshot(self) -> CacheChange:
-        stored = dict.fromkeys((*self._block_of, *(self.tier or ()), *self._in_lower))
-        return CacheChange(sequence=self._sequence, stored=tuple(stored), is_snapshot=True)
+        stored = dict.fromkeys(self._block_of, Tier.POOL)
+        for hashes, tier in ((self.tier or (), Tier.HOST), (self._in_lower, Tier.DISK)):
+            for block_hash in hashes:
+                stored.setdefault(block_hash, tier)
+        tiers = bytes(stored.values())
+        return CacheChange(
+            sequence=self._sequence, stored=tuple(stored), is_snapshot=True, tiers=tiers if any(tiers) else b""
+        )
 
     def check(self, holders: Iterable[Sequence[int]] | None = None) -> None:
         """Raises AssertionError unless the tables are consistent and, if `holders` is given, unless the references are
@@ -421,10 +437,6 @@ class BlockAllocator:
         assert cached <= set(self._hash_of), "a cached block has no hash"
         assert {h: b for b, h in self._hash_of.items()} == self._block_of, "hashes and blocks are not one to one"
         assert self.num_referenced == len(referenced), "counts do not add up"
-        assert not set(self._stored) & set(self._removed), "a hash is reported as both stored and removed"
-        found = self._block_of.keys() | set(self.tier or ()) | self._in_lower
-        assert found.issuperset(self._stored), "a hash is reported as stored but cannot be found"
-        assert found.isdisjoint(self._removed), "a hash is reported as removed but can be found"
         self._retention.check()
         assert set(self._retention.host) == set(self.tier or ()), "the order of the host tier has other blocks"
         if self.tier is not None:
@@ -456,9 +468,8 @@ class BlockAllocator:
             if not retention.is_worth_a_copy(block_hash, self.now_s):
                 return False
             (left,) = self._retention.host.pop(1, self.now_s)
+            self._moved.setdefault(left, self._tier_of(left))
             tier.leave(left)
-            if not self._is_found(left):
-                self._note(left, self._removed, self._stored)
         tier.save(block, block_hash)
         retention.entered_host(block_hash, self.now_s)
         return True
@@ -466,29 +477,13 @@ class BlockAllocator:
     def _forget(self, block: int) -> None:
         block_hash = self._hash_of.pop(block)
         del self._block_of[block_hash]
-        if not self._is_in_tier(block_hash):
-            self._note(block_hash, self._removed, self._stored)
+        self._moved.setdefault(block_hash, Tier.POOL)
 
-    def _note_removed(self, hashes: Iterable[bytes]) -> None:
-        """As `_note` of each, for hashes that no tier has."""
-        stored, removed = self._stored, self._removed
-        for block_hash in hashes:
-            if block_hash in self._in_lower:
-                continue
-            if block_hash in stored:
-                del stored[block_hash]
-            else:
-                removed[block_hash] = None
+    def _tier_of(self, block_hash: bytes) -> Tier | None:
+        """The fastest tier that has the block."""
+        return Tier.POOL if block_hash in self._block_of else self._lower_tier_of(block_hash)
 
-    def _is_in_tier(self, block_hash: bytes) -> bool:
-        return (self.tier is not None and block_hash in self.tier) or block_hash in self._in_lower
-
-    def _is_found(self, block_hash: bytes) -> bool:
-        return block_hash in self._block_of or self._is_in_tier(block_hash)
-
-    @staticmethod
-    def _note(block_hash: bytes, into: dict[bytes, None], undoes: dict[bytes, None]) -> None:
-        if block_hash in undoes:
-            del undoes[block_hash]
-        else:
-            into[block_hash] = None
+    def _lower_tier_of(self, block_hash: bytes) -> Tier | None:
+        if self.tier is not None and block_hash in self.tier:
+            return Tier.HOST
+        return Tier.DISK if block_hash in self._in_lower else None

@@ -10,6 +10,7 @@ from pdserve.core.kv.blocks import BlockAllocator
 from pdserve.core.kv.hashing import block_hashes
 from pdserve.core.kv.host_tier import HostTier, LoadRule
 from pdserve.core.kv.stamps import content_hash64
+from pdserve.core.kv.tier_reads import Tier
 from tests.support.examples import examples
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=8)
@@ -71,7 +72,7 @@ class Sequences(RuleBasedStateMachine):
         self.allocator = BlockAllocator(num_blocks, tier=tier, lower=self.lower)
         self.holders: dict[int, list[int]] = {}
         self.contents: dict[int, bytes] = {}  # Block -> hash of its contents.
-        self.index: set[bytes] = set()  # The hashes that a reader of the changes knows.
+        self.index: dict[bytes, Tier] = {}  # What a reader of the changes knows.
         self.next_id = 0
 
     @rule(target=held, tokens=TOKENS)
@@ -132,9 +133,13 @@ class Sequences(RuleBasedStateMachine):
     def tell(self) -> None:
         change = self.allocator.take_changes()
         if change is not None:
-            self.index |= set(change.stored)
-            self.index -= set(change.removed)
-        assert self.index == set(self.allocator.snapshot().stored)
+            assert not set(change.stored) & set(change.removed)
+            told = dict(change.tiered())
+            assert all(self.index.get(block_hash) is not tier for block_hash, tier in told.items())
+            self.index.update(told)
+            for block_hash in change.removed:
+                del self.index[block_hash]
+        assert self.index == dict(self.allocator.snapshot().tiered())
 
     @invariant()
     def books_balance(self) -> None:

@@ -11,6 +11,7 @@ from pdserve.core.kv.cache import Allocation, KvCache
 from pdserve.core.kv.host_tier import HostTier, LoadRule
 from pdserve.core.kv.kv_shape import TransferKey
 from pdserve.core.kv.stamps import UNMARKED, content_hash64
+from pdserve.core.kv.tier_reads import Tier
 
 SIZE = 4
 HASHES = [bytes([number] * 16) for number in range(1, 4)]  # three full blocks
@@ -126,7 +127,9 @@ def test_evicted_blocks_are_loaded_again() -> None:
     evict_all(kv)
     assert [kind for kind, _, _ in slots.copies] == ["save"] * 3
     saved = {block: slot for _, block, slot in slots.copies}
-    assert kv.take_changes() is None  # a router still counts on them
+    change = kv.take_changes()
+    assert change is not None
+    assert (dict(change.tiered()), change.removed) == (dict.fromkeys(HASHES, Tier.HOST), ())
     again = kv.allocate(3 * SIZE + 1, HASHES)
     assert again is not None
     assert again.cached_tokens == 3 * SIZE
@@ -173,7 +176,7 @@ def test_what_leaves_the_tier_is_no_longer_cached() -> None:
     evict_all(kv)  # the last block is evicted first, so it leaves the tier first
     change = kv.take_changes()
     assert change is not None
-    assert (change.stored, change.removed) == ((), (HASHES[2],))
+    assert (dict(change.tiered()), change.removed) == (dict.fromkeys(HASHES[:2], Tier.HOST), (HASHES[2],))
     assert set(kv.snapshot().stored) == set(HASHES[:2])
     again = kv.allocate(3 * SIZE + 1, HASHES)
     assert again is not None
@@ -260,7 +263,9 @@ def test_blocks_that_leave_next_are_saved_before() -> None:
     kv.blocks.check(holders=[])
     assert kv.extend(15) is not None  # both leave
     assert len(slots.copies) == 2
-    assert kv.take_changes() is None
+    change = kv.take_changes()
+    assert change is not None
+    assert (dict(change.tiered()), change.removed) == (dict.fromkeys(HASHES[1:], Tier.HOST), ())
     kv.blocks.check()
 
 

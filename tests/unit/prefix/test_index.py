@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from pdserve.core.kv.blocks import CacheChange
 from pdserve.core.kv.hashing import block_hashes, chain_key
+from pdserve.core.kv.tier_reads import Tier, TierDepths
 from pdserve.prefix.index import Applied, MemoryLookup, PrefixIndex, leading_blocks
 from tests.support.examples import examples
 from tests.unit.prefix.given import chain
@@ -34,6 +35,28 @@ def test_a_lookup_returns_leading_blocks_of_each_worker(index: PrefixIndex) -> N
     assert index.lookup(blocks[:1]) == {"long": 1, "short": 1}
     assert index.lookup([]) == {}
     assert index.lookup(chain(3, "unknown")) == {}
+
+
+def tiered(sequence: int, tiers: dict[bytes, Tier], *, snapshot: bool = False) -> CacheChange:
+    return CacheChange(sequence=sequence, stored=tuple(tiers), tiers=bytes(tiers.values()), is_snapshot=snapshot)
+
+
+def test_a_lookup_says_how_the_blocks_are_split_over_tiers(index: PrefixIndex) -> None:
+    blocks = chain(6)
+    index.apply("pool", "1", change(1, blocks))
+    index.apply("w", "1", tiered(1, dict(zip(blocks, map(Tier, (0, 0, 1, 1, 2, 1)), strict=True))))
+    found = index.lookup(blocks)
+    assert (found, found.tiers) == ({"pool": 6, "w": 6}, {"w": TierDepths(2, 4)})
+    assert index.lookup(blocks[:3]).tiers == {"w": TierDepths(2, 3)}
+    assert index.lookup(blocks[:2]).tiers == {}
+    index.apply("w", "1", tiered(2, {blocks[2]: Tier.POOL, blocks[1]: Tier.DISK}))
+    assert index.lookup(blocks).tiers == {"w": TierDepths(1, 1)}
+    index.apply("w", "1", change(3, [], [blocks[1]]))
+    index.apply("w", "1", change(4, [blocks[1], blocks[3]]))  # without tiers, as of an older worker: in the pool
+    assert index.lookup(blocks).tiers == {"w": TierDepths(4, 4)}
+    index.apply("w", "1", tiered(5, dict.fromkeys(blocks[:2], Tier.HOST), snapshot=True))
+    found = index.lookup(blocks)
+    assert (found["w"], found.tiers) == (2, {"w": TierDepths(0, 2)})
 
 
 def test_a_removed_block_ends_the_prefix_before_it(index: PrefixIndex) -> None:

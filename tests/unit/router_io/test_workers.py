@@ -13,7 +13,9 @@ from redis import Redis
 from pdserve import Client
 from pdserve.build import FULL_VERSION
 from pdserve.config import RouterConfig
+from pdserve.core.errors import InvalidRequest
 from pdserve.core.installation import VERSION
+from pdserve.core.kv.tier_reads import TierDepths
 from pdserve.core.types import Role
 from pdserve.prefix.embedded import EmbeddedRedis
 from pdserve.prefix.index import PrefixIndex
@@ -87,6 +89,27 @@ async def test_the_oldest_library_of_grammars_counts_while_its_worker_is_there(
         assert workers.model is not None
         found.append(workers.model.has_older_grammars)
     assert found == [False, False, True, True, False]
+
+
+async def test_a_worker_tells_the_tiers_of_its_blocks(make: Callable[..., tuple[Workers, Log]]) -> None:
+    index = PrefixIndex()
+    workers, _ = make(index=index)
+    stream = WorkerStream("127.0.0.1:1", worker_pb2.RouterHello, workers, ROUTER)
+    stream.worker_id, stream.incarnation = "d0", "1"
+    blocks = [bytes([number] * 16) for number in range(4)]
+
+    def tell(sequence: int, tiers: bytes) -> None:
+        events = worker_pb2.KvEvents(sequence=sequence, stored=blocks, tiers=tiers)
+        workers._feed_index(stream, events)
+
+    tell(1, b"")  # an older worker
+    assert (index.lookup(blocks), index.lookup(blocks).tiers) == ({"d0": 4}, {})
+    tell(2, bytes((0, 1, 1, 200)))  # a tier of a newer worker
+    assert index.lookup(blocks).tiers == {"d0": TierDepths(1, 3)}
+    for tiers in (b"\x01", bytes(5)):
+        with pytest.raises(InvalidRequest):
+            tell(3, tiers)
+    assert index.lookup(blocks).tiers == {"d0": TierDepths(1, 3)}
 
 
 async def test_an_unregistered_worker_is_forgotten_after_its_stream(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pdserve.core.errors import ConfigError
+from pdserve.core.kv.tier_reads import Tier
 from pdserve.core.types import Role
 from pdserve.engine.memory.host import HostCopies, host_copies
 from pdserve.engine.toy import ToyPool, answer
@@ -60,14 +61,16 @@ async def test_many_prompts_stay_exact_while_their_blocks_move(start: Any, attac
     tier = d.program.blocks.tier
     assert tier.num_loaded > 0
     assert len(tier) == tier.num_slots
-    stored = set(await d.on_engine(lambda program: program.kv.snapshot().stored))
+    stored = dict(await d.on_engine(lambda program: program.kv.snapshot().tiered()))
+    assert set(stored.values()) == {Tier.POOL, Tier.HOST}
 
-    def told() -> set[bytes]:
-        found: set[bytes] = set()
+    def told() -> dict[bytes, int]:
+        found: dict[bytes, int] = {}
         for events in router.all("kv_events"):
-            found = set() if events.is_snapshot else found
-            found |= set(events.stored)
-            found -= set(events.removed)
+            found = {} if events.is_snapshot else found
+            found.update(zip(events.stored, events.tiers or bytes(len(events.stored)), strict=True))
+            for one in events.removed:
+                del found[one]
         return found
 
     await router.wait_for(lambda: told() == stored)
