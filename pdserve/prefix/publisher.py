@@ -12,10 +12,11 @@ import logging
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any, Final, final
 
 from pdserve.core.kv.hashing import HASH_BYTES
+from pdserve.core.kv.tier_reads import Tier
 from pdserve.core.urls import hide_password
 from pdserve.outage_log import OutageLog, PeerLog
 from pdserve.prefix import schema
@@ -43,12 +44,14 @@ class Superseded(Exception):
     """A newer incarnation has registered under this worker's id."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class CacheBatch:
     """Changes to a cache: hashes, one after the other."""
 
     stored: bytes
     removed: bytes
+    marked: bytes  # each with the byte of its tier
+    unmarked: bytes  # likewise
 
     @property
     def num_blocks(self) -> int:
@@ -128,6 +131,8 @@ class IndexLease:
             self._block_ttl_ms,
             batch.stored,
             batch.removed,
+            batch.marked,
+            batch.unmarked,
         ]
         said = await self._apply(keys=[self._tag], args=args)
         if said == b"lost":
@@ -192,19 +197,19 @@ class CacheNotes:
     def __init__(self, min_notes: int = MIN_NOTES) -> None:
         self._min_notes = min_notes
         self._lock = threading.Lock()
-        self._held: dict[bytes, None] = {}  # a dict for its order: parents come before their children
-        self._notes: dict[bytes, bool] = {}  # hash -> whether it is held
+        self._held: dict[bytes, int] = {}  # hash -> tier; its order: parents come before their children
+        self._notes: dict[bytes, int | None] = {}  # hash -> tier; None: it is not held
+        self._marked: dict[bytes, int] = {}  # hash -> tier of the mark that was sent
         self._has_overflowed = False
 
-    def take_in(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> int:
-        """Records a change. Returns the number of changes to send."""
+    def take_in(self, stored: Iterable[bytes], removed: Iterable[bytes], tiers: bytes = b"") -> int:
+        """Records a change. `tiers`: of `stored`; empty: all are in the pool. Returns the number of changes to send."""
         with self._lock:
             for one in removed:
                 self._held.pop(one, None)
-                self._notes[one] = False
-            for one in stored:
-                self._held[one] = None
-                self._notes[one] = True
+                self._notes[one] = None
+            for one, tier in zip(stored, tiers, strict=True) if tiers else zip(stored, repeat(Tier.POOL), strict=False):
+                self._held[one] = self._notes[one] = tier
             if len(self._notes) > self._min_notes + 2 * len(self._held):
                 self._notes.clear()
                 self._has_overflowed = True
@@ -213,22 +218,36 @@ class CacheNotes:
     def begin_snapshot(self) -> None:
         """Marks everything held to be sent again, and drops the waiting changes."""
         with self._lock:
-            self._notes = dict.fromkeys(self._held, True)
+            self._notes = dict(self._held)
+            self._marked.clear()
             self._has_overflowed = False
 
     def repeat_held(self) -> None:
         """Marks everything held to be sent again, in addition to the waiting changes."""
         with self._lock:
-            for one in self._held:
-                self._notes[one] = True
+            self._notes.update(self._held)
 
-    def take_out(self, most: int) -> tuple[list[bytes], list[bytes]]:
-        """At most this many changes, oldest first: (stored, removed)."""
+    def take_out(self, most: int) -> CacheBatch | None:
+        """At most this many changes, oldest first; None if there are none. They count as sent from now on."""
+        stored: list[bytes] = []
+        removed: list[bytes] = []
+        marked: list[bytes] = []
+        unmarked: list[bytes] = []
         with self._lock:
             taken = list(islice(self._notes.items(), most))
-            for one, _ in taken:
+            for one, tier in taken:
                 del self._notes[one]
-        return [one for one, is_held in taken if is_held], [one for one, is_held in taken if not is_held]
+                (removed if tier is None else stored).append(one)
+                before = self._marked.pop(one, tier)
+                if before and before != tier:
+                    unmarked.append(one + bytes((before,)))
+                if tier:
+                    self._marked[one] = tier
+                    marked.append(one + bytes((tier,)))
+        if not taken:
+            return None
+        joined = map(b"".join, (stored, removed, marked, unmarked))
+        return CacheBatch(*joined)
 
     @property
     def has_overflowed(self) -> bool:
@@ -285,9 +304,10 @@ class WorkerPublisher:
         """Number of blocks whose change was not sent to Redis."""
         return len(self._notes) + (0 if self._in_flight is None else self._in_flight.num_blocks)
 
-    def offer(self, stored: Iterable[bytes] = (), removed: Iterable[bytes] = ()) -> None:
-        """The worker's cache has changed: `removed`, then `stored`. From any thread, at any time."""
-        if self._notes.take_in(stored, removed) and not self._has_notes.is_set() and self._loop is not None:
+    def offer(self, stored: Iterable[bytes] = (), removed: Iterable[bytes] = (), tiers: bytes = b"") -> None:
+        """The worker's cache has changed: `removed`, then `stored`, with the tier of each; without, all are in the
+        pool. From any thread, at any time."""
+        if self._notes.take_in(stored, removed, tiers) and not self._has_notes.is_set() and self._loop is not None:
             try:
                 self._loop.call_soon_threadsafe(self._has_notes.set)
             except RuntimeError:  # the loop has ended, so nothing can be sent any more
@@ -385,10 +405,9 @@ class WorkerPublisher:
         if self._notes.has_overflowed:
             raise Gap("more changed than is remembered")
         if self._in_flight is None:
-            stored, removed = self._notes.take_out(BATCH_BLOCKS)
-            if not stored and not removed:
+            self._in_flight = self._notes.take_out(BATCH_BLOCKS)
+            if self._in_flight is None:
                 return False
-            self._in_flight = CacheBatch(stored=b"".join(stored), removed=b"".join(removed))
         await self._index.apply(self._in_flight)
         self._in_flight = None
         self.num_sent_batches += 1

@@ -1,4 +1,5 @@
-"""Looks up in Redis which workers have cached a prompt's leading blocks. The schema is in pdserve/prefix/schema.py.
+"""Looks up in Redis which workers have cached a prompt's leading blocks, and in which tiers. The schema is in
+pdserve/prefix/schema.py.
 
 It fails open: a late or missing answer counts as empty. While Redis cannot be reached, a lookup costs
 nothing, because only a background task retries.
@@ -12,10 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
+from pdserve.core.kv.tier_reads import TierDepths
 from pdserve.core.urls import hide_password
 from pdserve.outage_log import OutageLog, PeerLog
 from pdserve.prefix import schema
 from pdserve.prefix.connection import TROUBLE, Backoff, connect, heed_cancellation
+from pdserve.prefix.index import PrefixDepths
 from pdserve.prefix.schema import fingerprint_of, index_tag, worker_of
 
 log = logging.getLogger(__name__)
@@ -28,7 +31,7 @@ MAX_PROBES: Final = 64
 ALL_PROBES: Final = 512
 MAX_IN_FLIGHT: Final = 32
 LATE_IN_A_ROW: Final = 3
-_NOTHING: Final[Mapping[str, int]] = {}
+_NOTHING: Final = PrefixDepths()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +63,7 @@ class RedisIndex:
         self._tag = b""
         self._slots = _NOBODY
         self._is_available = False
-        self._in_flight: set[asyncio.Task[Mapping[str, int]]] = set()
+        self._in_flight: set[asyncio.Task[PrefixDepths]] = set()
         self._late = 0
         self._outages = OutageLog(log, "the prefix index cannot be reached", "the prefix index answers")
         self._lines = PeerLog(log)
@@ -93,7 +96,7 @@ class RedisIndex:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._redis.aclose()
 
-    async def lookup(self, hashes: Sequence[bytes]) -> Mapping[str, int]:
+    async def lookup(self, hashes: Sequence[bytes]) -> PrefixDepths:
         if not hashes or not self._slots.worker_of_slot or not self._is_available:
             return _NOTHING
         if len(self._in_flight) >= MAX_IN_FLIGHT:
@@ -119,7 +122,7 @@ class RedisIndex:
         self._late = 0
         return task.result()
 
-    async def inspect(self, hashes: Sequence[bytes]) -> Mapping[str, int] | None:
+    async def inspect(self, hashes: Sequence[bytes]) -> PrefixDepths | None:
         """One call at a time: it has a connection of its own."""
         if not self._is_available:
             return None
@@ -132,21 +135,25 @@ class RedisIndex:
             heed_cancellation()
             return None
 
-    async def _ask(self, hashes: Sequence[bytes]) -> Mapping[str, int]:
+    async def _ask(self, hashes: Sequence[bytes]) -> PrefixDepths:
         slots = self._slots
         depths = await self._depths(hashes, slots)
         if depths is None:
             slots = await self._read_slots()
             depths = await self._depths(hashes, slots)
-        found: dict[str, int] = {}
+        found: dict[str, tuple[int, ...]] = {}
         for slot, depth in (depths or {}).items():
             worker_id = slots.worker_of_slot[slot]
-            if depth > found.get(worker_id, 0):
+            if depth > found.get(worker_id, (0,)):
                 found[worker_id] = depth
-        return found
+        return PrefixDepths(
+            {worker_id: depth[0] for worker_id, depth in found.items()},
+            {worker_id: TierDepths(*depth[1:]) for worker_id, depth in found.items() if len(depth) > 1},
+        )
 
-    async def _depths(self, hashes: Sequence[bytes], slots: _Slots) -> dict[int, int] | None:
-        """The number of leading blocks that the slots hold; None if the slots have changed since they were read."""
+    async def _depths(self, hashes: Sequence[bytes], slots: _Slots) -> dict[int, tuple[int, ...]] | None:
+        """The number of leading blocks that the slots hold, with those of TierDepths unless the pool has all. None if
+        the slots have changed since they were read."""
         asked = list(slots.worker_of_slot)
         if len(asked) > LOOKUP_SLOTS:  # sends the chain only for those that hold its first block
             replies = await self._run(self._holders, [hashes[0]], asked, HOLDER_SLOTS)
@@ -158,7 +165,8 @@ class RedisIndex:
         replies = await self._run(self._lookup, [b"".join(hashes), num_probes], asked, LOOKUP_SLOTS)
         if any(epoch != slots.epoch for epoch, _ in replies):
             return None
-        return dict(zip(asked, (int(depth) for _, depths in replies for depth in depths.split()), strict=True))
+        found = (tuple(map(int, depth.split(b"/"))) for _, depths in replies for depth in depths.split())
+        return dict(zip(asked, found, strict=True))
 
     async def _run(self, script: Any, asked: list[Any], slots: Sequence[int], most: int) -> list[tuple[bytes, bytes]]:
         """The replies to a script for each `most` of the slots, sent together. Redis serves others in between."""
@@ -227,7 +235,7 @@ class RedisIndex:
             # them.
             self._late = min(self._late, LATE_IN_A_ROW - 1)
 
-    def _ended(self, task: asyncio.Task[Mapping[str, int]]) -> None:
+    def _ended(self, task: asyncio.Task[PrefixDepths]) -> None:
         self._in_flight.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is None:

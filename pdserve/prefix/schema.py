@@ -4,7 +4,8 @@ Per model of a cluster, under the tag {kv2:<cluster>:<fingerprint>} (one hash sl
 
     <tag>:w:<slot>     owner (worker id, incarnation) that the slot is leased to; expires when it falls silent
     <tag>:r:<slot>     set of the hashes that the slot's worker holds, and of an empty text, so that it is never missing
-                       unless Redis has lost it; expires, as a backstop
+                       unless Redis has lost it; expires, as a backstop. A block that is not in the worker's pool also
+                       has a mark: its hash and a byte for its tier, 1 in host memory and 2 on the disk
     <tag>:q:<slot>     sequence number of the last applied batch
     <tag>:slots        hash: slot -> owner, until its sweep has finished
     <tag>:owners       hash: worker id -> slot
@@ -133,7 +134,8 @@ return 1
 """
 )
 
-# ARGV: slot, owner, sequence, ttl ms of the set, stored hashes in one string, removed hashes likewise.
+# ARGV: slot, owner, sequence, ttl ms of the set, stored hashes in one string, removed hashes likewise, new marks
+# likewise, removed marks likewise.
 # Returns "ok", "lost" (the lease) or "gap" (a batch before this one never came, or Redis has evicted the set). A call
 # for each block would cost Redis three times as much as one with many of them.
 APPLY: Final = """
@@ -149,13 +151,15 @@ if last == 0 then
 elseif redis.call('EXISTS', held) == 0 then
   return 'gap'
 end
-local function apply(command, hashes)
+local function apply(command, joined, size)
   local members = {}
-  for at = 1, #hashes, 16 do members[#members + 1] = string.sub(hashes, at, at + 15) end
+  for at = 1, #joined, size do members[#members + 1] = string.sub(joined, at, at + size - 1) end
   if #members > 0 then redis.call(command, held, unpack(members)) end
 end
-apply('SADD', ARGV[5])
-apply('SREM', ARGV[6])
+apply('SADD', ARGV[5], 16)
+apply('SREM', ARGV[6], 16)
+apply('SADD', ARGV[7], 17)
+apply('SREM', ARGV[8], 17)
 redis.call('PEXPIRE', held, ARGV[4])
 redis.call('SET', tag .. ':q:' .. slot, sequence)
 return 'ok'
@@ -221,12 +225,14 @@ return {redis.call('GET', tag .. ':epoch') or '', table.concat(held)}
 """
 
 # ARGV: a chain of hashes in one string, most probes, slots. Returns the epoch, and for each slot the number of the
-# chain's leading blocks that it holds.
+# chain's leading blocks that it holds; unless its pool has all of them, also how many are in the pool, and how many in
+# the pool or in host memory, as "depth/pool/memory".
 #
 # A slot with the first block is asked for this many at equal distances, the last among them, and then searched by
 # bisection before the first that is missing. The depth of the slot before is tried first, because workers often hold
-# the same shared prefix. A cache evicts leaves first, so a worker that holds a block nearly always
-# holds those before it; a damaged block may be gone from the middle, and is noticed if it is asked for.
+# the same shared prefix. A cache evicts leaves first, so a worker that holds a block nearly always holds those before
+# it; a damaged block may be gone from the middle, and is noticed if it is asked for. For the same reason, all blocks
+# are in the pool if the last one is, and the first mark is searched by bisection otherwise.
 LOOKUP: Final = """
 local tag, hashes = KEYS[1], ARGV[1]
 local count = #hashes / 16
@@ -237,7 +243,23 @@ for at = step, count + step - 1, step do
   places[#places + 1] = math.min(at, count)
   probes[#probes + 1] = block(math.min(at, count))
 end
+-- The number of leading blocks without one of the marks, at least `low`; block `high` has one. `guess` is tried first.
+local function unmarked(key, low, high, guess, marks)
+  while high - low > 1 do
+    local middle = math.floor((low + high) / 2)
+    if guess == low then
+      middle = low + 1
+    elseif guess > low and guess < high then
+      middle = guess
+    end
+    local hash, found = block(middle), 0
+    for _, mark in ipairs(marks) do found = found + redis.call('SISMEMBER', key, hash .. mark) end
+    if found == 0 then low = middle else high = middle end
+  end
+  return low
+end
 local depths, depth, before = {}, 0, 0
+local pool, memory = -1, -1  -- of the last slot that has marks
 for index = 3, #ARGV do
   local key, missing = tag .. ':r:' .. ARGV[index], 1
   before, depth = depth > 0 and depth or before, 0
@@ -260,7 +282,17 @@ for index = 3, #ARGV do
     end
     if redis.call('SISMEMBER', key, block(middle)) == 1 then depth = middle else missing = middle end
   end
-  depths[#depths + 1] = depth
+  local found = tostring(depth)
+  if depth > 0 then
+    local last = block(depth)
+    local marks = redis.call('SMISMEMBER', key, last .. '\1', last .. '\2')
+    if marks[1] + marks[2] > 0 then
+      pool = unmarked(key, 0, depth, pool, {'\1', '\2'})
+      memory = marks[2] == 1 and unmarked(key, pool, depth, memory, {'\2'}) or depth
+      found = depth .. '/' .. pool .. '/' .. memory
+    end
+  end
+  depths[#depths + 1] = found
 end
 return {redis.call('GET', tag .. ':epoch') or '', table.concat(depths, ' ')}
 """

@@ -254,7 +254,7 @@ class WorkerHost:
 
     def offer(self, change: CacheChange) -> None:
         if self._publisher is not None:
-            self._publisher.offer(stored=change.stored, removed=change.removed)
+            self._publisher.offer(stored=change.stored, removed=change.removed, tiers=change.tiers)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 

@@ -257,7 +257,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SESSION_LOOKUPS_S):
                 for one in conversations:
-                    found = await self._lookup.inspect(one.hashes) if one.hashes else {}
+                    found: Mapping[str, int] | None = await self._lookup.inspect(one.hashes) if one.hashes else {}
                     if found is not None:
                         cached[one.number] = found
                     await asyncio.sleep(0.0)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import random
 import signal
 import socket
 import time
@@ -16,6 +17,7 @@ import redis
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv.hashing import block_hashes, chain_key
+from pdserve.core.kv.tier_reads import Tier, TierDepths
 from pdserve.prefix import redis_index, schema
 from pdserve.prefix.embedded import EmbeddedRedis
 from pdserve.prefix.publisher import GRACE_LEASES
@@ -642,3 +644,79 @@ async def test_long_chains_cost_few_scripts(url: str) -> None:
             before = client.info("commandstats")["cmdstat_evalsha"]["calls"]
             assert await index.lookup([*blocks[:1000], *chain(875, "other")]) == {"w": 1000}
             assert client.info("commandstats")["cmdstat_evalsha"]["calls"] == before + 1
+
+
+# --- tiers --------------------------------------------------------------------------------------------------------
+
+
+async def until_split(index: Any, hashes: list[bytes], depths: dict[str, int], tiers: dict[str, TierDepths]) -> None:
+    await until_found(index, hashes, depths)
+    end_s = time.monotonic() + 60.0
+    while (found := await index.lookup(hashes)).tiers != tiers or found != depths:
+        assert time.monotonic() < end_s, f"found {found} {found.tiers}, expected {tiers}"
+        await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 130])
+async def test_a_lookup_says_how_the_blocks_are_split_over_tiers(url: str, length: int) -> None:
+    """The first worker's split is tried first for the next one, whose is smaller, larger or equal."""
+    blocks = chain(length)
+    splits = [TierDepths(a, b) for a in range(0, length + 1, max(1, length // 3)) for b in range(a, length + 1, 2)]
+    random.Random(length).shuffle(splits)
+    async with following(url) as index:
+        workers = [publisher(url, f"w{number}", lease_s=60.0) for number in range(len(splits))]
+        for worker, (pool, memory) in zip(workers, splits, strict=True):
+            tiers = bytes(pool) + bytes([Tier.HOST]) * (memory - pool) + bytes([Tier.DISK]) * (length - memory)
+            worker.offer(stored=blocks, tiers=tiers)
+            await worker.start()
+        expected = {f"w{number}": split for number, split in enumerate(splits) if split.pool < length}
+        await until_split(index, blocks, {f"w{number}": length for number in range(len(splits))}, expected)
+        await asyncio.gather(*(worker.stop() for worker in workers))
+
+
+async def test_blocks_move_between_tiers(url: str) -> None:
+    blocks = chain(6)
+    async with following(url) as index, publishing(url, "w", lease_s=60.0) as worker, publishing(url, "old") as old:
+        old.offer(stored=blocks)  # says nothing of tiers, as an older worker
+        worker.offer(stored=blocks, tiers=bytes((0, 0, 1, 1, 2, 2)))
+        depths = {"w": 6, "old": 6}
+        await until_split(index, blocks, depths, {"w": TierDepths(2, 4)})
+        worker.offer(stored=blocks[3:], tiers=bytes((2, 1, 1)))  # to another lower tier
+        await until(lambda: not worker.num_waiting)
+        worker.offer(stored=blocks[3:4], tiers=bytes((1,)))
+        await until_split(index, blocks, depths, {"w": TierDepths(2, 6)})
+        worker.offer(stored=blocks)  # all into the pool
+        await until_split(index, blocks, depths, {})
+        worker.offer(stored=blocks[4:], tiers=bytes((2, 2)))
+        worker.offer(removed=blocks[5:])
+        await until_split(index, blocks, {"w": 5, "old": 6}, {"w": TierDepths(4, 4)})
+        worker.offer(removed=blocks[4:5])
+        await until_split(index, blocks, {"w": 4, "old": 6}, {})
+        worker.offer(stored=blocks[4:])
+        await until_split(index, blocks, depths, {})
+    with redis.Redis.from_url(url) as client:
+        marks = [one for key in client.scan_iter(f"{TAG}:r:*") for one in client.smembers(key) if len(one) == 17]
+    assert marks == []
+
+
+async def test_an_older_router_finds_the_blocks_of_all_tiers(url: str) -> None:
+    """Whose script asks for hashes only."""
+    blocks = chain(4)
+    async with publishing(url, "w") as worker:
+        worker.offer(stored=blocks, tiers=bytes((0, 1, 2, 2)))
+        await until(lambda: not worker.num_waiting)
+        with redis.Redis.from_url(url) as client:
+            (slot,) = client.hkeys(f"{TAG}:slots")
+            assert client.smismember(f"{TAG}:r:{slot.decode()}", blocks) == [1, 1, 1, 1]
+
+
+async def test_marks_are_sent_again_with_their_blocks(url: str) -> None:
+    """A server that has lost everything gets a snapshot."""
+    blocks = chain(4)
+    async with following(url) as index, publishing(url, "w", lease_s=2.0) as worker:
+        worker.offer(stored=blocks, tiers=bytes((0, 1, 2, 2)))
+        await until_split(index, blocks, {"w": 4}, {"w": TierDepths(1, 2)})
+        with redis.Redis.from_url(url) as client:
+            client.flushall()
+        worker.offer(stored=blocks[1:2])
+        await until_split(index, blocks, {"w": 4}, {"w": TierDepths(2, 2)})
