@@ -19,11 +19,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Final, Protocol, final, runtime_checkable
 
 from pdserve.core.attempt import Attempt, AttemptKey, blocks_for
 from pdserve.core.kv.cache import KvCache
+from pdserve.core.kv.tier_reads import Read, best_read, saved_s
 
 MOST_SHARE: Final = 0.25  # of the pool, for the blocks of several fetches
 MOST_ALONE: Final = 0.5  # for those of one, so that a source that hangs leaves room for prompts
@@ -307,24 +309,23 @@ class Fetches:
         missing = hashes[first:]
         asked = [self._look_up(one, attempt, missing, first, ahead_s) for one in self._lookups]
         lookups = [one for one in asked if one is not None]
-        best: tuple[float, BlockSource, int] | None = None
+        best: tuple[Read, BlockSource] | None = None
         for source in self.sources:
             count = source.num_found(attempt, missing, first)
             count = next((at for at in range(count) if missing[at] in self._number_of), count)
             if not count:  # then it cannot predict either
                 continue
-            # All that the source has, because later tokens take longer to compute, and not longer to fetch. Or what
-            # arrives before the turn of the prompt, which costs it nothing.
-            for wanted in (count, self._num_before(source, attempt, count, ahead_s)):
-                saved_s = self._saved_s(source, attempt, wanted, first, ahead_s)
-                if saved_s > 0.0 and (best is None or saved_s > best[0]):
-                    best = saved_s, source, wanted
+            found = best_read(
+                partial(source.predict_s, attempt), partial(self._computed_s, first=first), count, ahead_s
+            )
+            if found is not None and (best is None or found.saved_s > best[0].saved_s):
+                best = found, source
         if best is None:
             return self._wait_for(lookups, attempt, missing, first, wait, now_s, ahead_s)
-        _, source, found = best
-        wait = wait or self._begin_wait(attempt.key, found, first, now_s + ahead_s)
+        (num_read, _), source = best
+        wait = wait or self._begin_wait(attempt.key, num_read, first, now_s + ahead_s)
         wait.seen = self._num_changes
-        blocks = self._take_blocks(source, attempt, [*hashes[:first], *missing[:found]], first, ahead_s, spare)
+        blocks = self._take_blocks(source, attempt, [*hashes[:first], *missing[:num_read]], first, ahead_s, spare)
         if blocks is None:
             if self._kv.num_found(hashes) < first:  # making room has displaced blocks that were found
                 return self._start(attempt, hashes, self._kv.num_found(hashes), wait, now_s, ahead_s, spare)
@@ -457,21 +458,7 @@ class Fetches:
     def _saved_s(self, source: BlockSource, attempt: Attempt, num_blocks: int, first: int, ahead_s: float) -> float:
         if num_blocks <= 0:
             return 0.0
-        return self._computed_s(num_blocks, first) - max(0.0, source.predict_s(attempt, num_blocks) - ahead_s)
-
-    @staticmethod
-    def _num_before(source: BlockSource, attempt: Attempt, num_blocks: int, turn_s: float) -> int:
-        """How many of the blocks the source supplies until the turn of the prompt."""
-        if turn_s <= 0.0 or source.predict_s(attempt, num_blocks) <= turn_s:
-            return 0
-        few, many = 0, num_blocks  # the time of `few` is shorter, that of `many` is not
-        while many - few > 1:
-            middle = (few + many) // 2
-            if source.predict_s(attempt, middle) <= turn_s:
-                few = middle
-            else:
-                many = middle
-        return few
+        return saved_s(source.predict_s(attempt, num_blocks), self._computed_s(num_blocks, first), ahead_s)
 
     def _computed_s(self, num_blocks: int, first: int) -> float:
         size = self._kv.block_size

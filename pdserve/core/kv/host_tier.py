@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, final
 
+from pdserve.core.kv.tier_reads import is_sooner
+
 LONG_TOKENS: Final = 32_768  # of a prompt that is worth to be loaded, if any is: later tokens take longer to compute
 SHORT_BLOCKS: Final = 64
 SLOWEST: Final = 8.0  # times as long as computing: a tier that is read beside steps would save less than an eighth
@@ -89,11 +91,6 @@ class LowerTiers:
     def drop(self, block_hash: bytes) -> None:
         for tier in self._tiers:
             tier.drop(block_hash)
-
-
-def is_sooner(load_s: float, computed_s: float) -> bool:
-    """Whether to load what takes `computed_s` to compute; 0.0: that is unknown."""
-    return computed_s == 0.0 or load_s < computed_s
 
 
 @dataclass(frozen=True, slots=True)

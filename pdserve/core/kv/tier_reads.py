@@ -1,7 +1,14 @@
-"""The tiers that hold a worker's cached blocks. Pure."""
+"""The tiers that hold a worker's cached blocks, and when blocks are read instead of computed. Pure.
+
+Workers decide by this rule, and routers predict what they decide. Copies that the engine makes at once are worth it if
+they take less time than computing the blocks. A prompt waits for other reads in its queue; what arrives before its turn
+costs it nothing. Then either all blocks are read, because later tokens take longer to compute and not longer to read,
+or those that arrive before the turn.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Final, NamedTuple
 
@@ -30,3 +37,50 @@ class TierDepths(NamedTuple):
 
     pool: int  # leading blocks that are in the pool
     memory: int  # in the pool or in host memory; those behind them are on the disk
+
+
+# --- the rule -------------------------------------------------------------------------------------------------
+
+
+def is_sooner(load_s: float, computed_s: float) -> bool:
+    """Whether to load what takes `computed_s` to compute; 0.0: that is unknown."""
+    return computed_s == 0.0 or load_s < computed_s
+
+
+def saved_s(read_s: float, computed_s: float, turn_s: float) -> float:
+    """Seconds that a prompt saves if it reads, for `read_s`, what takes `computed_s` to compute. Its turn comes in
+    `turn_s`."""
+    return computed_s - max(0.0, read_s - turn_s)
+
+
+class Read(NamedTuple):
+    num_blocks: int
+    saved_s: float
+
+
+def best_read(
+    read_s: Callable[[int], float], computed_s: Callable[[int], float], num_blocks: int, turn_s: float
+) -> Read | None:
+    """How many of `num_blocks` blocks a prompt waits for. Both functions take a number of blocks; `computed_s` is
+    infinite if that is unknown. None: it computes them."""
+    best: Read | None = None
+    for wanted in (num_blocks, _num_before(read_s, num_blocks, turn_s)):
+        if wanted > 0:
+            seconds = saved_s(read_s(wanted), computed_s(wanted), turn_s)
+            if seconds > 0.0 and (best is None or seconds > best.saved_s):
+                best = Read(wanted, seconds)
+    return best
+
+
+def _num_before(read_s: Callable[[int], float], num_blocks: int, turn_s: float) -> int:
+    """How many of the blocks are read until the turn of the prompt; 0 if all are."""
+    if turn_s <= 0.0 or read_s(num_blocks) <= turn_s:
+        return 0
+    few, many = 0, num_blocks  # the time of `few` is shorter, that of `many` is not
+    while many - few > 1:
+        middle = (few + many) // 2
+        if read_s(middle) <= turn_s:
+            few = middle
+        else:
+            many = middle
+    return few
