@@ -33,6 +33,7 @@ from pdserve.core.attempt import Attempt
 from pdserve.core.errors import ConfigError, TransferFailed
 from pdserve.core.kv.fetch import Fetch
 from pdserve.core.kv.host_tier import HostTier
+from pdserve.core.kv.tier_reads import Tier, TierSpeed
 from pdserve.engine.interface import KvPool
 from pdserve.engine.memory.host import AUTO, BURST_BYTES, MOST_HASHES, check_room, free_bytes
 from pdserve.engine.memory.plan import HOST_PARTS
@@ -308,6 +309,14 @@ class DeviceTier:
                 return math.inf
             num_blocks += self._num_pending
         return self._speed.predict_s(num_blocks * self._block_bytes, now_s)
+
+    def tier_speed(self) -> TierSpeed | None:
+        now_s = self._now()
+        with self._loads_lock:
+            if now_s >= min(self._late_at_s.values(), default=math.inf):
+                return None
+            num_pending = self._num_pending
+        return self._speed.of_tier(Tier.HOST, self._block_bytes, num_pending, now_s)
 
     def begin(self, fetch: Fetch, end: Callable[[int], None]) -> None:
         assert self._tier is not None, "something was found"

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pdserve.core.attempt import AttemptKey, FailureKind, PrefixSource, RefusalReason
+from pdserve.core.kv.tier_reads import TierSpeed
 from pdserve.core.types import FinishReason, TokenOut
 
 RETRY_AFTER_S: Final = 0.05  # retry time after a worker declined: about the time until a batch ends
@@ -176,6 +177,7 @@ class Load:
     is_draining: bool = False
     is_drained: bool = False  # an operator drains the worker, and may undo that
     preemptions: int = 0  # sequences preempted for lack of KV blocks, since the worker's start
+    tiers: tuple[TierSpeed, ...] = ()  # below the pool; one that hangs is left out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -422,7 +422,7 @@ class KvLink(_message.Message):
     def __init__(self, decode_worker: _Optional[str] = ..., transport: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("steps", "free_blocks", "evictable_blocks", "running", "waiting", "context_tokens", "pending_prefill_tokens", "is_draining", "is_drained", "preemptions")
+    __slots__ = ("steps", "free_blocks", "evictable_blocks", "running", "waiting", "context_tokens", "pending_prefill_tokens", "is_draining", "is_drained", "preemptions", "tiers")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     EVICTABLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -433,6 +433,7 @@ class Load(_message.Message):
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINED_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     steps: int
     free_blocks: int
     evictable_blocks: int
@@ -443,7 +444,24 @@ class Load(_message.Message):
     is_draining: bool
     is_drained: bool
     preemptions: int
-    def __init__(self, steps: _Optional[int] = ..., free_blocks: _Optional[int] = ..., evictable_blocks: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., context_tokens: _Optional[int] = ..., pending_prefill_tokens: _Optional[int] = ..., is_draining: _Optional[bool] = ..., is_drained: _Optional[bool] = ..., preemptions: _Optional[int] = ...) -> None: ...
+    tiers: _containers.RepeatedCompositeFieldContainer[TierSpeed]
+    def __init__(self, steps: _Optional[int] = ..., free_blocks: _Optional[int] = ..., evictable_blocks: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., context_tokens: _Optional[int] = ..., pending_prefill_tokens: _Optional[int] = ..., is_draining: _Optional[bool] = ..., is_drained: _Optional[bool] = ..., preemptions: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierSpeed, _Mapping]]] = ...) -> None: ...
+
+class TierSpeed(_message.Message):
+    __slots__ = ("tier", "block_s", "fixed_s", "queue_s", "is_at_once", "most_given")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_S_FIELD_NUMBER: _ClassVar[int]
+    FIXED_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    IS_AT_ONCE_FIELD_NUMBER: _ClassVar[int]
+    MOST_GIVEN_FIELD_NUMBER: _ClassVar[int]
+    tier: int
+    block_s: float
+    fixed_s: float
+    queue_s: float
+    is_at_once: bool
+    most_given: int
+    def __init__(self, tier: _Optional[int] = ..., block_s: _Optional[float] = ..., fixed_s: _Optional[float] = ..., queue_s: _Optional[float] = ..., is_at_once: _Optional[bool] = ..., most_given: _Optional[int] = ...) -> None: ...
 
 class Granted(_message.Message):
     __slots__ = ("request_id", "attempt", "grant", "grant_s")

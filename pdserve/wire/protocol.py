@@ -16,6 +16,7 @@ from pdserve.core.attempt import Attempt, AttemptKey, FailureKind, PrefixSource,
 from pdserve.core.cost.latency import CostPrior
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.kv.kv_shape import Fingerprint, KvShape
+from pdserve.core.kv.tier_reads import MAX_SPEEDS, TierSpeed
 from pdserve.core.live import LogLine
 from pdserve.core.results import (
     CachedPrefix,
@@ -43,7 +44,8 @@ _SOURCE: Final = Codec(PrefixSource, worker_pb2.PrefixSource)
 NAMED_ADAPTER: Final = Codec(pr.NamedAdapter, worker_pb2.Adapter)
 ADAPTERS: Final = Codec(pr.Adapters, worker_pb2.Adapters, nested=(NAMED_ADAPTER,))
 ADAPTER_LOADED: Final = Codec(pr.AdapterLoaded, worker_pb2.AdapterLoaded)
-LOAD: Final = Codec(pr.Load, worker_pb2.Load, given=("worker_id",))
+TIER_SPEED: Final = Codec(TierSpeed, worker_pb2.TierSpeed)
+LOAD: Final = Codec(pr.Load, worker_pb2.Load, nested=(TIER_SPEED,), given=("worker_id",))
 _CODECS: Final = (
     LOAD,
     Codec(pr.BatchTimed, worker_pb2.BatchTimed, given=("worker_id",)),
@@ -101,6 +103,8 @@ def decode_response(worker_id: str, response: worker_pb2.AttachResponse) -> pr.W
     if codec is None:
         return None
     inner = getattr(response, name or "")
+    if codec.kind is pr.Load and len(inner.tiers) > MAX_SPEEDS:
+        raise InvalidRequest("tiers", len(inner.tiers), f"at most {MAX_SPEEDS}")
     if codec.kind in (pr.Load, pr.BatchTimed):
         return codec.decode(inner, worker_id=worker_id)  # type: ignore[no-any-return]
     if codec.kind is pr.Granted and len(inner.grant) > MAX_GRANT_BYTES:

@@ -30,7 +30,7 @@ from pdserve.core.cost.latency import CostModel, CostPrior
 from pdserve.core.errors import InternalError, InvalidRequest, TransferFailed
 from pdserve.core.kv.blocks import BlockAllocator, CacheChange
 from pdserve.core.kv.cache import KvCache
-from pdserve.core.kv.fetch import BlockSource, Fetch, FetchAborted, Fetches, FetchStarted
+from pdserve.core.kv.fetch import BlockSource, Fetch, FetchAborted, Fetches, FetchStarted, tier_speeds
 from pdserve.core.kv.hashing import hash_seed
 from pdserve.core.kv.host_tier import (
     HostTier,
@@ -771,7 +771,13 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
             metrics.rejected_rank_joins(rejected_joins())
 
     def _with_state(self, load: pr.Load) -> pr.Load:
-        return replace(load, steps=self.num_steps, is_draining=self.scheduler.is_draining, is_drained=self.is_drained)
+        return replace(
+            load,
+            steps=self.num_steps,
+            is_draining=self.scheduler.is_draining,
+            is_drained=self.is_drained,
+            tiers=tier_speeds(self.blocks.tier, self.sources.values()),
+        )
 
 
 def _host_tier(

@@ -20,7 +20,7 @@ from pdserve.core.attempt import AttemptKey, AttemptLedger, EndRule, PrefixSourc
 from pdserve.core.cost.latency import CostModel
 from pdserve.core.kv.blocks import BlockAllocator, CacheChange
 from pdserve.core.kv.cache import KvCache
-from pdserve.core.kv.fetch import BlockSource, Fetch, FetchAborted, Fetches, FetchStarted
+from pdserve.core.kv.fetch import BlockSource, Fetch, FetchAborted, Fetches, FetchStarted, tier_speeds
 from pdserve.core.kv.kv_shape import TransferKey
 from pdserve.core.kv.retention import block_cost
 from pdserve.core.types import Role
@@ -490,6 +490,7 @@ class Machine(ABC, Generic[Step, Effect]):
             load,
             worker_id=self.shape.worker_id,
             steps=self.num_steps,
+            tiers=tier_speeds(self.blocks.tier, self.sources.values()),
             is_draining=self.scheduler.is_draining,
             is_drained=self.scheduler.is_draining,
         )

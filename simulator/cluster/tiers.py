@@ -17,6 +17,7 @@ from typing import Final, final
 from pdserve.core.attempt import Attempt
 from pdserve.core.kv.fetch import BlockSource, Fetch
 from pdserve.core.kv.host_tier import HostTier, LoadRule, is_disk_worthwhile, long_blocks
+from pdserve.core.kv.tier_reads import Tier, TierSpeed
 from simulator.cluster.agenda import Agenda
 from simulator.model import WorkerShape
 
@@ -48,8 +49,8 @@ class _Read:
 class SimulatedSource(ABC):
     """A tier for which prompts wait. One fetch is read after the other."""
 
-    def __init__(self, name: str, agenda: Agenda, block_s: float, latency_s: float) -> None:
-        self.name = name
+    def __init__(self, tier: Tier, agenda: Agenda, block_s: float, latency_s: float) -> None:
+        self.name, self._tier = tier.name.lower(), tier
         self._agenda, self._block_s, self._latency_s = agenda, block_s, latency_s
         self._queue: deque[_Read] = deque()
         self._reading: _Read | None = None
@@ -68,10 +69,17 @@ class SimulatedSource(ABC):
         return self._count(hashes)
 
     def predict_s(self, attempt: Attempt, num_blocks: int) -> float:
+        return self._queue_s() + self.read_s(num_blocks)
+
+    def _queue_s(self) -> float:
         queued_s = len(self._queue) * self._latency_s + self._num_queued * self._block_s
         if self._reading is not None:
             queued_s += max(0.0, self._began_s + self.read_s(len(self._reading.fetch.blocks)) - self._agenda.now_s)
-        return queued_s + self.read_s(num_blocks)
+        return queued_s
+
+    def tier_speed(self) -> TierSpeed | None:
+        queue_s = self._queue_s()
+        return TierSpeed(tier=self._tier, block_s=self._block_s, fixed_s=self._latency_s, queue_s=queue_s)
 
     def begin(self, fetch: Fetch, end: Callable[[int], None]) -> None:
         """`end` is called when nothing writes to the blocks any more, with the number of those that were read."""
@@ -129,7 +137,7 @@ class SimulatedDisk(SimulatedSource):
     ) -> None:
         """`changed` gets the hashes that have been removed, or are added if the disk has them."""
         block_bytes = block_size * shape.kv_bytes_per_token
-        super().__init__("disk", agenda, block_bytes / shape.disk_bytes_per_s, shape.disk_latency_s)
+        super().__init__(Tier.DISK, agenda, block_bytes / shape.disk_bytes_per_s, shape.disk_latency_s)
         self._changed = changed
         self.num_slots = shape.disk_bytes // block_bytes
         self._written: dict[bytes, int] = {}  # number of the write of each block, ascending
@@ -195,7 +203,7 @@ class SimulatedQueuedCopies(SimulatedSource):
 
     def __init__(self, agenda: Agenda, shape: WorkerShape, block_size: int) -> None:
         block_bytes = block_size * shape.kv_bytes_per_token
-        super().__init__("host", agenda, block_bytes / shape.host_bytes_per_s, 0.0)
+        super().__init__(Tier.HOST, agenda, block_bytes / shape.host_bytes_per_s, 0.0)
         self.num_slots = shape.host_bytes // block_bytes
         self.tier: HostTier | None = None
         self.most_saved = max(1, BURST_BYTES // block_bytes)

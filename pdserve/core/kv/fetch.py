@@ -25,7 +25,8 @@ from typing import Final, Protocol, final, runtime_checkable
 
 from pdserve.core.attempt import Attempt, AttemptKey, blocks_for
 from pdserve.core.kv.cache import KvCache
-from pdserve.core.kv.tier_reads import Read, best_read, saved_s
+from pdserve.core.kv.host_tier import HostTier
+from pdserve.core.kv.tier_reads import Read, TierSpeed, best_read, saved_s
 
 MOST_SHARE: Final = 0.25  # of the pool, for the blocks of several fetches
 MOST_ALONE: Final = 0.5  # for those of one, so that a source that hangs leaves room for prompts
@@ -68,6 +69,23 @@ class LookupSource(BlockSource, Protocol):
     def lookup(self, attempt: Attempt, hashes: Sequence[bytes], first: int) -> Lookup | None:
         """Begins to look for the leading `hashes`, as of `num_found`. None: it knows, or there is no use in waiting."""
         ...
+
+
+@runtime_checkable
+class TierSource(BlockSource, Protocol):
+    """A source that is a tier of the worker."""
+
+    def tier_speed(self) -> TierSpeed | None:
+        """As `predict_s`. None: the tier hangs."""
+        ...
+
+
+def tier_speeds(host: HostTier | None, sources: Iterable[BlockSource]) -> tuple[TierSpeed, ...]:
+    """What a worker reports of its tiers."""
+    speeds = [source.tier_speed() for source in sources if isinstance(source, TierSource)]
+    if host is not None and host.loads_at_once:
+        speeds.append(host.speed)
+    return tuple([one for one in speeds if one is not None])
 
 
 class WaitingText(Protocol):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, final
 
-from pdserve.core.kv.tier_reads import is_sooner
+from pdserve.core.kv.tier_reads import Tier, TierSpeed, is_sooner
 
 LONG_TOKENS: Final = 32_768  # of a prompt that is worth to be loaded, if any is: later tokens take longer to compute
 SHORT_BLOCKS: Final = 64
@@ -167,6 +167,11 @@ class HostTier:
     @property
     def loads_at_once(self) -> bool:
         return self._queued is None
+
+    @property
+    def speed(self) -> TierSpeed:
+        """Of a tier that loads at once."""
+        return TierSpeed(tier=Tier.HOST, block_s=self.rule.block_s, is_at_once=True, most_given=self._most_saved)
 
     @property
     def copies(self) -> dict[str, int]:

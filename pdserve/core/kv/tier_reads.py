@@ -9,6 +9,7 @@ or those that arrive before the turn.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, NamedTuple
 
@@ -37,6 +38,24 @@ class TierDepths(NamedTuple):
 
     pool: int  # leading blocks that are in the pool
     memory: int  # in the pool or in host memory; those behind them are on the disk
+
+
+MAX_SPEEDS: Final = 8  # in one report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSpeed:
+    """How long a worker takes to read blocks of one of its tiers, as it has measured."""
+
+    tier: int  # of a newer worker, perhaps none of Tier
+    block_s: float
+    fixed_s: float = 0.0  # for a read, beside its blocks
+    queue_s: float = 0.0  # until the reads that were asked for before have ended
+    is_at_once: bool = False  # the engine makes the copies before a step; else prompts wait, and others are computed
+    most_given: int = 0  # blocks that it reads at once for another worker
+
+    def read_s(self, num_blocks: int) -> float:
+        return self.queue_s + self.fixed_s + num_blocks * self.block_s
 
 
 # --- the rule -------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from pdserve.config import WorkerConfig
 from pdserve.core.attempt import Attempt
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv.fetch import Fetch
+from pdserve.core.kv.tier_reads import Tier, TierSpeed
 from pdserve.engine.interface import Engine, EngineSpec, KvPool
 from pdserve.engine.memory.block_files import PAGE, BlockFiles, FileCalls, Group, Place
 from pdserve.engine.memory.host import MOST_HASHES, HostCopies, pool_blocks
@@ -58,6 +59,12 @@ class DiskTier(SlowTier[Group, Place]):
     def num_found(self, attempt: Attempt, hashes: Sequence[bytes], first: int) -> int:
         files = self.files
         return next((at for at, one in enumerate(hashes) if one not in files), len(hashes))
+
+    def tier_speed(self) -> TierSpeed | None:
+        now_s = self._now()
+        if now_s >= self._late_at_s:
+            return None
+        return self._speed.of_tier(Tier.DISK, self._block_bytes, self._num_pending, now_s)
 
     def _is_kept(self, block_hash: bytes) -> bool:
         return self.files.is_young(block_hash)

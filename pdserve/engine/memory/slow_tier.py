@@ -30,6 +30,7 @@ from pdserve.build import FULL_VERSION
 from pdserve.core.attempt import Attempt
 from pdserve.core.kv.fetch import Fetch
 from pdserve.core.kv.hashing import hash_seed
+from pdserve.core.kv.tier_reads import Tier, TierSpeed
 from pdserve.engine.interface import EngineSpec, KvPool
 from pdserve.engine.memory.host import HostCopies, pool_blocks
 
@@ -73,6 +74,12 @@ class ReadSpeed:
     def predict_s(self, num_bytes: int, now_s: float) -> float:
         factor = self._factor if now_s - self._seen_s < FORGOTTEN_S else min(self._factor, 1.0)
         return (self._fixed_s + num_bytes / self._bytes_s) * factor
+
+    def of_tier(self, tier: Tier, block_bytes: int, num_pending: int, now_s: float) -> TierSpeed:
+        """`predict_s` for any number of blocks, after `num_pending` other ones."""
+        fixed_s = self.predict_s(0, now_s)
+        block_s = self.predict_s(block_bytes, now_s) - fixed_s
+        return TierSpeed(tier=tier, block_s=block_s, fixed_s=fixed_s, queue_s=num_pending * block_s)
 
     def observe(self, num_bytes: int, seconds: float, now_s: float) -> None:
         factor = seconds / (self._fixed_s + num_bytes / self._bytes_s)

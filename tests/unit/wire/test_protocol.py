@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from pdserve.core import protocol as pr
 from pdserve.core.attempt import AttemptKey, FailureKind, RefusalReason
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.kv.tier_reads import MAX_SPEEDS, TierSpeed
 from pdserve.core.types import FinishReason, TokenOut
 from pdserve.v1 import worker_pb2
 from pdserve.wire import protocol
@@ -28,6 +31,14 @@ ROW = pr.TokenRow(
 )
 FROM_WORKERS: list[pr.WorkerMessage] = [
     pr.Load(worker_id="w0", steps=1, free_blocks=2, running=3, is_draining=True, is_drained=True),
+    pr.Load(
+        worker_id="w0",
+        free_blocks=2,
+        tiers=(
+            TierSpeed(tier=1, block_s=0.5, is_at_once=True, most_given=64),
+            TierSpeed(tier=2, block_s=0.25, fixed_s=1.0, queue_s=2.0),
+        ),
+    ),
     pr.BatchTimed(worker_id="w0", rows=3, prefill_tokens=0, prefill_token_context=0.0, context_tokens=99, step_s=0.5),
     pr.Granted(key=KEY),
     pr.Granted(key=KEY, grant=b""),
@@ -124,3 +135,17 @@ def test_a_grant_is_bounded_on_a_router() -> None:
 
 def _fields(command: pr.Reserve | pr.Prefill) -> dict[str, object]:
     return {name: getattr(command, name) for name in type(command).__dataclass_fields__}
+
+
+@pytest.mark.parametrize("field", ["block_s", "fixed_s", "queue_s"])
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1e-9, 1e9])
+def test_speeds_of_tiers_are_bounded(field: str, seconds: float) -> None:
+    load = worker_pb2.Load(free_blocks=1, tiers=[worker_pb2.TierSpeed(tier=2, **{field: seconds})])
+    with pytest.raises(InvalidRequest, match=field):
+        protocol.decode_response("w0", worker_pb2.AttachResponse(load=load))
+
+
+def test_the_number_of_tiers_is_bounded() -> None:
+    load = worker_pb2.Load(tiers=[worker_pb2.TierSpeed()] * (MAX_SPEEDS + 1))
+    with pytest.raises(InvalidRequest, match="tiers"):
+        protocol.decode_response("w0", worker_pb2.AttachResponse(load=load))

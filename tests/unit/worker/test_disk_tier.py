@@ -15,6 +15,7 @@ import pytest
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv.hashing import block_hashes, chain_key
+from pdserve.core.kv.tier_reads import Tier
 from pdserve.core.types import Role
 from pdserve.engine.memory.block_files import BlockFiles
 from pdserve.engine.memory.disk import DiskTier, contents_of
@@ -107,7 +108,11 @@ async def test_blocks_outlive_the_process(start: Any, attach: Any, ask: Any, dis
     router = await attach(*([again, d] if role is Role.PREFILL else [again]), wants_kv_events=True)
     snapshot = await router.next("kv_events", role=role)
     assert snapshot.is_snapshot
-    assert set(snapshot.stored) == kept
+    assert dict(zip(snapshot.stored, snapshot.tiers, strict=True)) == dict.fromkeys(kept, Tier.DISK)
+    load = await router.next("load", role=role)
+    [speed] = load.tiers
+    assert (speed.tier, speed.is_at_once, speed.queue_s) == (Tier.DISK, False, 0.0)
+    assert min(speed.fixed_s, speed.block_s) > 0.0
     run = router.remote if role is Role.PREFILL else router.local
     expected = answer(PROMPT, 8, prefilled=len(PROMPT) if role is Role.PREFILL else 0)
     assert await run(ask("again", PROMPT)) == expected

@@ -54,6 +54,9 @@ async def test_loaded_blocks_have_the_bytes_that_were_sent(start: Any, attach: A
 async def test_many_prompts_stay_exact_while_their_blocks_move(start: Any, attach: Any, ask: Any) -> None:
     d = start(Role.DECODE, model="toy", kv_blocks=NUM_BLOCKS, kv_host_bytes=40 * 32)  # bytes of a block
     router = await attach(d, wants_kv_events=True)
+    [speed] = (await router.next("load")).tiers
+    assert (speed.tier, speed.is_at_once, speed.fixed_s, speed.queue_s) == (Tier.HOST, True, 0.0, 0.0)
+    assert speed.most_given > 0
     for number in range(60):
         prompt = [number * number % 7 + 1, *PROMPT[: 8 + number * 5 % 20]]
         assert await router.local(ask(f"r{number}", prompt)) == answer(prompt, 8)
