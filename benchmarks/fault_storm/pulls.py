@@ -49,7 +49,8 @@ from pdserve.core.kv.cache import KvCache
 from pdserve.core.kv.fetch import Fetches
 from pdserve.engine.memory.host import HostMemory
 from pdserve.telemetry.metrics import Metrics
-from pdserve.worker.program import AnyProgram, FetchSource
+from pdserve.worker.program import AnyProgram
+from pdserve.worker.tiers import FetchSource
 from tests.support.transfer_ends import GrpcHost, endpoint_config, fingerprint
 
 NUM_WORKERS: Final = 3

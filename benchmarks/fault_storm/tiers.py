@@ -43,7 +43,7 @@ from pdserve.engine.memory.block_files import BlockFiles, FileCalls
 from pdserve.engine.memory.disk import DiskTier
 from pdserve.engine.memory.host import HostCopies
 from pdserve.engine.memory.slow_tier import SlowTier
-from pdserve.worker.program import FetchSource
+from pdserve.worker.tiers import FetchSource
 
 BLOCK_BYTES: Final = 512
 NUM_BLOCKS: Final = 96

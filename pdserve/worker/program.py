@@ -11,14 +11,13 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from itertools import count
 from pathlib import Path
-from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar, assert_never, cast
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, assert_never, cast
 
 from pdserve.build import FULL_VERSION
 from pdserve.config import WorkerConfig
@@ -26,37 +25,23 @@ from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
 from pdserve.core.adapters import Adapter, AdapterLimits
 from pdserve.core.attempt import Attempt, AttemptKey, AttemptLedger, EndRule, FailureKind, RefusalReason
-from pdserve.core.cost.latency import CostModel, CostPrior
-from pdserve.core.errors import InternalError, InvalidRequest, TransferFailed
-from pdserve.core.kv.blocks import BlockAllocator, CacheChange
+from pdserve.core.cost.latency import CostPrior
+from pdserve.core.errors import InternalError, InvalidRequest
+from pdserve.core.kv.blocks import CacheChange
 from pdserve.core.kv.cache import KvCache
-from pdserve.core.kv.fetch import BlockSource, Fetch, FetchAborted, Fetches, FetchStarted, tier_speeds
+from pdserve.core.kv.fetch import Fetch, FetchAborted, Fetches, FetchStarted, tier_speeds
 from pdserve.core.kv.hashing import hash_seed
-from pdserve.core.kv.host_tier import (
-    HostTier,
-    LoadRule,
-    LowerTier,
-    LowerTiers,
-    QueuedCopies,
-    is_disk_worthwhile,
-    long_blocks,
-)
 from pdserve.core.kv.kv_shape import Fingerprint, TransferKey
 from pdserve.core.kv.pulls import LONG_QUERIES
-from pdserve.core.kv.retention import block_cost
 from pdserve.core.kv.stamps import BlockStamps
 from pdserve.core.types import Role
 from pdserve.engine.adapters import read_adapter
-from pdserve.engine.interface import Engine, KvPool, OnLayer, PlainOuts, Row, RowOut, compacted
-from pdserve.engine.load_engine import VLLM
-from pdserve.engine.memory.disk import DiskTier, disk_tier
-from pdserve.engine.memory.host import AUTO, HostCopies, host_bytes_of, host_copies
+from pdserve.engine.interface import Engine, OnLayer, PlainOuts, Row, RowOut, compacted
+from pdserve.engine.memory.disk import DiskTier
 from pdserve.engine.memory.plan import with_device_defaults
-from pdserve.engine.memory.slow_tier import JOIN_S
-from pdserve.engine.memory.store import StoreTier, store_tier
+from pdserve.engine.memory.store import StoreTier
 from pdserve.engine.ranks.rejected_joins import rejected_joins
 from pdserve.outage_log import PeerLog
-from pdserve.progress import PhaseReport
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics
 from pdserve.tls.certificates import ReloadingCertificates
@@ -69,47 +54,9 @@ from pdserve.worker.interface import Effect, Scheduler, Step
 from pdserve.worker.messages import AttemptFields, Outbox, SequenceLimits, key_of, read_sequence
 from pdserve.worker.reports import StatusReports
 from pdserve.worker.steps import Begun, Isolation, RowFailed, free_row
+from pdserve.worker.tiers import FetchSource, OpenDeviceTier, Tiers
 
 log = logging.getLogger(__name__)
-
-SAVE_S: Final = 2.0  # of the time that a process has to end
-SAVE_POLL_S: Final = 0.002
-
-
-class FetchSource(BlockSource, Protocol):
-    """A slower tier, whose blocks a thread of its own writes into the pool. Called on the engine thread."""
-
-    def begin(self, fetch: Fetch, end: Callable[[int], None]) -> None:
-        """Starts to fill the blocks of the fetch. `end` must be called exactly once, on any thread, when nothing writes
-        to them any more, with the number of leading blocks that are verified. If this raises, nothing writes, and `end`
-        is never called."""
-        ...
-
-    def abort(self, number: int) -> None:
-        """Nobody waits for the fetch any more: it should end soon. Ignored if it has ended."""
-        ...
-
-    def close(self) -> None:
-        """Nothing writes to the pool after it. Ends of fetches may still be reported."""
-        ...
-
-
-class DeviceTier(QueuedCopies, FetchSource, Protocol):
-    """The host tier of a pool on a GPU."""
-
-    @property
-    def most_saved(self) -> int:
-        """Copies for one allocation."""
-        ...
-
-    def measure_s(self) -> float:
-        """Seconds to copy a block, the mean of both directions. Overwrites the first blocks of the pool. Raises
-        TransferFailed if copies go wrong."""
-        ...
-
-    def serve(self, tier: HostTier, drop: Callable[[bytes], None]) -> None:
-        """`tier` says where blocks are. `drop` is called on any thread, with blocks whose copy is wrong."""
-        ...
 
 
 class Giver(Protocol):
@@ -132,8 +79,7 @@ class Kept:
     kv: KvCache
     adapters: WorkerAdapters
     cost: CostPrior
-    sources: dict[str, FetchSource]
-    fetch_numbers: Iterator[int]  # that the sources have not had
+    tiers: Tiers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +96,7 @@ class ProgramContext:
     metrics: Metrics = field(default_factory=Metrics.off)
     kept: Kept | None = None  # of the worker's program in the other role; None: the process has just started
     #: Takes the memory of a host tier for a pool on a GPU: so many bytes or AUTO, with progress. None: there is none.
-    device_tier: Callable[[KvPool, int, Callable[[int, int], None]], DeviceTier | None] = lambda *_: None
+    device_tier: OpenDeviceTier = lambda *_: None
 
 
 class TransferEndpoint(Protocol):
@@ -194,46 +140,15 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         self.counts: Counter[str] = Counter()  # dropped messages by reason
         self.num_steps = 0
         self.received_s = 0.0  # arrival time of the message that is being handled
-        self.sources: dict[str, FetchSource] = {} if context.kept is None else context.kept.sources  # by name
         if (kept := context.kept) is None:
-            report = PhaseReport(config.worker_id, "host tier", "bytes")
-            copies = host_copies(engine, config, report)
-            on_device = None
-            num_bytes = 0 if engine.pool.is_on_host else host_bytes_of(engine, config)
-            # By default not with vLLM, whose own stream must wait for the copies: no GPU has run that yet.
-            if num_bytes and (num_bytes != AUTO or config.engine != VLLM):
-                on_device = context.device_tier(engine.pool, num_bytes, report)
+            self.tiers = Tiers(engine, config, context.device_tier)
             self.cost = calibrate.calibrate(engine, context.role, config)
-            disk = self._disk_tier(copies)
-            try:
-                store = self._store_tier(copies)
-            except BaseException:
-                if disk is not None:
-                    disk.close()
-                raise
-            lowers: list[LowerTier] = [one for one in (disk, store) if one is not None]
-            lower = LowerTiers(*lowers) if len(lowers) > 1 else next(iter(lowers), None)
-            size, prefill_s = spec.block_size, CostModel(self.cost).prefill_s
-            tier = None if copies is None else _host_tier(copies, self.cost, size, lower)
-            if on_device is not None:
-                tier = self._device_tier(on_device, lower)
-            blocks = BlockAllocator(
-                spec.num_blocks,
-                is_cache_on=config.is_prefix_cache_on,
-                stamps=stamps,
-                tier=tier,
-                lower=lower,
-                computed_s=block_cost(prefill_s, size),
-                on_reuse=None if store is None else store.take_reused,
-            )
-            self.kv = KvCache(blocks, size)
-            if disk is not None:
-                blocks.lower_changed(disk.files.hashes(), ())
+            self.kv = self.tiers.open(self.cost, stamps)
         else:
-            self.kv = kept.kv
+            self.tiers, self.kv = kept.tiers, kept.kv
             self.cost = calibrate.calibrate_again(engine, context.role, config, kept.cost, kept.kv)
         self.blocks = self.kv.blocks
-        self._bind_tiers()
+        self.tiers.bind(context.post)
         # A sequence must fit into the whole pool.
         max_context_tokens = min(spec.max_context_tokens, spec.num_blocks * spec.block_size)
         seed = hash_seed(spec.weights_hash, spec.dtype, spec.layout, spec.block_size)
@@ -262,7 +177,6 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
             )
         self.is_drained = False  # by an operator, who may undo it
         self.fetches: Fetches | None = None
-        self._fetch_numbers = count(1) if kept is None else kept.fetch_numbers
         self._aborted_s: dict[int, float] = {}  # when each fetch was aborted whose source has not reported its end
         self.giver: Giver | None = None
         self._is_leaving = False  # drained by its own process, which then ends
@@ -517,8 +431,7 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
             kv=self.kv,
             adapters=self.adapters,
             cost=self.cost,
-            sources=self.sources,
-            fetch_numbers=self._fetch_numbers,
+            tiers=self.tiers,
         )
 
     def take_over(self) -> None:
@@ -538,36 +451,14 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         self._endpoint.close()
 
     def save(self) -> None:
-        """Hands what memory has cached to each of the tiers below, as it has room, before a regular end. Takes SAVE_S
-        at most, and does not wait for a tier that is stuck."""
-        until_s = time.monotonic() + SAVE_S
-        saves = {tier: self.blocks.save_all(tier) for tier in self._written_tiers}
-        num_saved = Counter[str]()
-        while saves and time.monotonic() < until_s:
-            for tier, save in list(saves.items()):
-                if tier.is_stuck:
-                    del saves[tier]
-                elif tier.room:
-                    if next(save, None) is None:
-                        del saves[tier]
-                    else:
-                        num_saved[tier.name] += 1
-            if not any(tier.room for tier in saves):
-                time.sleep(SAVE_POLL_S)
-        if num_saved:
-            log.info("cached KV blocks were handed to slower tiers", extra={"blocks": dict(num_saved)})
+        """Before a regular end."""
+        self.tiers.save()
 
     def close(self) -> None:
         """Ends the transfers and the engine."""
-        written = self._written_tiers
-        for tier in written:  # each writes while another one is waited for
-            tier.begin_close()
+        self.tiers.begin_close()
         self.close_transfers()
-        until_s = time.monotonic() + JOIN_S
-        for tier in written:
-            tier.close(max(0.0, until_s - time.monotonic()))
-        for source in self.sources.values():
-            source.close()
+        self.tiers.close()
         self.engine.close()
 
     # -- for roles ----------------------------------------------------------------------------------------------
@@ -633,76 +524,22 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         """For the scheduler. None: there is no slower tier."""
         if not self.sources:
             return None
-        self.fetches = Fetches(self.kv, [*self.sources.values()], prefill_s, self._fetch_numbers)
+        self.fetches = Fetches(self.kv, [*self.sources.values()], prefill_s, self.tiers.fetch_numbers)
         if self.store is not None:
             self.store.looked = partial(self.context.post, self.fetches.looked_up)
         return self.fetches
 
-    def _disk_tier(self, copies: HostCopies | None) -> DiskTier | None:
-        """None if it is off, or if computing is sooner: routers would count on blocks that are computed again."""
-        config = self.context.config
-        disk = disk_tier(self.engine, config, copies, PhaseReport(config.worker_id, "disk tier", "files"))
-        return disk if disk is not None and self._is_worthwhile(disk) else None
-
-    def _disk_changed(self, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        def act() -> None:
-            files = () if self.disk is None else self.disk.files
-            # A block that was found to be wrong meanwhile is no longer there.
-            self.blocks.lower_changed([one for one in added if one in files], removed)
-
-        self.context.post(act)
-
-    def _copy_is_wrong(self, block_hash: bytes) -> None:
-        self.context.post(lambda: self.blocks.drop_copy(block_hash))
-
-    def _bind_tiers(self) -> None:
-        """Tiers outlive the program of a role: what they report from now on goes to this one."""
-        if self.disk is not None:
-            self.disk.changed = self._disk_changed
-        on_device = self.sources.get("host")
-        if on_device is not None and self.blocks.tier is not None:
-            cast(DeviceTier, on_device).serve(self.blocks.tier, self._copy_is_wrong)
-
-    def _store_tier(self, copies: HostCopies | None) -> StoreTier | None:
-        """None if it is off, or if computing is sooner. Its blocks are not announced: all workers can read them."""
-        store = store_tier(self.engine, self.context.config, copies)
-        return store if store is not None and self._is_worthwhile(store) else None
-
-    def _is_worthwhile(self, tier: DiskTier | StoreTier) -> bool:
-        num_blocks = long_blocks(self.engine.spec.block_size)
-        computed_s = CostModel(self.cost).prefill_s(num_blocks * self.engine.spec.block_size)
-        if not is_disk_worthwhile(tier.read_s(num_blocks), computed_s):
-            log.warning("a tier is off, because computing takes much less time than reading", extra={"tier": tier.name})
-            tier.close()
-            return False
-        self.sources[tier.name] = tier
-        return True
-
-    def _device_tier(self, copies: DeviceTier, lower: LowerTier | None) -> HostTier | None:
-        try:
-            tier = _host_tier(copies, self.cost, self.engine.spec.block_size, lower, queued=copies)
-        except TransferFailed as failed:
-            log.warning("there is no host tier", extra={"reason": failed.message})
-            tier = None
-        if tier is None:
-            copies.close()
-            return None
-        self.sources[copies.name] = copies
-        return tier
-
     @property
-    def _written_tiers(self) -> list[DiskTier | StoreTier]:
-        return [tier for tier in (self.disk, self.store) if tier is not None]
+    def sources(self) -> dict[str, FetchSource]:
+        return self.tiers.sources
 
     @property
     def disk(self) -> DiskTier | None:
-        disk = self.sources.get(DiskTier.name)
-        return disk if isinstance(disk, DiskTier) else None
+        return self.tiers.disk
 
     @property
     def store(self) -> StoreTier | None:
-        store = self.sources.get(StoreTier.name)
-        return store if isinstance(store, StoreTier) else None
+        return self.tiers.store
 
     def _begin_fetch(self, fetch: Fetch) -> None:
         post = self.context.post
@@ -778,21 +615,6 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
             is_drained=self.is_drained,
             tiers=tier_speeds(self.blocks.tier, self.sources.values()),
         )
-
-
-def _host_tier(
-    copies: HostCopies | DeviceTier,
-    cost: CostPrior,
-    block_size: int,
-    lower: LowerTier | None,
-    queued: QueuedCopies | None = None,
-) -> HostTier | None:
-    """None if computing is sooner: routers would count on blocks that are computed again. Overwrites the pool."""
-    rule = LoadRule(copies.measure_s(), CostModel(cost).prefill_s, is_beside=queued is not None)
-    if not rule.is_worthwhile(block_size):
-        log.warning("copying KV blocks would take longer than computing them, so there is no host tier")
-        return None
-    return HostTier(copies, rule, copies.most_saved, lower, queued=queued)
 
 
 #: For the host, which runs a program of either role, and sees neither its steps nor its effects.

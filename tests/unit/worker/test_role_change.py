@@ -97,7 +97,7 @@ async def test_tokens_stay_exact_and_cached_prefixes_stay(
 async def test_what_a_disk_tier_reports_reaches_the_new_role(
     start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.worker.program.is_disk_worthwhile", lambda read_s, computed_s: True)
+    monkeypatch.setattr("pdserve.worker.tiers.is_disk_worthwhile", lambda read_s, computed_s: True)
     worker = start(Role.DECODE, model="toy", kv_disk_path=str(tmp_path), kv_disk_bytes=2**27)
     assert not await change(worker)
     await worker.on_engine(lambda program: program.blocks._in_lower.add(b"a"))

@@ -25,7 +25,7 @@ from pdserve.engine.memory.slow_tier import ReadSpeed
 from pdserve.engine.memory.store import StoreTier
 from pdserve.engine.toy import answer
 from pdserve.prefix.embedded import EmbeddedRedis
-from pdserve.worker import program as program_module
+from pdserve.worker import tiers as tiers_module
 from pdserve.worker.program import RoleProgram
 from pdserve.worker.role_change import change_role
 from tests.unit.worker.conftest import Running
@@ -128,7 +128,7 @@ async def test_each_tier_gets_all_at_the_end(
 ) -> None:
     """Although the store has them already, and the queue of the disk is short."""
     monkeypatch.setattr(slow_tier, "QUEUE_BYTES", 64)
-    monkeypatch.setattr(program_module, "SAVE_S", PATIENT_S)
+    monkeypatch.setattr(tiers_module, "SAVE_S", PATIENT_S)
     monkeypatch.setattr(BlockFiles, "read_bytes_s", lambda self: 1e12)
     worker = start(Role.DECODE, **settings(folder), kv_disk_path=str(tmp_path / "disk"), kv_disk_bytes=2**20)
     router = await attach(worker)
