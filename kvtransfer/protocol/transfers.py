@@ -16,6 +16,7 @@ from kvtransfer.protocol.frames import Tag
 from kvtransfer.protocol.plan import Chunk, Part, PartLayout
 from kvtransfer.protocol.session import Session, State
 from kvtransfer.protocol.transport import Received, ReceiveOutcome, SendOutcome, Sent
+from pdserve.core.durations import clamped_s
 from pdserve.core.kv.kv_shape import Grant, TransferKey
 
 
@@ -60,9 +61,9 @@ class SendTransfer:
             key=self.grant.key,
             outcome=SendOutcome.SENT if self.session.state is State.VERIFIED else SendOutcome.FAILED,
             num_bytes=self.num_bytes,
-            send_s=now_s - began_s,
+            send_s=clamped_s(now_s - began_s),
             busy_s=self.busy_s,
-            exposed_s=now_s - pushed_s,
+            exposed_s=clamped_s(now_s - pushed_s),
             early_bytes=self.early_bytes,
             error=self.session.error,
             fault="" if self.session.fault is None else self.session.fault.value,
@@ -104,7 +105,8 @@ class LinkBusyTime:
     """Time during which at least one chunk was being transferred.
 
     A pause counts if it is no longer than the chunk before it: the sender is preparing the next chunk. A longer pause
-    does not count: the sender is waiting for KV that is still being computed.
+    does not count: the sender is waiting for KV that is still being computed. A clock that goes back adds nothing: the
+    total is sent, and a negative one cannot be encoded.
     """
 
     total_s: float = 0.0
@@ -116,14 +118,14 @@ class LinkBusyTime:
     def begin(self, now_s: float) -> None:
         if self._num_open == 0:
             if self._ended_s is not None and now_s - self._ended_s <= self._took_s:
-                self.total_s += now_s - self._ended_s
+                self.total_s += clamped_s(now_s - self._ended_s)
             self._began_s = now_s
         self._num_open += 1
 
     def end(self, now_s: float) -> None:
         self._num_open -= 1
         if self._num_open == 0:
-            self._took_s = now_s - self._began_s
+            self._took_s = clamped_s(now_s - self._began_s)
             self.total_s += self._took_s
             self._ended_s = now_s
 
@@ -192,7 +194,7 @@ class ReceiveTransfer:
             key=self.grant.key,
             outcome=outcome,
             num_bytes=self.num_bytes,
-            transfer_s=now_s - began_s,
+            transfer_s=clamped_s(now_s - began_s),
             busy_s=self.busy.total_s,
             error=self.session.error,
             fault="" if self.session.fault is None else self.session.fault.value,

@@ -28,6 +28,8 @@ def busy(*chunks: tuple[float, float]) -> float:
         ([(1.0, 3.0)], 2.0),
         ([(1.0, 3.0), (3.5, 4.0)], 3.0),  # The sender's own pause, which is shorter than the chunk before it.
         ([(1.0, 3.0), (9.0, 10.0)], 3.0),  # The sender waited for more KV.
+        ([(3.0, 1.0)], 0.0),  # The clock has gone back during the chunk,
+        ([(1.0, 3.0), (2.0, 4.0)], 4.0),  # or after it.
     ],
 )
 def test_waits_for_kv_do_not_count_as_link_time(chunks: list[tuple[float, float]], expected: float) -> None:

@@ -176,3 +176,16 @@ def test_a_sender_that_gives_up_ends_the_transfer_at_once(is_cancelled: bool, co
     assert getattr(table.stats, count) == 1
     assert table.retract(tag, 1, "again", 2.0) == []
     assert table.stats.late_messages == 2
+
+
+def test_a_clock_that_goes_back_makes_no_negative_duration() -> None:
+    """It could not be encoded for the sender."""
+    table, _, tag = opened()
+    claim = table.claim(tag, 1, 0, unmarked_stamps(tag, 4), 5.0)
+    assert claim is not None
+    assert table.enter(claim)
+    table.leave(claim, 2.0)
+    actions = table.settle(claim, 4096, True, True, 1.0)
+    assert [one.busy_s for one in actions if isinstance(one, receive_transfers.ReplyToSender)] == [0.0]
+    [ended] = [one.received for one in actions if isinstance(one, receive_transfers.ReportReceived)]
+    assert (ended.outcome, ended.transfer_s, ended.busy_s) == (ReceiveOutcome.VERIFIED, 0.0, 0.0)
