@@ -283,12 +283,19 @@ class PlainReceiver:
         self._reports.deliver()
 
     def _do(self, actions: Sequence[Action]) -> None:
-        """With the lock held."""
+        """With the lock held. The table makes each action once, so an error in one must not lose those after it."""
         for action in actions:
             if isinstance(action, ReplyToSender):
                 inbound = self._connections.get(action.writer)
-                if inbound is not None:
+                if inbound is None:
+                    continue
+                try:
                     inbound.post(_encode(action))
+                except Exception:  # the sender would wait for the answer for ever
+                    log.exception(
+                        "an answer to a kv sender could not be sent", extra={"sender": inbound.peer.sender_id}
+                    )
+                    inbound.stop("an answer could not be sent")
             elif isinstance(action, Sever):
                 if (writer := self._connections.get(action.writer)) is not None:
                     writer.stop("one of its writes did not end in time after the transfer was abandoned")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvtransfer.devices import fused
-from kvtransfer.link import outbound
+from kvtransfer.link import outbound, receiver
 from kvtransfer.link.channel import MAX_OUTBOX, Channel, Gone, Writer
 from kvtransfer.link.dial import DataConnection, dial
 from kvtransfer.link.inbound import Inbound
@@ -86,6 +86,20 @@ def test_a_bug_in_a_connection_fails_only_its_transfers(
         received, sent = pair.move(pair.grant((1, 2)), (5, 6))
     assert (received.outcome, sent.outcome) == (ReceiveOutcome.FAILED, SendOutcome.FAILED)
     assert received.error == "sender p0: the connection's thread died"
+    assert "a bug of ours" in caplog.text
+    assert_still_serves(pair)
+
+
+def test_an_answer_that_cannot_be_sent_loses_no_report(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> bytes:
+        raise ZeroDivisionError("a bug of ours")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(receiver, "_encode", broken)
+        received, sent = pair.move(pair.grant((1, 2)), (5, 6))
+    assert (received.outcome, sent.outcome) == (ReceiveOutcome.VERIFIED, SendOutcome.FAILED)
     assert "a bug of ours" in caplog.text
     assert_still_serves(pair)
 
