@@ -195,7 +195,8 @@ def on_pull_ended(cluster: ClusterState, event: PullEnded) -> Sequence[Command]:
     if event.is_unreachable:
         source.pulls_closed_until_s = cluster.now_s + UNREACHABLE_S
     if event.num_bytes:  # also of a part
-        cluster.fleet.measured(event.source, event.worker_id, event.num_bytes, event.busy_s)
+        is_whole = not has_failed
+        cluster.fleet.measured(event.source, event.worker_id, event.num_bytes, event.busy_s, is_whole=is_whole)
     rest_s = event.pull_s - event.busy_s
     if not has_failed or rest_s > source.pulls.typical_s:  # a pull that was given up would have taken longer
         source.pulls.observe(rest_s)

@@ -148,18 +148,22 @@ class Fleet:
     def link(self, sender: str, receiver: str) -> LinkModel:
         return self._links.get((sender, receiver), self._any_link)
 
-    def measured(self, sender: str, receiver: str, num_bytes: int, busy_s: float) -> None:
+    def measured(self, sender: str, receiver: str, num_bytes: int, busy_s: float, *, is_whole: bool = True) -> None:
         """Learns from a transfer of `num_bytes`. `busy_s` excludes the time in which the transfer waited for the
-        prefill."""
-        pair = (sender, receiver)
-        link = self._links.get(pair)
-        if link is None:
-            link = self._links[pair] = LinkModel(self._any_link.latency_s, self._any_link.bandwidth_bytes_s)
+        prefill. One that was given up (not `is_whole`) only shows that the link is not faster."""
+
+        def learn(model: LinkModel) -> bool:
+            is_news = is_whole or busy_s > model.transfer_s(num_bytes)
+            return is_news and model.observe(num_bytes, busy_s)
+
+        pair, shared = (sender, receiver), self._any_link
+        link = self._links.get(pair) or LinkModel(shared.latency_s, shared.bandwidth_bytes_s)
+        learn(shared)
+        if learn(link):  # without a sample, the pair stays like the others
+            self._links[pair] = link
+            self._links.move_to_end(pair)
             if len(self._links) > MAX_LINKS:
                 self._links.popitem(last=False)
-        link.observe(num_bytes, busy_s)
-        self._any_link.observe(num_bytes, busy_s)
-        self._links.move_to_end(pair)
 
     @property
     def kv_tokens(self) -> int:

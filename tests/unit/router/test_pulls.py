@@ -18,6 +18,7 @@ from router.policy.candidates import tandem_step_s as step_of
 from router.policy.interface import Choice, PolicyInput, PullChoice
 from router.policy.policies.goodput import Goodput
 from router.policy.pulls import PULL_SHARE, WORK_WEIGHT, pull_of
+from router.state.fleet import Fleet
 from router.state.interface import RouterSettings
 from router.state.view import FIRST_PULL_S, FIRST_REST_S, LONGEST_REST_S, WorkerView
 from tests.unit.router.given import Given
@@ -296,6 +297,44 @@ def test_slow_pulls_that_were_given_up_count(given: Given) -> None:
     fails(given, "a", num_bytes=4096, busy_s=0.9, pull_s=2.0)
     assert fleet.workers["p0"].pulls.typical_s == pytest.approx(1.1)
     assert fleet.link("p0", "p1").transfer_s(4096) > link_s
+
+
+def test_a_pair_without_a_sample_is_like_the_others() -> None:
+    fleet = Fleet(silence_s=5.0)
+    fleet.measured("p0", "p1", 4096, 0.0)  # no sample
+    for _ in range(5):
+        fleet.measured("p2", "p3", 10**8, 1.0)
+    assert fleet.link("p0", "p1").transfer_s(10**8) == fleet.link("p4", "p5").transfer_s(10**8)
+    assert fleet.link("p0", "p1").transfer_s(10**8) == pytest.approx(1.0, rel=0.1)
+
+
+def test_a_pull_that_was_given_up_only_shows_that_its_link_is_not_faster() -> None:
+    fleet = Fleet(silence_s=5.0)
+
+    def seconds() -> tuple[float, float]:
+        return fleet.link("p0", "p1").transfer_s(10**8), fleet.link("p4", "p5").transfer_s(10**8)
+
+    for _ in range(20):
+        fleet.measured("p0", "p1", 10**8, 1.0)
+    for _ in range(20):
+        fleet.measured("p2", "p3", 10**8, 0.1)
+    pair_s, shared_s = seconds()
+    assert shared_s < 0.3 < pair_s
+    fleet.measured("p0", "p1", 10**8, 0.01, is_whole=False)
+    assert seconds() == (pair_s, shared_s)
+    fleet.measured("p0", "p1", 10**8, 0.5, is_whole=False)
+    assert seconds()[0] == pair_s
+    assert seconds()[1] > shared_s
+    fleet.measured("p0", "p1", 10**8, 5.0, is_whole=False)
+    assert seconds()[0] > pair_s
+
+
+def test_the_router_tells_pulls_that_were_given_up_from_whole_ones(given: Given) -> None:
+    busy(given)
+    placed(given)
+    link_s = given.state._cluster.fleet.link("p0", "p1").transfer_s(10**6)
+    fails(given, "a", num_bytes=10**6, busy_s=1e-6, pull_s=2.0)
+    assert given.state._cluster.fleet.link("p0", "p1").transfer_s(10**6) == link_s
 
 
 def test_only_the_worker_that_computes_ends_a_pull(given: Given) -> None:
