@@ -13,7 +13,6 @@ The source is the usable worker that has the most of the prompt.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from heapq import nlargest
 from typing import Final, NamedTuple
 
 from pdserve.core.attempt import PULLS_GIVEN, PULLS_TAKEN, shareable_blocks
@@ -26,7 +25,6 @@ WORK_WEIGHT: Final = 1.0
 
 _record: Final = tuple.__new__  # makes a NamedTuple from a tuple; half the time of its constructor
 
-SOURCES_ASKED: Final = 3  # of the workers with the most of a prompt; the first that gives KV is its source
 PULL_SHARE: Final = 0.1  # engine time that a second of pulling takes from both workers together
 
 
@@ -43,7 +41,7 @@ def source_of(
     is_usable: Callable[[WorkerView], bool],
     now_s: float,
 ) -> WorkerView | None:
-    """The worker with the most of the prompt; the next one if it may not receive requests, or gives no KV now."""
+    """Of the workers that may receive requests and give KV now, the one with the most of the prompt."""
 
     def gives(view: WorkerView) -> bool:
         is_open = view.pulls_closed_until_s <= now_s and view.totals.gives < PULLS_GIVEN
@@ -53,8 +51,8 @@ def source_of(
     first = workers[max(cached_tokens, key=by_tokens)]
     if gives(first):
         return first
-    others = (workers[worker_id] for worker_id in nlargest(SOURCES_ASKED, cached_tokens, key=by_tokens))
-    return next((view for view in others if gives(view)), None)
+    others = [worker_id for worker_id in cached_tokens if gives(workers[worker_id])]
+    return workers[max(others, key=by_tokens)] if others else None
 
 
 def pullable_tokens(cached_tokens: Mapping[str, int], source: WorkerView, num_tokens: int) -> int:

@@ -17,7 +17,7 @@ from router.policy.candidates import LOCALS_PRICED, local_options, rank_decodes,
 from router.policy.candidates import tandem_step_s as step_of
 from router.policy.interface import Choice, PolicyInput, PullChoice
 from router.policy.policies.goodput import Goodput
-from router.policy.pulls import PULL_SHARE, WORK_WEIGHT, pull_of
+from router.policy.pulls import PULL_SHARE, WORK_WEIGHT, pull_of, source_of
 from router.state.fleet import Fleet
 from router.state.interface import RouterSettings
 from router.state.view import FIRST_PULL_S, FIRST_REST_S, LONGEST_REST_S, WorkerView
@@ -346,6 +346,14 @@ def test_only_the_worker_that_computes_ends_a_pull(given: Given) -> None:
     assert fleet.workers["p1"].totals.pulls == 1
     ended(given, "p1", 64)
     assert fleet.workers["p1"].totals.pulls == 0
+
+
+def test_workers_that_give_nothing_hide_no_source() -> None:
+    workers = {name: view(name) for name in ("p0", "p1", "p2", "p3")} | {"p4": pulling("p4"), "p5": pulling("p5")}
+    cached = {"p0": 96, "p1": 96, "p2": 96, "p3": 96, "p4": 32, "p5": 64}
+    assert source_of(cached, workers, lambda view: True, 0.0) is workers["p5"]
+    assert source_of(cached, workers, lambda view: view.worker_id != "p5", 0.0) is workers["p4"]
+    assert source_of(cached, workers, lambda view: False, 0.0) is None
 
 
 def test_a_source_gives_to_few_at_a_time(given: Given) -> None:
