@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
 from pdserve.core.attempt import PULLS_GIVEN, PULLS_TAKEN, shareable_blocks
+from pdserve.core.kv.pulls import MAX_BYTES
 from router.policy.interface import Links, PolicyInput, PullChoice
 from router.state.view import WorkerView
 
@@ -88,8 +89,11 @@ def pull_of(
     before, giving = totals.pulling_tokens, source.totals.giving_tokens
     if giving > before:
         before = giving
+    num_bytes = (before + prefix - held) // size * block_bytes
+    if before and num_bytes > MAX_BYTES:  # the worker would not ask, or the source would refuse
+        return None
     latency_s, per_byte_s = links(source.worker_id, view.worker_id).coefficients
-    pull_s = source.pulls.typical_s + latency_s + per_byte_s * ((before + prefix - held) // size * block_bytes)
+    pull_s = source.pulls.typical_s + latency_s + per_byte_s * num_bytes
     rest_s = slowdown * view.prefill_s(request.num_tokens - prefix, prefix)
     waits_s = pull_s - queue_s if pull_s > queue_s else 0.0
     recompute_s = work_s - rest_s

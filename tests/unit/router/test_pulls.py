@@ -101,6 +101,17 @@ def test_pulls_of_others_come_first() -> None:
     assert pull_by(worker, source, 4_000) == before
 
 
+@pytest.mark.parametrize("end", ["source", "worker"])
+def test_a_pull_that_would_be_refused_for_its_bytes_is_not_chosen(end: str) -> None:
+    source, worker = pulling("p0", block_bytes=2**22), pulling("p1", block_bytes=2**22)
+    assert pull_by(worker, source, 6_400) is not None, "a pull alone may have more than 1 GiB"
+    totals = source.totals if end == "source" else worker.totals
+    totals.gives, totals.giving_tokens = (1, 16) if end == "source" else (0, 0)
+    totals.pulls, totals.pulling_tokens = (1, 16) if end == "worker" else (0, 0)
+    assert pull_by(worker, source, 255 * 16) is not None
+    assert pull_by(worker, source, 256 * 16) is None
+
+
 def test_a_worker_pulls_few_at_a_time() -> None:
     worker = pulling("p1")
     worker.totals.pulls = PULLS_TAKEN
