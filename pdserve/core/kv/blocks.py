@@ -361,6 +361,11 @@ class BlockAllocator:
         self._retention.released(hashes, self.now_s, reuse_within_s)
         self.give_back(blocks)
 
+    def end(self, hashes: Sequence[bytes]) -> None:
+        """Blocks of a text, in its order, whose session has ended: those from the first of them on leave first, unless
+        other texts use them."""
+        self._retention.end(hashes, self.now_s)
+
     def give_back(self, blocks: Sequence[int]) -> None:
         """Releases one reference of each block, given in the order of a text, without a use."""
         unused: list[bytes] = []

@@ -87,6 +87,60 @@ def test_a_session_that_has_ended_leaves_first() -> None:
     assert [cached(kv, names(text, 4)) for text in (1, 2)] == [4, 2]
 
 
+def end(kv: KvCache, hashes: list[bytes]) -> None:
+    kv.blocks.end(hashes)
+    kv.blocks.check(holders=[])
+
+
+def test_a_text_whose_session_ends_later_leaves_first() -> None:
+    """Also the blocks between and after those that are named: its answer, and those that a router does not keep."""
+    kv = pool(17)
+    use(kv, names(1, 8), now_s=1.0, reuse_within_s=600.0)
+    use(kv, names(2, 8), now_s=2.0, reuse_within_s=600.0)
+    end(kv, names(2, 8)[1:6:4])
+    use(kv, names(3, 7), now_s=3.0)  # takes eight blocks, of which one was free
+    assert [cached(kv, names(text, 8)) for text in (1, 2)] == [8, 1], "the block before the first named one stayed"
+
+
+def test_the_end_of_a_session_spares_what_other_texts_have_used() -> None:
+    kv = pool(32)
+    system = names(9, 3)
+    for text in (1, 2, 3):
+        use(kv, system + names(text, 3), now_s=float(text))
+    end(kv, system + names(3, 3))
+    known = kv.blocks._retention._known
+    assert {known[one].reuse_class[0] for one in system} == {Kind.SHARED}
+    assert {known[one].reuse_class[0] for one in names(3, 3)} == {Kind.ENDED}
+    assert {known[one].reuse_class[0] for text in (1, 2) for one in names(text, 3)} == {Kind.PRIVATE}
+
+
+def test_the_end_of_a_session_spares_what_a_text_uses() -> None:
+    kv = pool(16)
+    hashes = names(1, 6)
+    use(kv, hashes, now_s=1.0)
+    kv.advance(2.0)
+    found = kv.allocate(4, hashes[:4])
+    assert found is not None
+    kv.blocks.end(hashes)
+    known = kv.blocks._retention._known
+    kinds = [known[one].reuse_class[0] for one in hashes]
+    kv.release(found.blocks)
+    assert kinds.count(Kind.ENDED) == 6 - found.cached_tokens
+    assert kinds[0] is Kind.PRIVATE
+    kv.blocks.check(holders=[])
+
+
+def test_the_end_of_a_session_is_idempotent_and_ignores_unknown_blocks() -> None:
+    kv = pool(9)
+    use(kv, names(1, 4), now_s=1.0)
+    end(kv, names(7, 100))
+    for _ in range(2):
+        end(kv, names(1, 4))
+    assert {one.reuse_class for one in kv.blocks._retention._segments} == {(Kind.ENDED, 0)}
+    assert use(kv, names(1, 4), now_s=5.0) == 4, "it comes back"
+    assert kv.blocks._retention._known[names(1, 4)[0]].reuse_class[0] is not Kind.ENDED
+
+
 def test_a_text_whose_use_is_announced_stays() -> None:
     kv = pool(9)
     use(kv, names(1, 4), now_s=1.0, reuse_within_s=10.0)
