@@ -103,6 +103,15 @@ class UndrainWorker:
     worker_id: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndText:
+    """The session of a text has ended. Its cached blocks, from the first of these on, leave first, unless other texts
+    use them."""
+
+    worker_id: str
+    block_hashes: tuple[bytes, ...]  # of some of its blocks, in its order
+
+
 # -- about LoRA adapters, in both directions ---------------------------------------------------------------------
 
 
@@ -302,6 +311,6 @@ class Released(_AboutAttempt):
     key: AttemptKey
 
 
-WorkerCommand = Reserve | Prefill | Admit | Cancel | DrainWorker | UndrainWorker
+WorkerCommand = Reserve | Prefill | Admit | Cancel | DrainWorker | UndrainWorker | EndText
 AttemptMessage = Granted | Refused | FirstToken | TransferEnded | PullEnded | AttemptFailed | Released
 WorkerMessage = Load | BatchTimed | TokensArrived | AttemptMessage

@@ -74,7 +74,7 @@ class ChangeRoleResponse(_message.Message):
     def __init__(self, needs_restart: _Optional[_Iterable[str]] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("hello", "reserve", "prefill", "admit", "cancel", "drain", "batch", "undrain", "read_log", "load_adapter", "drop_load", "set_adapter", "set_pace")
+    __slots__ = ("hello", "reserve", "prefill", "admit", "cancel", "drain", "batch", "undrain", "read_log", "load_adapter", "drop_load", "set_adapter", "set_pace", "end_text")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +88,7 @@ class AttachRequest(_message.Message):
     DROP_LOAD_FIELD_NUMBER: _ClassVar[int]
     SET_ADAPTER_FIELD_NUMBER: _ClassVar[int]
     SET_PACE_FIELD_NUMBER: _ClassVar[int]
+    END_TEXT_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     reserve: Reserve
     prefill: Prefill
@@ -101,7 +102,8 @@ class AttachRequest(_message.Message):
     drop_load: DropLoad
     set_adapter: Adapter
     set_pace: SetPace
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., drain: _Optional[_Union[DrainWorker, _Mapping]] = ..., batch: _Optional[_Union[AttachRequests, _Mapping]] = ..., undrain: _Optional[_Union[UndrainWorker, _Mapping]] = ..., read_log: _Optional[_Union[ReadLog, _Mapping]] = ..., load_adapter: _Optional[_Union[LoadAdapter, _Mapping]] = ..., drop_load: _Optional[_Union[DropLoad, _Mapping]] = ..., set_adapter: _Optional[_Union[Adapter, _Mapping]] = ..., set_pace: _Optional[_Union[SetPace, _Mapping]] = ...) -> None: ...
+    end_text: EndText
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., drain: _Optional[_Union[DrainWorker, _Mapping]] = ..., batch: _Optional[_Union[AttachRequests, _Mapping]] = ..., undrain: _Optional[_Union[UndrainWorker, _Mapping]] = ..., read_log: _Optional[_Union[ReadLog, _Mapping]] = ..., load_adapter: _Optional[_Union[LoadAdapter, _Mapping]] = ..., drop_load: _Optional[_Union[DropLoad, _Mapping]] = ..., set_adapter: _Optional[_Union[Adapter, _Mapping]] = ..., set_pace: _Optional[_Union[SetPace, _Mapping]] = ..., end_text: _Optional[_Union[EndText, _Mapping]] = ...) -> None: ...
 
 class AttachRequests(_message.Message):
     __slots__ = ("messages",)
@@ -216,6 +218,12 @@ class DrainWorker(_message.Message):
 class UndrainWorker(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class EndText(_message.Message):
+    __slots__ = ("block_hashes",)
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, block_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ReadLog(_message.Message):
     __slots__ = ()
@@ -342,7 +350,7 @@ class AttachResponses(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[AttachResponse, _Mapping]]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "model", "fingerprint", "block_size", "num_blocks", "max_context_tokens", "vocab_size", "eos_token_ids", "max_batch", "max_batch_tokens", "inbox_depth", "cost", "hash_seed", "reads_batches", "version", "adapters", "grammar_library", "sends_kv", "revision", "pulls_kv")
+    __slots__ = ("worker_id", "incarnation", "role", "model", "fingerprint", "block_size", "num_blocks", "max_context_tokens", "vocab_size", "eos_token_ids", "max_batch", "max_batch_tokens", "inbox_depth", "cost", "hash_seed", "reads_batches", "version", "adapters", "grammar_library", "sends_kv", "revision", "pulls_kv", "ends_texts")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -365,6 +373,7 @@ class WorkerHello(_message.Message):
     SENDS_KV_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     PULLS_KV_FIELD_NUMBER: _ClassVar[int]
+    ENDS_TEXTS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: Role
@@ -387,7 +396,8 @@ class WorkerHello(_message.Message):
     sends_kv: bool
     revision: str
     pulls_kv: bool
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., model: _Optional[str] = ..., fingerprint: _Optional[_Union[_transfer_pb2.Fingerprint, _Mapping]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_batch: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., inbox_depth: _Optional[int] = ..., cost: _Optional[_Union[CostPrior, _Mapping]] = ..., hash_seed: _Optional[bytes] = ..., reads_batches: _Optional[bool] = ..., version: _Optional[str] = ..., adapters: _Optional[_Union[Adapters, _Mapping]] = ..., grammar_library: _Optional[str] = ..., sends_kv: _Optional[bool] = ..., revision: _Optional[str] = ..., pulls_kv: _Optional[bool] = ...) -> None: ...
+    ends_texts: bool
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., model: _Optional[str] = ..., fingerprint: _Optional[_Union[_transfer_pb2.Fingerprint, _Mapping]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_batch: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., inbox_depth: _Optional[int] = ..., cost: _Optional[_Union[CostPrior, _Mapping]] = ..., hash_seed: _Optional[bytes] = ..., reads_batches: _Optional[bool] = ..., version: _Optional[str] = ..., adapters: _Optional[_Union[Adapters, _Mapping]] = ..., grammar_library: _Optional[str] = ..., sends_kv: _Optional[bool] = ..., revision: _Optional[str] = ..., pulls_kv: _Optional[bool] = ..., ends_texts: _Optional[bool] = ...) -> None: ...
 
 class CostPrior(_message.Message):
     __slots__ = ("prefill_base_s", "prefill_per_token_s", "prefill_per_token_context_s", "decode_base_s", "decode_per_row_s", "decode_per_context_token_s")

@@ -72,6 +72,7 @@ _REQUESTS: Final = _by_kind(
         Codec(pr.Cancel, worker_pb2.Cancel),
         Codec(pr.DrainWorker, worker_pb2.DrainWorker, given=("worker_id",)),
         Codec(pr.UndrainWorker, worker_pb2.UndrainWorker, given=("worker_id",)),
+        Codec(pr.EndText, worker_pb2.EndText, given=("worker_id",)),
         Codec(pr.LoadAdapter, worker_pb2.LoadAdapter),
         Codec(pr.DropLoad, worker_pb2.DropLoad),
         NAMED_ADAPTER,

@@ -27,6 +27,7 @@ from pdserve.wire.protocol import ADAPTER_LOADED, ADAPTERS, SEQUENCE, encode_res
 
 MAX_REQUEST_ID_CHARS: Final = 256
 MAX_SALT_BYTES: Final = 1024
+MAX_ENDED_HASHES: Final = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +84,13 @@ def read_sequence(message: worker_pb2.Sequence, key: AttemptKey, limits: Sequenc
             f"fewer than max_tokens {attempt.sampling.max_tokens}",
         )
     return attempt
+
+
+def read_block_hashes(message: worker_pb2.EndText) -> Sequence[bytes]:
+    """Raises InvalidRequest."""
+    if len(message.block_hashes) > MAX_ENDED_HASHES:
+        raise InvalidRequest("block_hashes", len(message.block_hashes), f"at most {MAX_ENDED_HASHES}")
+    return message.block_hashes
 
 
 def _check_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:

@@ -51,7 +51,7 @@ from pdserve.wire.protocol import ADAPTERS, COST, FINGERPRINT, decode_adapter_co
 from pdserve.worker import calibrate
 from pdserve.worker.adapters import WorkerAdapters
 from pdserve.worker.interface import Effect, Scheduler, Step
-from pdserve.worker.messages import AttemptFields, Outbox, SequenceLimits, key_of, read_sequence
+from pdserve.worker.messages import AttemptFields, Outbox, SequenceLimits, key_of, read_block_hashes, read_sequence
 from pdserve.worker.reports import StatusReports
 from pdserve.worker.steps import Begun, Isolation, RowFailed, free_row
 from pdserve.worker.tiers import FetchSource, OpenDeviceTier, Tiers
@@ -259,6 +259,7 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
             adapters=None if self.adapters.report is None else ADAPTERS.encode(self.adapters.report),
             sends_kv=self.sends_kv,
             pulls_kv=self.giver is not None,
+            ends_texts=True,
             revision=config.revision,
         )
 
@@ -294,6 +295,8 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
                     self._set_drained(True)
                 case "undrain":
                     self._set_drained(False)
+                case "end_text":
+                    self.kv.end(read_block_hashes(message.end_text))
                 case "load_adapter" | "drop_load" | "set_adapter":
                     command = decode_adapter_command(message)
                     assert command is not None

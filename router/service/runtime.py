@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import final
 
 from pdserve.core.durations import clamped_s
-from pdserve.core.protocol import Admit, Cancel, DrainWorker, Prefill, Reserve, UndrainWorker
+from pdserve.core.protocol import Admit, Cancel, DrainWorker, EndText, Prefill, Reserve, UndrainWorker
 from pdserve.core.results import Timings
 from pdserve.core.types import Path
 from pdserve.outage_log import PeerLog
@@ -171,7 +171,7 @@ class Runtime:
                 if isinstance(command, Reserve):
                     path = Path.LOCAL if command.is_local else Path.REMOTE
                     self._measure.placed(path.value, command.attempt)
-            case Admit() | Cancel() | DrainWorker() | UndrainWorker():
+            case Admit() | Cancel() | DrainWorker() | UndrainWorker() | EndText():
                 self._send(command.worker_id, encode_request(command))
             case FinishRequest():
                 call = self._end(command.request_id)

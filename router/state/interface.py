@@ -94,6 +94,7 @@ class WorkerConnected:
     adapters: tuple[str, ...] = ()  # fingerprints of the LoRA adapters that it can compute
     sends_kv: bool = False  # a decode worker that can send the KV of its answers to another one
     pulls_kv: bool = False  # it pulls cached KV from other workers, and gives them its own
+    ends_texts: bool = False  # it reads EndText
     weights: str = ""  # their identity
     revision: str = ""  # name of the weights for operators; empty: those of the cluster's start
 

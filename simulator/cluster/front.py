@@ -165,6 +165,9 @@ class Front:
             case pr.Cancel():
                 key = self._key(command)
                 self._send(command.worker_id, lambda machine: machine.cancel(key))
+            case pr.EndText():
+                hashes = command.block_hashes
+                self._send(command.worker_id, lambda machine: machine.kv.end(hashes))
             case pr.DrainWorker():
                 self._send(command.worker_id, lambda machine: machine.drain())
             case pr.UndrainWorker():

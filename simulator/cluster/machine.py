@@ -157,6 +157,7 @@ class Machine(ABC, Generic[Step, Effect]):
             cost=shape.prior or shape.cost,
             sends_kv=shape.role is Role.DECODE,
             pulls_kv=shape.pulls_kv,
+            ends_texts=True,
         )
 
     @property

@@ -159,6 +159,11 @@ class KvCache:
         """
         self.blocks.release(blocks, reuse_within_s)
 
+    def end(self, hashes: Sequence[bytes]) -> None:
+        """The session of a text with these blocks, given in its order, has ended: its blocks from the first of them on
+        leave first, unless other texts use them."""
+        self.blocks.end(hashes)
+
     def give_back(self, blocks: Sequence[int]) -> None:
         """Releases blocks that were filled for a text that has not used them yet."""
         self.blocks.give_back(blocks)

@@ -109,6 +109,12 @@ class Sequences(RuleBasedStateMachine):
     def end(self, which: int) -> None:
         self.allocator.release(self.holders.pop(which))
 
+    @rule(tokens=TOKENS)
+    def end_session(self, tokens: list[int]) -> None:
+        num_evictable = self.allocator.num_evictable
+        self.allocator.end(block_hashes(tokens, 1, b"key"))
+        assert self.allocator.num_evictable == num_evictable
+
     @rule()
     def save_ahead(self) -> None:
         num_evictable = self.allocator.num_evictable

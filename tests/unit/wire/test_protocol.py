@@ -120,6 +120,11 @@ def test_commands_about_adapters_survive_the_wire(command: pr.AdapterCommand) ->
     assert protocol.decode_adapter_command(worker_pb2.AttachRequest.FromString(data)) == command
 
 
+def test_the_end_of_a_text_survives_the_wire() -> None:
+    data = protocol.encode_request(pr.EndText(worker_id="w0", block_hashes=(b"a", b"b"))).SerializeToString()
+    assert list(worker_pb2.AttachRequest.FromString(data).end_text.block_hashes) == [b"a", b"b"]
+
+
 def test_an_older_router_reads_an_unknown_reason_as_a_full_inbox() -> None:
     refused = worker_pb2.Refused(request_id="r", attempt=1, reason=99)  # type: ignore[arg-type]  # of a newer worker
     message = protocol.decode_response("w0", worker_pb2.AttachResponse(refused=refused))

@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from decode_worker.program import make_host
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv.hashing import block_hashes, chain_key
+from pdserve.core.kv.retention import Kind
 from pdserve.core.types import Role
 from pdserve.engine.toy import answer
 from pdserve.v1 import worker_pb2
@@ -76,6 +77,22 @@ async def test_cache_changes_go_to_subscribed_routers(start: Any, attach: Any, a
     late = await attach(d, wants_kv_events=True, name="late")
     snapshot = await late.next("kv_events")
     assert (snapshot.is_snapshot, list(snapshot.stored), snapshot.sequence) == (True, hashes, len(events))
+
+
+@pytest.mark.parametrize("role", Role)
+async def test_a_worker_reads_the_end_of_a_text(start: Any, attach: Any, ask: Any, role: Role) -> None:
+    workers = {one: start(one) for one in Role}
+    router = await attach(*workers.values())
+    assert router.hellos[role].ends_texts
+    await router.remote(ask("r", PROMPT))
+    hashes = block_hashes(PROMPT, 4, chain_key(b"", router.hellos[role].hash_seed))
+    await router.send(role, end_text=worker_pb2.EndText(block_hashes=[b"unknown", *hashes[1::2]]))
+
+    def has_ended(program: Any) -> bool:
+        known = program.blocks._retention._known
+        return [known[one].reuse_class[0] is Kind.ENDED for one in hashes] == [False] + [True] * (len(hashes) - 1)
+
+    await workers[role].until(has_ended, "the text's class")
 
 
 async def test_health_has_a_real_watch_and_readiness_ends_with_a_drain(start: Any, attach: Any, ask: Any) -> None:

@@ -17,6 +17,7 @@ from pdserve.engine.interface import Row, RowOut
 from pdserve.engine.load_engine import load_engine
 from pdserve.engine.toy import answer
 from pdserve.v1 import worker_pb2
+from pdserve.worker.messages import MAX_ENDED_HASHES
 from tests.support.cluster_secret import attach as proven_attach
 
 PROMPT = list(range(10, 70))
@@ -298,7 +299,8 @@ async def test_a_message_that_names_no_attempt_is_dropped(start: Any, attach: An
     await router.send(Role.DECODE, reserve=worker_pb2.Reserve())
     await router.send(Role.DECODE, cancel=worker_pb2.Cancel(request_id="x" * 10_000, attempt=1))
     await router.send(Role.DECODE, admit=worker_pb2.Admit(request_id="r", attempt=0))
-    await d.until(lambda program: program.counts["unusable message"] == 3, "three dropped messages")
+    await router.send(Role.DECODE, end_text=worker_pb2.EndText(block_hashes=[b"x"] * (MAX_ENDED_HASHES + 1)))
+    await d.until(lambda program: program.counts["unusable message"] == 4, "four dropped messages")
     assert await router.local(ask("r", PROMPT)) == answer(PROMPT, 8)
 
 
