@@ -17,7 +17,7 @@ from pdserve.core.attempt import AttemptKey
 from pdserve.core.cost.latency import CostPrior
 from pdserve.core.durations import Alarms
 from pdserve.core.live import LiveFrame, LiveTotals, LiveWorker
-from pdserve.core.protocol import Cancel, Load
+from pdserve.core.protocol import Cancel, EndText, Load
 from pdserve.core.types import Role, Slo
 from router.policy import find_policy, make_policy
 from router.policy.interface import Decision
@@ -29,7 +29,7 @@ from router.state.lifecycle import MOVES, IllegalMove, Move, Stage
 from router.state.load import Reservation
 from router.state.queue import Queue
 from router.state.request import Request
-from router.state.sessions import Sessions
+from router.state.sessions import Conversation, Sessions
 from router.state.turns import Expected
 from router.state.view import WorkerView
 
@@ -242,6 +242,12 @@ class ClusterState:
             self._is_ending(reservation, worker_id)
             commands.append(Cancel(key=AttemptKey(worker_id, request.request_id, attempt)))
         return commands
+
+    def end_text(self, conversation: Conversation, hashes: tuple[bytes, ...]) -> list[Command]:
+        """The commands that make the blocks of an ended session leave its workers first."""
+        views = map(self.fleet.connected, conversation.workers if hashes else ())
+        able = [one for one in views if one is not None and one.hello.ends_texts]
+        return [EndText(worker_id=one.worker_id, block_hashes=hashes) for one in able]
 
     def requeue(self, request: Request, wait_s: float) -> list[Command]:
         """Puts a request whose stage is QUEUED again back into the queue."""

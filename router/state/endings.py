@@ -272,7 +272,8 @@ def _end(
     is_whole = outcome in (Outcome.SERVED, Outcome.LATE)
     cluster.lengths.ended(request.facts, len(request.output), is_whole=is_whole)
     if request.conversation is not None:
-        cluster.sessions.ended(request.conversation, cluster.now_s, is_served=bool(request.output))
+        hashes = cluster.sessions.ended(request.conversation, cluster.now_s, is_served=bool(request.output))
+        commands += cluster.end_text(request.conversation, hashes)
     cluster.counters[f"outcome_{outcome.value}"] += 1
     cluster.note_end(request, outcome, why, retry_after_s)
     cluster.ended.add(request.request_id)

@@ -60,6 +60,14 @@ class ClientLeft:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SessionEnded:
+    """A client expects no further turn of its session."""
+
+    tenant: str
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StopMatched:
     """The runtime found a stop string in the text.
 
@@ -155,7 +163,7 @@ class TimePassed:
     """The time of a WakeAt has come. Has no effect at other times."""
 
 
-ClientEvent = RequestArrived | ClientLeft | StopMatched
+ClientEvent = RequestArrived | ClientLeft | StopMatched | SessionEnded
 WorkerEvent = WorkerConnected | AdaptersChanged | WorkerLost | WorkerForgotten | WorkerMessage
 Event = ClientEvent | WorkerEvent | DrainRequested | UndrainRequested | RouterClosing | DrainEnded | TimePassed
 

@@ -382,6 +382,8 @@ def start(cluster: ClusterState, request: Request, decision: Decision) -> list[C
         prefill_worker=decision.prefill_worker,
         source=_source(cluster, decision),
     )
+    if request.conversation is not None:
+        request.conversation.placed_on(filter(None, (decision.prefill_worker, decision.decode_worker)))
     cluster.explain(request.request_id, decision)
     decode = cluster.fleet.workers[decision.decode_worker]
     request.weights = decode.hello.weights

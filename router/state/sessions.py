@@ -20,8 +20,9 @@ says or does changes what is predicted for another one.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final, final
@@ -49,6 +50,7 @@ MAX_OF_SESSION: Final = 16
 MAX_TENANTS: Final = 1024  # whose learned pauses are kept without a conversation
 MAX_SCAN: Final = 4096  # last blocks of a prompt among which the end of an earlier prompt is searched
 MAX_HASHES: Final = 64  # kept of one conversation
+MAX_WORKERS: Final = 16  # likewise
 MINOR_SHARE: Final = 4  # conversations that are over or had one turn keep one of so many places
 FEW_HINTS: Final = 2.0  # that may be broken in addition to those that came true
 
@@ -102,6 +104,8 @@ class Conversation:
     has_gone_idle: bool = False  # and was counted as ended, unless `is_retried`
     is_active: bool = False  # and counted as such
     is_dropped: bool = False
+    is_ending: bool = False  # its session was ended while it ran
+    workers: dict[str, None] = field(default_factory=dict)  # that had its requests, the last used one last
 
     @property
     def until_s(self) -> float | None:
@@ -114,6 +118,22 @@ class Conversation:
     def is_over(self) -> bool:
         """By the client's word, or because it has paused for long."""
         return not self.running and (self.has_gone_idle or self.reuse_within_s == 0.0)
+
+    def placed_on(self, worker_ids: Iterable[str]) -> None:
+        for worker_id in worker_ids:
+            self.workers.pop(worker_id, None)
+            self.workers[worker_id] = None
+        while len(self.workers) > MAX_WORKERS:
+            del self.workers[next(iter(self.workers))]
+
+    def shared_blocks(self, other: Conversation) -> int:
+        """At most so many leading blocks are also those of the other one; exact if both have every hash."""
+        step = max(self.stride, other.stride)
+        most = min(self.num_blocks, other.num_blocks)
+        mine, theirs = (one.hashes[step // one.stride - 1 :: step // one.stride] for one in (self, other))
+        differ = range(most // step)
+        count = bisect_left(differ, True, key=lambda at: mine[at] != theirs[at])
+        return min((count + 1) * step - 1, most)
 
     def cached_blocks(self, num_hashes: int) -> int:
         """Leading blocks of a worker that has so many leading ones of `hashes`."""
@@ -249,23 +269,62 @@ class Sessions:
             turns, pause_s = tenant.turns_from(turn, conversation, session), tenant.best_model(turn).pause_s
         return paced(facts.slo, stated, left_s, expected(turns, pause_s))
 
-    def ended(self, conversation: Conversation, now_s: float, *, is_served: bool) -> None:
-        """A request of it has ended; `is_served`: with tokens."""
+    def ended(self, conversation: Conversation, now_s: float, *, is_served: bool) -> tuple[bytes, ...]:
+        """A request of it has ended; `is_served`: with tokens. Returns hashes of its own blocks, in order, if its
+        session was ended meanwhile."""
         self.advance(now_s)
         conversation.running -= 1
         if conversation.is_dropped:
-            return
+            return ()
         conversation.is_served = conversation.is_served or is_served
         self._serve_task(conversation, now_s, is_served=is_served)
         if conversation.running:
-            return
+            return ()
         conversation.is_retried = not conversation.is_served
         conversation.ended_s = conversation.used_s = conversation.session.used_s = now_s
+        if conversation.is_ending:
+            self._gone_idle(conversation)
+            return self._own_hashes(conversation)
         if conversation.reuse_within_s == 0.0 and conversation.is_served:
             self._gone_idle(conversation)
-            return
+            return ()
         wait_s = IDLE_S if conversation.hint_s is None else conversation.hint_s
         self._alarms.set(conversation.number, now_s + wait_s)
+        return ()
+
+    def find(self, tenant: str, session_id: str) -> Session | None:
+        """The session that its client has named so, or else the one that `page` lists so."""
+        named = self._sessions.get((tenant, (True, session_id)))
+        return named or self._sessions.get((tenant, (False, session_id)))
+
+    def end(self, session: Session, now_s: float) -> list[tuple[Conversation, tuple[bytes, ...]]]:
+        """Its client expects no further turn. Returns its conversations that do not run and were not ended before, with
+        hashes of their own blocks, in order; `ended` returns those of the others."""
+        self.advance(now_s)
+        over: list[Conversation] = []
+        for one in session.conversations.values():
+            if one.running:
+                one.is_ending = True
+            elif one.reuse_within_s != 0.0 or not one.is_over:
+                over.append(one)
+            self._let_go(one)
+            one.reuse_within_s = 0.0
+        for one in over:
+            self._gone_idle(one)
+        if session.task is not None and session.task.is_running:
+            session.task.is_last = True
+            if not session.is_running:
+                self._end_task(session)
+        return [(one, self._own_hashes(one)) for one in over]
+
+    def _own_hashes(self, conversation: Conversation) -> tuple[bytes, ...]:
+        """Of its blocks after those that other sessions of the tenant may have too, unless these were ended."""
+        shared = 0
+        for other in self._tenants[conversation.session.tenant].conversations.values():
+            if other.session is not conversation.session and not (other.is_over and other.reuse_within_s == 0.0):
+                shared = max(shared, conversation.shared_blocks(other))
+        is_any = shared < conversation.num_blocks
+        return conversation.hashes[shared // conversation.stride :] if is_any else ()
 
     def growth_tokens(self, conversation: Conversation) -> float:
         """Expected growth of its prompt until the next turn."""
@@ -441,10 +500,11 @@ class Sessions:
             tenant.tails[hashes[-1]] = conversation
         conversation.tail = hashes[-1] if hashes else b""
         conversation.num_blocks = len(hashes)
-        conversation.stride = max(-(-len(hashes) // MAX_HASHES), 1)
+        conversation.stride = 1 << max(-(-len(hashes) // MAX_HASHES) - 1, 0).bit_length()  # so that some are common
         conversation.hashes = _sampled(hashes, conversation.stride)
         conversation.prompt_tokens = facts.num_prompt_tokens
         conversation.running += 1
+        conversation.is_ending = False
         self._set_active(conversation, is_active=True)
         conversation.used_s = session.used_s = now_s
         self._serial += 1

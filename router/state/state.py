@@ -59,6 +59,7 @@ from router.state.interface import (
     RequestArrived,
     RouterClosing,
     RouterSettings,
+    SessionEnded,
     StopMatched,
     TimePassed,
     UndrainRequested,
@@ -407,6 +408,12 @@ def _on_batch_timed(cluster: ClusterState, event: BatchTimed) -> Iterable[Comman
     return ()
 
 
+def _on_session_ended(cluster: ClusterState, event: SessionEnded) -> Iterable[Command | Ending]:
+    session = cluster.sessions.find(event.tenant, event.session_id)
+    over = [] if session is None else cluster.sessions.end(session, cluster.now_s)
+    return [command for one, hashes in over for command in cluster.end_text(one, hashes)]
+
+
 def _on_drain(cluster: ClusterState, event: DrainRequested) -> Iterable[Command | Ending]:
     view = cluster.fleet.connected(event.worker_id)
     if view is None:
@@ -481,6 +488,7 @@ _HANDLERS: Final[Mapping[type, Handler]] = {
     TokensArrived: _heard(attempts.on_tokens),
     AttemptFailed: _heard(attempts.on_attempt_failed),
     Released: _heard(attempts.on_released),
+    SessionEnded: _on_session_ended,
     DrainRequested: _on_drain,
     UndrainRequested: _on_undrain,
     RouterClosing: _on_closing,

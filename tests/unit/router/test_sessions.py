@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from pdserve.core.protocol import Prefill, Reserve
+from pdserve.core.protocol import Cancel, EndText, Prefill, Reserve
 from router.state import sessions as rooms
 from router.state import turns as learned
+from router.state.interface import ClientLeft, SessionEnded
 from router.state.sessions import Conversation, Sessions
 from router.state.turns import IDLE_S, LEAST_SEEN, ReuseModel
 from tests.unit.router.given import Given
@@ -305,6 +306,9 @@ def test_every_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         tenant, listed = f"t{int(rng.expovariate(0.1))}", ""
         for session in world.sessions.page(tenant, 0, 1 + number % 4):
             listed = session.session_id  # of the router's making, or of a client's
+            if rng.random() < 0.1:
+                world.sessions.end(session, world.now_s)
+                world.sessions.check()
         session_id = rng.choice(["", "", "s", f"s{rng.randrange(9)}", listed])
         running.append(
             world.begin(
@@ -378,7 +382,102 @@ def test_pages_have_the_last_used_session_first() -> None:
     assert names(last, 9) == ["d", "c", "a"]
 
 
+# --- ends that a client tells -------------------------------------------------------------------------------------
+
+
+def ended(world: World, session_id: str, tenant: str = "") -> list[tuple[bytes, ...]]:
+    session = world.sessions.find(tenant, session_id)
+    assert session is not None
+    found = world.sessions.end(session, world.now_s)
+    world.sessions.check()
+    return [hashes for _, hashes in found]
+
+
+def test_a_session_that_is_ended_expects_no_turn() -> None:
+    world = World(1000)
+    world.turn("c", 4, session_id="other", tenant="x")
+    main = world.turn("a", 4, session_id="s", reuse_within_s=60.0, slo_task_s=9.0)
+    sub = world.turn("b", 5, session_id="s", reuse_within_s=60.0)
+    assert (main.is_over, main.held_tokens) == (False, 64)
+    assert ended(world, "s") == [chain("a", 4), chain("b", 5)]
+    for one in (main, sub):
+        assert (one.is_over, one.until_s, one.held_tokens, one.hint_s) == (True, None, 0, None)
+    assert main.session.task is not None
+    assert main.session.task.state == "in_time"
+    assert ended(world, "s") == [], "what was told already is not told again"
+    assert world.turn("a", 6, session_id="s") is main, "its client may go on"
+    assert not main.is_over
+
+
+def test_a_session_without_a_name_ends_by_the_one_that_is_listed() -> None:
+    world = World()
+    first = world.turn("a", 4)
+    assert ended(world, first.session.session_id) == [chain("a", 4)]
+    assert first.is_over
+    assert world.sessions.find("", "unknown") is None
+
+
+def test_a_client_ends_sessions_of_its_tenant_only() -> None:
+    world = World()
+    world.turn("a", 4, session_id="s", tenant="x")
+    assert world.sessions.find("y", "s") is None
+    assert world.sessions.find("", "s") is None
+
+
+def test_a_session_that_runs_ends_with_its_answer() -> None:
+    world = World()
+    one = world.begin("a", 4, session_id="s", slo_task_s=9.0)
+    assert ended(world, "s") == []
+    task = one.session.task
+    assert task is not None
+    assert (task.is_running, one.is_over) == (True, False)
+    world.now_s += 1.0
+    assert world.sessions.ended(one, world.now_s, is_served=True) == chain("a", 4)
+    world.sessions.check()
+    assert (task.state, one.is_over) == ("in_time", True)
+
+
+def test_a_session_goes_on_if_a_turn_comes_after_its_end() -> None:
+    world = World()
+    one = world.begin("a", 4, session_id="s")
+    ended(world, "s")
+    assert world.begin("a", 5, session_id="s") is one
+    for _ in range(2):
+        assert world.sessions.ended(one, world.now_s, is_served=True) == ()
+    assert not one.is_over
+
+
+@pytest.mark.parametrize("lengths", [(40, 50), (40, 600), (600, 40), (600, 600), (600, 120), (65, 4000)])
+@pytest.mark.parametrize("common", [0, 1, 7, 33, 40])
+def test_blocks_that_another_session_has_too_are_not_ended(lengths: tuple[int, int], common: int) -> None:
+    """Nor those that it may have, because not all hashes of long prompts are kept."""
+    world = World()
+    texts = [(*chain("common", common), *chain(name, most))[:most] for name, most in zip("ab", lengths, strict=True)]
+    one, other = (world.turn(block_hashes=text, session_id=name) for text, name in zip(texts, "ab", strict=True))
+    step = max(one.stride, other.stride)
+    own = [text for text in one.hashes if texts[0].index(text) >= (common // step + 1) * step - 1]
+    assert ended(world, "a") == [tuple(own)]
+    assert ended(world, "b") == [other.hashes], "no other session is left"
+
+
 # --- in the router ------------------------------------------------------------------------------------------------
+
+
+def test_the_workers_of_an_ended_session_are_told(given: Given) -> None:
+    """Those of the session alone, if they read the message, and after they have released its request."""
+    given.connect_decode("d1", ends_texts=True)
+    given.lost("d0")
+    given.connect_decode("d2", ends_texts=True)
+    given.arrives("a", prompt=64, block_hashes=chain("a", 4), session_id="s")
+    given.granted(worker_id="d1")
+    end = SessionEnded(tenant="", session_id="s")
+    assert given.submit(end) == [], "it runs"
+    told = given.submit(ClientLeft(request_id="a"))
+    ends = [one for one in told if isinstance(one, EndText)]
+    assert ends == [EndText(worker_id="d1", block_hashes=chain("a", 4))], "p0 is older, and d2 has nothing"
+    assert told.index(ends[0]) > max(at for at, one in enumerate(told) if isinstance(one, Cancel))
+    assert given.submit(end) == []
+    assert given.submit(SessionEnded(tenant="", session_id="unknown")) == []
 
 
 def test_both_workers_are_told_when_the_prefix_is_used_again(given: Given) -> None:
