@@ -137,6 +137,11 @@ class AsyncClient(BaseClient):
         session of the page before."""
         return await self._ask(calls.sessions(limit, after))
 
+    async def end_session(self, session_id: str) -> bool:
+        """Says that no request of the session follows: its cached prefixes leave first. False: the router of this
+        connection does not know it as one of the caller's tenant."""
+        return await self._ask(calls.end_session(session_id))
+
     async def detokenize(self, token_ids: Sequence[int], prompt: Sequence[int] = ()) -> str:
         """The text that `token_ids` add to the text of the token ids `prompt`; special tokens have no text."""
         return await self._ask(calls.detokenize(token_ids, prompt))

@@ -417,6 +417,14 @@ def sessions(limit: int, after: int) -> UnaryCall[SessionPage]:
     return _inference("ListSessions", request, SESSION_PAGE.decode)
 
 
+def end_session(session_id: str) -> UnaryCall[bool]:
+    """Raises TypeError."""
+    if not isinstance(session_id, str):
+        raise TypeError(f"session_id must be str, not {type(session_id).__name__}")
+    request = inference_pb2.EndSessionRequest(session_id=session_id)
+    return _inference("EndSession", request, lambda response: bool(response.is_known))
+
+
 def is_serving() -> UnaryCall[bool]:
     """gRPC's standard health check of the public service, for which no token is needed."""
     return UnaryCall(_HealthStub, "Check", _SERVICE, lambda health: bool(health == _SERVING))

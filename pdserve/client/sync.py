@@ -140,6 +140,11 @@ class Client(BaseClient):
         session of the page before."""
         return self._ask(calls.sessions(limit, after))
 
+    def end_session(self, session_id: str) -> bool:
+        """Says that no request of the session follows: its cached prefixes leave first. False: the router of this
+        connection does not know it as one of the caller's tenant."""
+        return self._ask(calls.end_session(session_id))
+
     def detokenize(self, token_ids: Sequence[int], prompt: Sequence[int] = ()) -> str:
         """The text that `token_ids` add to the text of the token ids `prompt`; special tokens have no text."""
         return self._ask(calls.detokenize(token_ids, prompt))

@@ -146,6 +146,7 @@ class Gateway:
                 *(self._route(path, method, self._stored(*work)) for (method, path), work in endpoints.STORED.items()),
                 self._route("/v1/models", "GET", self._models),
                 self._route("/v1/sessions", "GET", self._sessions),
+                self._route("/v1/sessions/{session_id:path}", "DELETE", self._end_session),
                 self._route(
                     "/v1/load_lora_adapter",
                     "POST",
@@ -295,6 +296,9 @@ class Gateway:
 
     async def _sessions(self, scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
         return await _send(send, 200, await endpoints.sessions(caller.client, scope.get("query_string", b"")))
+
+    async def _end_session(self, scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
+        return await _send(send, 200, await endpoints.end_session(caller.client, scope["path_params"]["session_id"]))
 
     async def _model(self, scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
         model = (await self._door.renewed(caller)).model

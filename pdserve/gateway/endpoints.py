@@ -148,6 +148,13 @@ async def sessions(client: AsyncClient, query: bytes) -> dict[str, Any]:
     return {"object": "list", "data": data, "has_more": page.has_more}
 
 
+async def end_session(client: AsyncClient, session_id: str) -> dict[str, Any]:
+    """Raises InvalidRequest and NotFound."""
+    if not await client.end_session(session_id):
+        raise NotFound("session", session_id)
+    return {"object": "session", "session_id": session_id, "is_over": True}
+
+
 def page_query(query: bytes) -> dict[str, int]:
     """`limit` and `after` of a query, both numbers. Raises InvalidRequest."""
     return {name: _number(name, value) for name, value in _query(query, ("limit", "after")).items()}

@@ -488,6 +488,18 @@ class ListSessionsRequest(_message.Message):
     after: int
     def __init__(self, limit: _Optional[int] = ..., after: _Optional[int] = ...) -> None: ...
 
+class EndSessionRequest(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+
+class EndSessionResponse(_message.Message):
+    __slots__ = ("is_known",)
+    IS_KNOWN_FIELD_NUMBER: _ClassVar[int]
+    is_known: bool
+    def __init__(self, is_known: _Optional[bool] = ...) -> None: ...
+
 class ListSessionsResponse(_message.Message):
     __slots__ = ("sessions", "has_more")
     SESSIONS_FIELD_NUMBER: _ClassVar[int]

@@ -64,6 +64,11 @@ class InferenceServiceStub:
                 request_serializer=pdserve_dot_v1_dot_inference__pb2.ListSessionsRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_inference__pb2.ListSessionsResponse.FromString,
                 _registered_method=True)
+        self.EndSession = channel.unary_unary(
+                '/pdserve.v1.InferenceService/EndSession',
+                request_serializer=pdserve_dot_v1_dot_inference__pb2.EndSessionRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_inference__pb2.EndSessionResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer:
@@ -108,6 +113,14 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EndSession(self, request, context):
+        """A session of the caller's tenant is over: no next turn is expected, and its cached prefixes leave first. A later
+        request with its id is served like any other.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -140,6 +153,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.ListSessions,
                     request_deserializer=pdserve_dot_v1_dot_inference__pb2.ListSessionsRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_inference__pb2.ListSessionsResponse.SerializeToString,
+            ),
+            'EndSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndSession,
+                    request_deserializer=pdserve_dot_v1_dot_inference__pb2.EndSessionRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_inference__pb2.EndSessionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -304,6 +322,33 @@ class InferenceService:
             '/pdserve.v1.InferenceService/ListSessions',
             pdserve_dot_v1_dot_inference__pb2.ListSessionsRequest.SerializeToString,
             pdserve_dot_v1_dot_inference__pb2.ListSessionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.InferenceService/EndSession',
+            pdserve_dot_v1_dot_inference__pb2.EndSessionRequest.SerializeToString,
+            pdserve_dot_v1_dot_inference__pb2.EndSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

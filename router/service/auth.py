@@ -47,6 +47,7 @@ POLICY: Final[Mapping[str, Access]] = {
     "/pdserve.v1.InferenceService/Detokenize": Access.TOKEN,
     "/pdserve.v1.InferenceService/GetTokenBytes": Access.TOKEN,
     "/pdserve.v1.InferenceService/ListSessions": Access.TOKEN,
+    "/pdserve.v1.InferenceService/EndSession": Access.TOKEN,
     "/pdserve.v1.ClusterService/GetTopology": Access.OPERATOR,
     "/pdserve.v1.ClusterService/Explain": Access.OPERATOR,
     "/pdserve.v1.ClusterService/Drain": Access.OPERATOR,

@@ -25,6 +25,7 @@ from pdserve.core.errors import (
     Cancelled,
     IdInUse,
     InternalError,
+    InvalidRequest,
     NoWorkers,
     Overloaded,
     PdserveError,
@@ -33,7 +34,7 @@ from pdserve.core.errors import (
 )
 from pdserve.core.kv.kv_shape import TOY_LAYOUT
 from pdserve.core.protocol import NamedAdapter
-from pdserve.core.types import FinishReason, Slo, require_at_most
+from pdserve.core.types import FinishReason, RequestAttributes, Slo, require_at_most
 from pdserve.load_gate import EnteredRequest, LoadGate
 from pdserve.prefix.index import PrefixLookup
 from pdserve.telemetry import names, trace_context
@@ -50,7 +51,7 @@ from router.service.measure import Measure, RequestFacts
 from router.service.model import ModelFacts
 from router.service.runtime import Runtime
 from router.service.tenants import CallClaim, Quotas
-from router.state.interface import RequestArrived
+from router.state.interface import RequestArrived, SessionEnded
 from router.state.sessions import Conversation, Session
 
 log = logging.getLogger(__name__)
@@ -208,6 +209,23 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         except PdserveError as error:
             self._measure.rejected(error)
             return await status.abort(context, error)
+
+    async def EndSession(
+        self, request: inference_pb2.EndSessionRequest, context: Any
+    ) -> inference_pb2.EndSessionResponse:
+        try:
+            tenant, name = current_tenant().name, request.session_id
+            if not name:
+                raise InvalidRequest("session_id", "none", "the id of a session")
+            RequestAttributes(session_id=name)
+        except PdserveError as error:
+            self._measure.rejected(error)
+            return await status.abort(context, error)
+        # No quota: a client that has used it up may also end its sessions, and an end that was told costs nothing.
+        is_known = self._runtime.state.sessions.find(tenant, name) is not None
+        if is_known:
+            self._runtime.submit(SessionEnded(tenant=tenant, session_id=name))
+        return inference_pb2.EndSessionResponse(is_known=is_known)
 
     # ------------------------------------------------------------------------------------------------------------
 

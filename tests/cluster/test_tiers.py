@@ -1,4 +1,5 @@
-"""A cluster restarts, and its workers still have the KV blocks that they had on disk; and workers share a store."""
+"""A cluster restarts, and its workers still have the KV blocks that they had on disk; workers share a store; and what
+leaves first."""
 
 from __future__ import annotations
 
@@ -77,3 +78,23 @@ def test_new_workers_read_what_others_left_in_the_store(tmp_path: Path, is_redis
                 cached = cached_tokens(client, texts(1))
                 assert cached >= 0.9 * NUM_PROMPTS * (LENGTH - 1)
                 assert num_read(cluster, "store") >= 0.9 * cached / 16
+
+
+@pytest.mark.parametrize("prefill", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_blocks_of_an_ended_session_leave_before_those_of_another(prefill: int) -> None:
+    """It was used last, so without its end it would stay, and the other one would leave."""
+    found = []
+    for is_ended in (True, False):
+        cluster = Cluster(prefill=prefill, decode=1, worker={"kv_blocks": 64, "toy_token_s": 0.002})
+        with cluster, Client(cluster.address) as client:
+            [kept, ended, *others] = texts(1)
+            for name, prompt in (("kept", kept), ("ended", ended)):
+                client.generate(prompt, max_tokens=4, temperature=0.0, session_id=name)
+            if is_ended:
+                assert client.end_session("ended")
+                assert not client.end_session("unknown")
+            cached_tokens(client, others)
+            found.append((cached_tokens(client, [kept]), cached_tokens(client, [ended])))
+    (kept_tokens, ended_tokens), (kept_without, _) = found
+    assert kept_tokens >= LENGTH - 16 > kept_without
+    assert ended_tokens < LENGTH // 2

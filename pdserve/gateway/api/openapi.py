@@ -144,6 +144,10 @@ OPERATIONS: Final[Mapping[tuple[str, str], Operation]] = {
         summary="Lists the sessions of the caller's tenant, by pages of `limit`, and where their prefixes are cached",
         answers={200: answers.SessionsAnswer},
     ),
+    ("DELETE", "/v1/sessions/{session_id:path}"): Operation(
+        summary="Ends a session of the caller's tenant, whose cached prefixes then leave first",
+        answers={200: answers.SessionEndedAnswer},
+    ),
     ("GET", "/v1/models/{name:path}"): Operation(summary="Describes the model", answers={200: answers.ModelAnswer}),
     ("POST", "/v1/load_lora_adapter"): Operation(
         summary="Loads a LoRA adapter on all workers; for operators",

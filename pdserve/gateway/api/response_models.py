@@ -254,6 +254,12 @@ class SessionsAnswer(Answer):
     has_more: bool
 
 
+class SessionEndedAnswer(Answer):
+    object: Literal["session"]
+    session_id: str
+    is_over: Literal[True]
+
+
 class TokenizeAnswer(Answer):
     count: int
     max_model_len: int

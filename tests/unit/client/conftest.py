@@ -85,6 +85,11 @@ class Script(inference_pb2_grpc.InferenceServiceServicer, cluster_pb2_grpc.Clust
             fail(context, self.token_errors.pop(0))
         return inference_pb2.GetTokenBytesResponse(token_bytes=[bytes((one,)) for one in request.token_ids])
 
+    def EndSession(
+        self, request: inference_pb2.EndSessionRequest, context: grpc.ServicerContext
+    ) -> inference_pb2.EndSessionResponse:
+        return inference_pb2.EndSessionResponse(is_known=request.session_id == "s")
+
     def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: grpc.ServicerContext
     ) -> inference_pb2.TokenizeResponse:

@@ -160,6 +160,7 @@ async def test_results_are_typed_values(script: Script, target: str) -> None:
     async with AsyncClient(target, retries=QUICK) as client:
         assert (await client.model()).vocab_size == 300
         assert await client.tokenize("ab") == [97, 98]
+        assert (await client.end_session("s"), await client.end_session("t")) == (True, False)
         assert (await client.topology()).queued_requests == 2
         assert (await client.explain("r9")).decision == "remote"
 

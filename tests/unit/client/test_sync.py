@@ -225,6 +225,7 @@ def test_results_are_typed_values(script: Script, target: str) -> None:
     with Client(target) as client:
         assert (client.model().name, client.model().max_context_tokens) == ("m", 512)
         assert client.tokenize("ab") == [97, 98]
+        assert (client.end_session("s"), client.end_session("t")) == (True, False)
         topology = client.topology()
         assert [worker.worker_id for worker in topology.of_role("prefill")] == ["p0"]
         explanation = client.explain("r9")
@@ -241,6 +242,8 @@ def test_unary_calls_are_retried(script: Script, target: str) -> None:
 def test_a_wrong_type_never_reaches_the_server(script: Script, target: str) -> None:
     with Client(target) as client, pytest.raises(TypeError, match="max_tokens"):
         client.stream("hi", max_tokens="64")  # type: ignore[typeddict-item]
+    with Client(target) as client, pytest.raises(TypeError, match="session_id"):
+        client.end_session(7)  # type: ignore[arg-type]
     assert script.requests == []
 
 

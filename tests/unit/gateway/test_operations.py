@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 import jsonschema
 import pytest
@@ -325,6 +326,24 @@ def test_sessions_are_listed_in_pages() -> None:
         assert task["due_at_s"] - task["began_at_s"] == pytest.approx(3600.0, abs=1e-3)
         rest = ask(served, "GET", f"/v1/sessions?limit=1&after={session['cursor']}").json()
         assert [(one["session_id"], one["task"]) for one in rest["data"]] == [("a", None)]
+
+
+def test_a_session_is_ended() -> None:
+    with serve() as served:
+        served.sdk.generate("a prompt of some blocks", max_tokens=2, session_id="a/é b")
+        path = f"/v1/sessions/{quote('a/é b', safe='')}"
+        found = ask(served, "DELETE", path)
+        assert (found.status_code, found.json()) == (200, {"object": "session", "session_id": "a/é b", "is_over": True})
+        [session] = ask(served, "GET", "/v1/sessions?limit=1").json()["data"]
+        assert session["conversations"][0]["is_over"]
+        for name, status in (("unknown", 404), ("s" * 129, 400)):
+            found = ask(served, "DELETE", f"/v1/sessions/{name}")
+            assert (found.status_code, found.json()["error"]["type"]) == (status, "invalid_request_error")
+
+
+def test_only_callers_with_a_token_end_sessions(closed: Served) -> None:
+    assert ask(closed, "DELETE", "/v1/sessions/s").status_code == 401
+    assert ask(closed, "DELETE", "/v1/sessions/s", TOKEN).status_code == 404
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ UNARY = (
     "/pdserve.v1.InferenceService/GetModel",
     "/pdserve.v1.InferenceService/Tokenize",
     "/pdserve.v1.InferenceService/Detokenize",
+    "/pdserve.v1.InferenceService/EndSession",
     "/pdserve.v1.ClusterService/GetTopology",
     "/pdserve.v1.ClusterService/Explain",
     "/pdserve.v1.ClusterService/Drain",

@@ -124,8 +124,9 @@ async def test_a_call_is_authorised_before_and_after_its_message(
         await client.detokenize(ids)
         await client.token_bytes(ids)
         await client.sessions()
+        await client.end_session("s")
         await client.model()
-    names = ["Generate", "Tokenize", "Detokenize", "GetTokenBytes", "ListSessions", "GetModel"]
+    names = ["Generate", "Tokenize", "Detokenize", "GetTokenBytes", "ListSessions", "EndSession", "GetModel"]
     assert methods == [name for name in names for _ in range(2)]
 
 
@@ -409,6 +410,28 @@ async def test_a_tenant_sees_its_own_sessions_only(connect: Connect, decode: Pro
             await other.sessions(limit=101)
     async with presenting(front, OPERATOR) as operator:
         assert {one.tenant for one in (await operator.sessions()).sessions} == {"acme", "beta"}
+
+
+async def test_a_tenant_ends_its_own_sessions_only(connect: Connect, decode: Program, keys: Path) -> None:
+    write(keys, {"acme": (ACME,), "beta": (FOREIGN,)})
+    front = await connect(decode, key_file=str(keys), token=OPERATOR)
+    async with (
+        presenting(front, ACME) as acme,
+        presenting(front, FOREIGN) as other,
+        presenting(front, OPERATOR) as operator,
+    ):
+        await acme.generate("a prompt of some blocks " * 8, max_tokens=4, session_id="s")
+        assert not await other.end_session("s")
+        assert not await operator.end_session("s")
+        [session] = (await acme.sessions()).sessions
+        assert not session.conversations[0].is_over
+        for _ in range(2):
+            assert await acme.end_session("s")
+        [session] = (await acme.sessions()).sessions
+        assert session.conversations[0].is_over
+        for name in ("", "s" * 129, "a\nb"):
+            with pytest.raises(InvalidRequest, match="session_id"):
+                await acme.end_session(name)
 
 
 async def test_sessions_show_which_worker_has_their_prefix(connect: Connect, decode: Program) -> None:
