@@ -51,8 +51,8 @@ from router.service.measure import Measure, RequestFacts
 from router.service.model import ModelFacts
 from router.service.runtime import Runtime
 from router.service.tenants import CallClaim, Quotas
+from router.state.conversations import Conversation, Session
 from router.state.interface import RequestArrived, SessionEnded
-from router.state.sessions import Conversation, Session
 
 log = logging.getLogger(__name__)
 

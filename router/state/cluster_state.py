@@ -21,6 +21,7 @@ from pdserve.core.protocol import Cancel, EndText, Load
 from pdserve.core.types import Role, Slo
 from router.policy import find_policy, make_policy
 from router.policy.interface import Decision
+from router.state.conversations import Conversation
 from router.state.fleet import Fleet, OutputLengths, entry_of
 from router.state.forecast import RecentDemand, Utilization
 from router.state.history import Explanations, LiveLog, live_request
@@ -29,7 +30,7 @@ from router.state.lifecycle import MOVES, IllegalMove, Move, Stage
 from router.state.load import Reservation
 from router.state.queue import Queue
 from router.state.request import Request
-from router.state.sessions import Conversation, Sessions
+from router.state.sessions import Sessions
 from router.state.turns import Expected
 from router.state.view import WorkerView
 

@@ -13,9 +13,9 @@ from pdserve.core.protocol import Granted, TransferEnded
 from pdserve.core.results import Phase, Phases, Slice, Timings, Usage
 from pdserve.core.types import Path
 from router.policy.interface import Obstacle, UnloadedEstimate
+from router.state.conversations import Conversation
 from router.state.interface import RequestArrived
 from router.state.lifecycle import Move, Stage
-from router.state.sessions import Conversation
 from router.state.view import WorkerView
 
 # --- timeline -------------------------------------------------------------------------------------------------

@@ -29,6 +29,10 @@ OWN = {
     ),
     "pdserve.core.kv.cache": ("core/test_kv_cache.py",),
     "pdserve.core.cost.latency": ("core/test_latency.py",),
+    "router.state.conversations": (
+        "router/test_sessions.py",
+        "router/test_tasks.py",
+    ),
     "router.state.interface": ("router/test_recording.py",),
     "router.state.queue": (
         "router/test_order.py",

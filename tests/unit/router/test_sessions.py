@@ -12,8 +12,9 @@ import pytest
 from pdserve.core.protocol import Cancel, EndText, Prefill, Reserve
 from router.state import sessions as rooms
 from router.state import turns as learned
+from router.state.conversations import MAX_HASHES, Conversation
 from router.state.interface import ClientLeft, SessionEnded
-from router.state.sessions import Conversation, Sessions
+from router.state.sessions import Sessions
 from router.state.turns import IDLE_S, LEAST_SEEN, ReuseModel
 from tests.unit.router.given import Given
 from tests.unit.router.router_events import BLOCK, arrival
@@ -361,7 +362,7 @@ def test_the_tenant_with_most_conversations_makes_room(monkeypatch: pytest.Monke
 
 def test_few_hashes_of_a_long_prompt_are_kept() -> None:
     conversation = World().turn("a", 1000)
-    assert len(conversation.hashes) <= rooms.MAX_HASHES + 1
+    assert len(conversation.hashes) <= MAX_HASHES + 1
     assert conversation.hashes[-1] == chain("a", 1000)[-1]
     assert conversation.cached_blocks(0) == 0
     assert conversation.cached_blocks(1) == conversation.stride == 16

@@ -223,7 +223,7 @@ def test_forgotten_tasks_are_unknown_or_late(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_router_loosens_targets_of_a_task_with_time_to_spare(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.state.sessions.LEAST_SEEN", 0.0)  # one turn is expected
+    monkeypatch.setattr("router.state.conversations.LEAST_SEEN", 0.0)  # one turn is expected
     event = arrival("a", prompt=64, block_hashes=chain("a", 4), slo=Slo(ttft_s=4.0, tpot_s=0.4), slo_task_s=1.0)
     given.arrives("before", prompt=64, block_hashes=chain("b", 4))  # the tenant is known
     assert given.state.targets(event, NONE, given.now_s) is event.slo

@@ -451,7 +451,7 @@ async def test_sessions_show_which_worker_has_their_prefix(connect: Connect, dec
 async def test_the_deadline_of_a_task_sets_the_targets_of_its_turns(
     connect: Connect, decode: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.state.sessions.LEAST_SEEN", 0.0)  # one turn is expected
+    monkeypatch.setattr("router.state.conversations.LEAST_SEEN", 0.0)  # one turn is expected
     metrics = Metrics("router")
     front = await connect(decode, metrics=metrics, slo_ttft_s=80.0, slo_tpot_s=100.0)
     ordinary = {"session_id": "other", "request_id": "ordinary"}

@@ -187,7 +187,7 @@ def test_without_prefill_workers_everything_is_local() -> None:
 
 def test_the_deadline_of_a_task_sets_the_targets_of_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second turn extends the prompt of the first. The third prompt is of no task, and the last comes too late."""
-    monkeypatch.setattr("router.state.sessions.LEAST_SEEN", 0.0)
+    monkeypatch.setattr("router.state.conversations.LEAST_SEEN", 0.0)
     rows = [
         asked(0.0, 1024, 10, max_tokens=10, block_ids=(9, 10)),
         asked(1.0, 1024, 10, max_tokens=10, block_ids=(1, 2), slo_task_s=1000.0),
