@@ -18,7 +18,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, final
 
-from pdserve.gateway.connection import LINGER_BYTES, LINGER_S, Connections, host_of
+from pdserve.gateway.connection import LINGER_BYTES, LINGER_S, host_of
+from pdserve.gateway.open_connections import Connections
 from pdserve.listening import MAX_ACCEPTED
 from pdserve.outage_log import LogLimit
 from pdserve.tls.certificates import ReloadingCertificates
@@ -189,7 +190,7 @@ class Arrival:
             self._sock.shutdown(socket.SHUT_WR)
         self.is_open = False
         self._wait(LINGER_S)
-        self._arrivals.connections.linger(self)
+        self._arrivals.connections.linger_silent(self)
 
     def _wait(self, seconds: float) -> None:
         self._timer = asyncio.get_running_loop().call_later(seconds, self.drop)

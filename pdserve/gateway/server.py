@@ -23,8 +23,9 @@ from pdserve.core.durations import clamped_s
 from pdserve.core.errors import ConfigError, InternalError, NoWorkers, Unauthenticated
 from pdserve.gateway.app import Gateway
 from pdserve.gateway.arrivals import Arrivals, Handshake
-from pdserve.gateway.connection import BUSY, Connection, ConnectionLimits, Connections, set_options
+from pdserve.gateway.connection import BUSY, Connection, set_options
 from pdserve.gateway.door import Shutdown
+from pdserve.gateway.open_connections import ConnectionLimits, Connections
 from pdserve.listening import bind_error, ignore_poller_races, share_port, with_allowed_connections
 from pdserve.load_gate import LoadGate
 from pdserve.telemetry import metric_names

@@ -17,9 +17,10 @@ from typing import Any, final
 import pytest
 
 from pdserve.config import GatewayConfig
-from pdserve.gateway import arrivals, connection
+from pdserve.gateway import arrivals, connection, open_connections
 from pdserve.gateway.arrivals import Arrivals
-from pdserve.gateway.connection import Connection, Connections
+from pdserve.gateway.connection import Connection
+from pdserve.gateway.open_connections import Connections
 from pdserve.gateway.server import GatewayHost, _connection_limits
 from tests.unit.gateway.conftest import WAIT_S, Served, gateway, read_all, until
 from tests.unit.gateway.test_limits import OK, Connect, code_of, exchange, post, read_one, send_forever, status_of
@@ -222,7 +223,7 @@ def test_rejected_silent_connections_end_no_early_answer(
 ) -> None:
     for module in (arrivals, connection):
         monkeypatch.setattr(module, "LINGER_S", 60.0)
-    monkeypatch.setattr(connection, "MAX_LINGERING", 3)
+    monkeypatch.setattr(open_connections, "MAX_LINGERING", 3)
     with gateway(toy.router, max_connections=1, max_body_bytes=1024) as host:
         early = []
         for _ in range(num_early):

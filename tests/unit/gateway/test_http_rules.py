@@ -18,9 +18,8 @@ from pdserve.gateway.connection import (
     LINGER_BYTES,
     PIECE_BYTES,
     Connection,
-    ConnectionLimits,
-    Connections,
 )
+from pdserve.gateway.open_connections import ConnectionLimits, Connections
 from tests.unit.gateway.conftest import Served, gateway, read_all, serve, until
 from tests.unit.gateway.test_limits import code_of, exchange, read_one, status_of
 

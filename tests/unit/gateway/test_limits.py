@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from pdserve import Client, ConfigError, Unauthenticated
-from pdserve.gateway import connection
+from pdserve.gateway import connection, open_connections
 from pdserve.listening import MAX_ACCEPTED
 from tests.unit.gateway.conftest import WAIT_S, Served, gateway, is_idle, read_all, serve, until
 
@@ -210,7 +210,7 @@ def test_a_connection_that_makes_room_before_its_first_answer_gets_one(toy: Serv
 def test_connections_whose_end_is_awaited_are_limited(
     toy: Served, raw: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "MAX_LINGERING", 3)
+    monkeypatch.setattr(open_connections, "MAX_LINGERING", 3)
     monkeypatch.setattr(connection, "LINGER_S", 60.0)
     with gateway(toy.router, max_body_bytes=1024) as host:
         unread = []
