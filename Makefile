@@ -9,11 +9,12 @@ STAMP := $(VENV)/.installed
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
-# The tests start some hundreds of processes, and each would compile our sources if bytecode were not written. Four files
-# run at a time on two cores, because tests spend a fifth of their time waiting. Tests of whole clusters run first,
-# because they take longest. Each engine has one thread: with more, all engines would spin on the same cores. A crash ends
-# the run, because pytest-xdist may wait for ever if it replaces a crashed process while it distributes whole files.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 4 --dist loadfile \
+# The tests start some hundreds of processes, and each would compile our sources if bytecode were not written. Three
+# files run at a time on two cores, because tests spend a quarter of their time waiting. A fourth process would spend
+# more on importing all tests than it gains. Tests of whole clusters run first, because they take longest. Each engine
+# has one thread: with more, all engines would spin on the same cores. A crash ends the run, because pytest-xdist may
+# wait for ever if it replaces a crashed process while it distributes whole files.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile \
 	--no-loadscope-reorder --max-worker-restart 0
 test: $(STAMP)
 	$(PYTEST) -m "not slow" $(ARGS)
