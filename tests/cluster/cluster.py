@@ -66,7 +66,7 @@ class Cluster:
     def stop(self) -> None:
         self.client.close()
         try:
-            self.running.stop(45.0)
+            self.running.stop(60.0)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"up did not drain:\n{self._last_lines(30)}") from None
 
@@ -128,6 +128,6 @@ def free_ports(count: int) -> int:
 
 def scrape(port: int, metric: str) -> float:
     """The sum of a metric's samples at a Prometheus endpoint."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((metric + " ", metric + "{")))

@@ -53,7 +53,7 @@ class Lateness:
             self.longest_s = max(self.longest_s, time.monotonic() - due_s)
 
 
-async def until(streams: list[Timed], tokens: int, within_s: float = 30.0) -> None:
+async def until(streams: list[Timed], tokens: int, within_s: float = 60.0) -> None:
     """Waits until all streams have that many tokens."""
     ends_s = time.monotonic() + within_s
     while not all(len(one.tokens) >= tokens for one in streams):

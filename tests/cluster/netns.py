@@ -38,7 +38,7 @@ class NetCluster:
         command = [sys.executable, "-m", module, "--model", "toy", "--worker-id", name, *where, *flags]
         return subprocess.Popen(["ip", "netns", "exec", self.network.namespaces[name], *command], env=_environment())
 
-    def wait_until_idle(self, within_s: float = 10.0) -> None:
+    def wait_until_idle(self, within_s: float = 60.0) -> None:
         rest(self.client, len(self.network.namespaces), within_s)
 
     def __enter__(self) -> NetCluster:
@@ -60,7 +60,7 @@ class NetCluster:
             one.terminate()
         for one in self._processes:
             try:
-                one.wait(15)
+                one.wait(60)
             except subprocess.TimeoutExpired:
                 one.kill()
                 one.wait()

@@ -33,7 +33,7 @@ from tests.unit.router_io.processes import Start, programs
 CLIENTS: Final = 8
 MAX_TOKENS: Final = 24
 NUM_WORKERS: Final = 4
-WHOLE_S: Final = 30.0
+WHOLE_S: Final = 60.0
 PATIENT: Final = Slo(ttft_s=120.0, tpot_s=20.0)  # no request is rejected because it may be late
 
 

@@ -90,7 +90,7 @@ class Load(threading.Thread):
 
     def stop(self) -> None:
         self._is_over.set()
-        self.join(30.0)
+        self.join(60.0)
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ def test_every_query_of_a_dashboard_returns_data(prometheus: PrometheusServer, n
             values = prometheus.values(expression)
             return bool(values) and (title in MAY_BE_ZERO or max(values) > 0)
 
-        until(has_data, f"{title}: {expression}", within_s=30.0)
+        until(has_data, f"{title}: {expression}", within_s=60.0)
 
 
 def test_exemplars_lead_to_traces_that_were_exported(prometheus: PrometheusServer, sink: OtlpSink) -> None:
@@ -181,7 +181,7 @@ def test_every_series_of_an_alert_exists(prometheus: PrometheusServer) -> None:
         selectors = re.findall(r"\b(?:pdserve[_:][a-z0-9_:]+|up)\b(?:\{[^}]*\})?", rule["expr"])
         assert selectors, rule["alert"]
         for selector in selectors:
-            until(lambda one=selector: prometheus.values(one), f"{rule['alert']}: {selector}", within_s=30.0)  # type: ignore[misc]
+            until(lambda one=selector: prometheus.values(one), f"{rule['alert']}: {selector}", within_s=60.0)  # type: ignore[misc]
 
 
 RESTARTS = {"PdserveProcessRestarts d0", "PdserveProcessRestarts d1"}  # of the last 15 minutes

@@ -15,7 +15,7 @@ from tests.cluster.cluster import Cluster
 from tests.cluster.suite import toy_prompt
 
 FRAMES = "seed=5,share=0.3,longest_s=0.2,drop=1,delay=1,duplicate=1,corrupt=2,truncate=1,stall=1,cut=1"
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 NEEDS_NIXL = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 #: Two pools of one process meet the same faults in tests/unit/kvtransfer/test_fault_storm.py, over every transport.
 SLOW = (("shm", pytest.mark.slow), ("nixl", (pytest.mark.slow, NEEDS_NIXL)))
@@ -41,7 +41,7 @@ def test_answers_are_exact_or_typed_errors_under_transfer_faults(transport: str,
 
     with Cluster(*flags, "--inject-faults", FRAMES) as cluster:
         done = asyncio.run(run(cluster))
-        cluster.wait_until_idle(within_s=30)
+        cluster.wait_until_idle(within_s=60)
     finished = [(i, one) for i, one in enumerate(done) if isinstance(one, Completion)]
     assert [list(one.token_ids) for _, one in finished] == [answer(prompts[i], 16) for i, _ in finished]
     assert len(finished) >= 50, Counter(type(one).__name__ for one in done)

@@ -38,7 +38,7 @@ def test_sighup_reads_settings_and_reopens_logs(tmp_path: Path) -> None:
         assert changed.endswith("; changed: log_level, router.max_new_tokens, gateway.body_s")
         warning = json.loads(cluster.wait_line("WARNING"))["message"]
         assert warning.endswith("these settings change at the next start only: router.max_queue")
-        within_s = time.monotonic() + 20.0
+        within_s = time.monotonic() + 60.0
         while client.model().max_new_tokens != 6 or text_of(logs).count("SIGHUP: the settings were read again") < 3:
             assert time.monotonic() < within_s, text_of(logs)
             time.sleep(0.05)

@@ -109,7 +109,7 @@ class AutoscaledRay:
             process.terminate()
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(20)
+                process.wait(60)
         while pids := list(self._pids()):
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):

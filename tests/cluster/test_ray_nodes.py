@@ -85,7 +85,7 @@ class RayNodes:
             process.terminate()
         for process in self._processes:
             try:
-                process.wait(20)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -74,7 +74,7 @@ def test_a_running_clusters_recording_replays(
     flags = ("--model", "toy", "--prefill", "2", "--decode", "2", "--record", str(record), *sets)
     with Cluster(*flags) as cluster:
         answered = asyncio.run(drive(cluster, record, num_events))
-        cluster.wait_until_idle(30.0)
+        cluster.wait_until_idle()
     with record.open() as lines:
         next(lines)
         seen = Counter(type(step.event).__name__ for step in replay.read(lines))

@@ -27,7 +27,7 @@ NAMES = ("router-0", "router-1")
 TOKEN = "the-token-of-this-operator"
 KEY = make_key(bytes(32))
 MOST = 4  # answers of the tenant in progress
-WITHIN_S = 30.0
+WITHIN_S = 60.0
 
 
 def until(holds: Callable[[], Any], within_s: float = WITHIN_S) -> Any:

@@ -94,7 +94,7 @@ def test_every_stream_ends_complete_or_with_the_error_event(is_hurried: bool, fo
         assert set(found) <= {"complete", WORDS}
         assert WORDS in found[:EACH]
         assert WORDS in found[EACH:]
-        assert cluster.process.wait(20.0) == 0
+        assert cluster.process.wait(60.0) == 0
 
 
 def test_the_calls_of_a_killed_router_that_are_not_resumed_end_with_an_error() -> None:

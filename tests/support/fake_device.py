@@ -32,7 +32,7 @@ from kvtransfer.transports.tcp_staged import HostBlocks, PlainBytes, digest_of, 
 from pdserve.core.errors import InternalError, TransferFailed
 from tests.support.transfer_ends import HostPool
 
-DRAIN_S = 30.0
+DRAIN_S = 60.0
 _EXPORT = struct.Struct("<IIII")  # process, descriptor, blocks, bytes per block
 
 

@@ -21,7 +21,7 @@ from kvtransfer.protocol.device import MESSAGE_S, Blocks, Wake
 from pdserve.core.errors import TransferFailed
 from tests.support.fake_device import PLAIN, FakeBlocks, FakeCopying, Stream, Trouble
 
-JOIN_S = 5.0
+JOIN_S = 60.0
 _LOOK_S = 0.01  # between two looks at whether the connection was closed
 _SIZE = struct.Struct("<Q")
 

@@ -30,7 +30,7 @@ class Phoenix:
         return list(self._get(f"/v1/projects/{PROJECT}/spans?limit=1000")["data"])
 
     def _get(self, path: str) -> Any:
-        with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
             return json.load(answer)
 
 
@@ -55,7 +55,7 @@ def running_phoenix(python: Path, folder: Path) -> Iterator[Phoenix]:
     finally:
         process.terminate()
         try:
-            process.wait(20)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

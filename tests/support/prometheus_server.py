@@ -54,7 +54,7 @@ class PrometheusServer:
         """The `data` of an answer of the HTTP API. Raises urllib's errors; of an invalid query, with its message."""
         url = f"{self._url}/api/v1/{path}?{urllib.parse.urlencode(arguments)}"
         try:
-            with urllib.request.urlopen(url, timeout=10) as answer:
+            with urllib.request.urlopen(url, timeout=60) as answer:
                 return json.load(answer)["data"]
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{arguments}: {error.read().decode()}") from None
@@ -88,7 +88,7 @@ class PrometheusServer:
     def _is_ready(self) -> bool:
         assert self._process.poll() is None, Path(self._log.name).read_text()
         try:
-            with urllib.request.urlopen(f"{self._url}/-/ready", timeout=5) as answer:
+            with urllib.request.urlopen(f"{self._url}/-/ready", timeout=60) as answer:
                 return bool(answer.status == 200)
         except OSError:
             return False

@@ -28,7 +28,7 @@ from pdserve.wire import peers
 from pdserve.wire.peer_server import peer_channel, peer_port
 from tests.support.cluster_secret import SECRET, proofs, protect
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 BLOCK_BYTES = 4096
 
 

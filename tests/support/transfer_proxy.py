@@ -59,7 +59,7 @@ class Proxy:
             door.bind(("127.0.0.1", 0))
             answer.address = f"127.0.0.1:{door.getsockname()[1]}"
         door.listen(1)
-        door.settimeout(10)
+        door.settimeout(60)
         self._keep(door)
         self._spawn(self._serve, door, upstream, is_shm)
         return answer
@@ -70,7 +70,7 @@ class Proxy:
     def close(self) -> None:
         self._shut(*self._sockets)
         for thread in self._threads:
-            thread.join(10)
+            thread.join(60)
 
     def _shut(self, *sockets: socket.socket) -> None:
         for sock in sockets:

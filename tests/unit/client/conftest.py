@@ -15,7 +15,7 @@ from pdserve.core.errors import PdserveError, Unavailable
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from pdserve.wire import status
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 Play = Callable[[inference_pb2.GenerateRequest, grpc.ServicerContext], Iterator[inference_pb2.GenerateResponse]]
 
 

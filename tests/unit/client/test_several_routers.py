@@ -24,7 +24,7 @@ from tests.unit.gateway.conftest import PATIENT, WAIT_S, gateway
 REQUESTS = 20
 IN_TURN = 6  # successes in a row, of which a client that calls both routers in turn would have only one
 ONCE = Retries(limit=0)
-MOVED_S = 20.0
+MOVED_S = 60.0
 
 
 @pytest.fixture

@@ -174,7 +174,7 @@ def test_the_timeout_covers_the_call_and_reaches_the_server(script: Script, targ
     begin_s = time.monotonic()
     with Client(target) as client, pytest.raises(DeadlineExceeded):
         client.generate("hi", timeout_s=0.3)
-    assert 0.25 < time.monotonic() - begin_s < 5.0
+    assert 0.25 < time.monotonic() - begin_s < 60.0
     assert script.timeouts_s[0] is not None
     assert script.timeouts_s[0] < 0.4  # gRPC rounds the timeout.
 

@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.engine.cpu.kernels import jit
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 @pytest.fixture

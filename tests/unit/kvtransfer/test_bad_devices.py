@@ -177,7 +177,7 @@ def test_a_sender_with_an_incomplete_offer_is_disconnected(
     pair = make_pair(transport)
 
     def halting(sock: Any, pool: Any) -> Any:
-        sock.settimeout(20.0)
+        sock.settimeout(60.0)
         sock.sendall(b"PDK")
         assert sock.recv(1) == b"", "it is not waited for"
         raise OSError("it hung up")

@@ -180,13 +180,13 @@ class Shuffled:
 
     def drain(self) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: not self._is_running and not any(self._waiting), 30.0)
+            assert self._changed.wait_for(lambda: not self._is_running and not any(self._waiting), 60.0)
 
     def end(self) -> None:
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
-        self._thread.join(30.0)
+        self._thread.join(60.0)
 
     def _run(self) -> None:
         while True:

@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.launch.running import Running
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 def is_alive(pid: int) -> bool:

@@ -36,7 +36,7 @@ from pdserve.owned_folder import OwnedFolder, sweep
 
 from .conftest import is_alive
 
-WAIT_S: Final = 30.0
+WAIT_S: Final = 60.0
 LISTENS: Final = "import sys, time; print('program p0 listening on 127.0.0.1:7', flush=True)\n"
 #: In short sleeps, because Python calls no handler of a signal that came just before a sleep until that ends.
 WAITS: Final = LISTENS + "for _ in range(6000):\n    time.sleep(0.1)\n"

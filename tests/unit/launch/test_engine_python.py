@@ -121,7 +121,7 @@ def test_a_file_that_is_no_program_is_rejected(tmp_path: Path) -> None:
 def test_a_python_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
     python = script(tmp_path / "python", f"sleep 1000 &\necho $! > {tmp_path}/pid\nwait")
     assert "it gave no answer within 0.5 s" in trouble(python, answer_s=0.5)
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 60
     while Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)

@@ -31,7 +31,7 @@ from pdserve.telemetry.metrics import MetricsServer
 from pdserve.testing import Cluster
 from tests.support.tls_files import TestAuthority
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 @pytest.fixture

@@ -82,7 +82,7 @@ class Driver:
             self.ray.advance()
             self.now_s += 0.1
 
-    def until(self, name: str, phase: Phase, within_s: float = 30.0) -> str:
+    def until(self, name: str, phase: Phase, within_s: float = 60.0) -> str:
         """The error of the worker in that phase."""
         end_s = self.now_s + within_s
         while True:

@@ -109,7 +109,7 @@ async def test_a_start_that_must_succeed_is_repeated(
 # --- one process ----------------------------------------------------------------------------------------------
 # One supervised process, with small real programs in its place.
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 Make = Callable[[str], Child]
 
 

@@ -51,14 +51,14 @@ async def following(url: str, cluster: str = "test", seed: bytes = SEED, **setti
         await index.close()
 
 
-async def until(holds: Callable[[], bool], deadline_s: float = 10.0) -> None:
+async def until(holds: Callable[[], bool], deadline_s: float = 60.0) -> None:
     end_s = time.monotonic() + deadline_s
     while not holds():
         assert time.monotonic() < end_s, "the condition did not come true in time"
         await asyncio.sleep(0.005)
 
 
-async def until_found(index: Any, hashes: list[bytes], expected: dict[str, int], deadline_s: float = 10.0) -> None:
+async def until_found(index: Any, hashes: list[bytes], expected: dict[str, int], deadline_s: float = 60.0) -> None:
     """Waits until the index answers exactly so."""
     end_s = time.monotonic() + deadline_s
     while (found := dict(await index.lookup(hashes))) != expected:

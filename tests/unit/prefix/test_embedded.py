@@ -64,7 +64,7 @@ def test_embedded_redis_ends_with_a_killed_parent(tmp_path: Path) -> None:
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-    end_s = time.monotonic() + 5.0
+    end_s = time.monotonic() + 60.0
     while psutil.pid_exists(server_pid) and psutil.Process(server_pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < end_s, "the server outlived its parent"
         time.sleep(0.01)

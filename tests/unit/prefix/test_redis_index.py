@@ -341,10 +341,9 @@ async def test_an_empty_redis_is_refilled_after_a_restart(mortal: EmbeddedRedis)
         mortal.kill()
         assert await index.lookup(blocks) == {}  # the first one finds out
         await until(lambda: not index.is_available)
-        began_s = time.perf_counter()
-        for _ in range(1000):
-            assert await index.lookup(blocks) == {}
-        assert time.perf_counter() - began_s < 10.0, "each lookup waited for a Redis that is gone"
+        async with asyncio.timeout(60):  # each lookup would wait for a Redis that is gone
+            for _ in range(1000):
+                assert await index.lookup(blocks) == {}
         worker.offer(removed=blocks[50:])
         with EmbeddedRedis.start(mortal.path):
             await until_found(index, blocks, {"w": 50})
@@ -558,7 +557,7 @@ async def test_stopping_works_at_any_moment(url: str) -> None:
         await index.start()
         for _ in range(turn * 7 % 41):
             await asyncio.sleep(0)
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(60.0):
             await asyncio.gather(worker.stop(), index.close())
 
 

@@ -117,7 +117,7 @@ async def connect() -> AsyncIterator[Connect]:
         front.server.runtime.state.check()
 
 
-async def until(holds: Callable[[], Any], timeout_s: float = 20.0) -> None:
+async def until(holds: Callable[[], Any], timeout_s: float = 60.0) -> None:
     """Waits for a condition, plain or async."""
     deadline_s = time.monotonic() + timeout_s
     while True:

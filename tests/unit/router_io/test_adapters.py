@@ -35,7 +35,7 @@ from pdserve.worker.adapters import WorkerAdapters
 from router.service.program import RouterHost
 from tests.support.adapters import write_adapter
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 PROMPT = [33 + (7 * i) % 90 for i in range(16 * 3 + 5)]
 LIMITS = AdapterLimits(rank=512, num_bytes=2**30)
 

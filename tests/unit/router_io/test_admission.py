@@ -54,7 +54,7 @@ class GatedTokenizer:
     def encode(self, text: str, *, has_special_tokens: bool = True, salt: bytes | None = None) -> list[int]:
         if len(text) > prompts.QUICK_CHARS:
             self.has_begun.set()
-            assert self.gate.wait(30)
+            assert self.gate.wait(60)
         return self._toy.encode(text)
 
     def encode_tail(self, text: str, num_tokens: int) -> list[int]:

@@ -161,7 +161,7 @@ async def test_a_late_end_does_not_affect_the_next_call(connect: Connect, slow_d
     answering = asyncio.create_task(front.client.generate("hello", max_tokens=8, temperature=0, request_id="mine"))
     await until(lambda: runtime.knows("mine"))
     runtime.leave("mine", cast(Answer, object()))
-    assert (await asyncio.wait_for(answering, 30)).text == text_of("hello", 8)
+    assert (await asyncio.wait_for(answering, 60)).text == text_of("hello", 8)
 
 
 async def test_the_model_and_tokenisation_are_served(connect: Connect, decode: Program) -> None:

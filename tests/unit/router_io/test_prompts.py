@@ -122,7 +122,7 @@ async def test_short_texts_do_not_wait_for_long_ones(tokenizer: RecordingTokeniz
     try:
         long = [asyncio.create_task(threads.run(LONG_CHARS + 1, 10, gate.wait)) for _ in range(16)]
         await asyncio.sleep(0)
-        short = await asyncio.wait_for(threads.run(LONG_CHARS, 10, lambda: "done"), 20)
+        short = await asyncio.wait_for(threads.run(LONG_CHARS, 10, lambda: "done"), 60)
         assert short == "done"
         assert not any(one.done() for one in long)
         gate.set()
@@ -162,7 +162,7 @@ async def test_many_long_texts_leave_places_for_short_ones(monkeypatch: pytest.M
         await asyncio.sleep(0)
         with pytest.raises(Overloaded, match="3 long texts wait to be tokenized, of 3 at most"):
             await threads.run(LONG_CHARS + 1, 1, gate.wait)
-        assert await asyncio.wait_for(threads.run(1, 1, lambda: "done"), 20) == "done"
+        assert await asyncio.wait_for(threads.run(1, 1, lambda: "done"), 60) == "done"
         gate.set()
         await asyncio.gather(*long)
     finally:

@@ -62,7 +62,7 @@ async def connect_two(connect: Connect, folder: Path) -> ConnectTwo:
 
 
 async def frame_with(client: AsyncClient, holds: Callable[[LiveFrame], bool]) -> LiveFrame:
-    async with asyncio.timeout(20.0), aclosing(client.watch(0.1)) as frames:
+    async with asyncio.timeout(60.0), aclosing(client.watch(0.1)) as frames:
         async for frame in frames:
             if holds(frame):
                 return frame

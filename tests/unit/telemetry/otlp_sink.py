@@ -56,7 +56,7 @@ class OtlpSink:
     def named(self, key: str) -> list[SeenSpan]:
         return [span for span in self.spans if span.key == key]
 
-    def wait(self, holds: Callable[[list[SeenSpan]], bool], deadline_s: float = 15.0) -> list[SeenSpan]:
+    def wait(self, holds: Callable[[list[SeenSpan]], bool], deadline_s: float = 60.0) -> list[SeenSpan]:
         """The spans, as soon as they satisfy `holds`."""
         end_s = time.monotonic() + deadline_s
         with self._changed:
@@ -66,7 +66,7 @@ class OtlpSink:
                 self._changed.wait(left_s)
             return list(self._spans)
 
-    def wait_for(self, *keys: str, deadline_s: float = 15.0) -> list[SeenSpan]:
+    def wait_for(self, *keys: str, deadline_s: float = 60.0) -> list[SeenSpan]:
         """The spans, as soon as one of each key is among them."""
         return self.wait(lambda spans: set(keys) <= {span.key for span in spans}, deadline_s)
 

@@ -18,7 +18,7 @@ OPEN_METRICS = "application/openmetrics-text; version=1.0.0"  # the format with 
 
 def scrape(port: int, accept: str = "text/plain") -> str:
     request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Accept": accept})
-    with urllib.request.urlopen(request, timeout=5) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         return answer.read().decode()
 
 
@@ -99,7 +99,7 @@ def test_a_page_is_served_with_the_metrics() -> None:
     metrics = Metrics("launcher")
     port = metrics.serve(0, pages={"/targets": b"[1]"})
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/targets", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/targets", timeout=60) as answer:
             assert answer.headers["Content-Type"] == "application/json"
             assert json.load(answer) == [1]
         assert "process_cpu_seconds_total" in scrape(port)
@@ -112,7 +112,7 @@ def test_a_page_is_served_with_the_metrics() -> None:
 )
 def test_a_long_request_is_closed_without_an_answer(served, head: bytes) -> None:
     with socket.create_connection(("127.0.0.1", served[1])) as sock:
-        sock.settimeout(5)
+        sock.settimeout(60)
         try:
             sock.sendall(head)
             assert sock.recv(1) == b""

@@ -223,7 +223,7 @@ def test_a_text_is_read_whole_while_the_table_is_made(monkeypatch: pytest.Monkey
 
     def make(*args: Any) -> PieceEncoder:
         is_making.set()
-        assert may_end.wait(30.0)
+        assert may_end.wait(60.0)
         return PieceEncoder(*args)
 
     monkeypatch.setattr("pdserve.text.tokenizer.PieceEncoder", make)
@@ -232,12 +232,12 @@ def test_a_text_is_read_whole_while_the_table_is_made(monkeypatch: pytest.Monkey
     with ThreadPoolExecutor() as threads:
         try:
             making = threads.submit(tokenizer.warm_up)
-            assert is_making.wait(10.0)
-            assert threads.submit(tokenizer.encode, text, salt=b"").result(10.0) == whole
+            assert is_making.wait(60.0)
+            assert threads.submit(tokenizer.encode, text, salt=b"").result(60.0) == whole
             assert tokenizer.kept is None
         finally:
             may_end.set()
-        making.result(10.0)
+        making.result(60.0)
     assert tokenizer.encode(text, salt=b"") == whole
     assert tokenizer.kept is not None
     assert tokenizer.kept.num_missed_chars == len(text)

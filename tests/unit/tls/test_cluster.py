@@ -28,7 +28,7 @@ from router.service.program import RouterHost
 from tests.support.tls_files import TestAuthority
 from tests.unit.tls.conftest import TlsCluster, tls_cluster
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 WORDS = [b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n", HTTP2, b"PING\r\n", bytes(256), b"\x16\x03\x01\x00\x05hello"]
 ANSWER = toy_answer("hello", 4)

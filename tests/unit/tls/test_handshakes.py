@@ -20,7 +20,7 @@ from pdserve.telemetry.metrics import MAX_CONNECTIONS, MetricsServer
 from pdserve.testing import Cluster
 from tests.support.tls_files import TestAuthority
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 @pytest.fixture

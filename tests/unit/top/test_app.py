@@ -21,7 +21,7 @@ from pdserve.top.app import Details, RecordingSource, RouterSource, TopApp
 from pdserve.top.text import LEGEND, LETTERS
 from tests.unit.top.given import ended, frame, request, worker
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class FakeSource:

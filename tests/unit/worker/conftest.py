@@ -25,7 +25,7 @@ from prefill_worker import program as prefill_program
 from tests.support.cluster_secret import TEXT
 from tests.support.cluster_secret import attach as proven_attach
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 Load = Callable[[WorkerConfig, Role], Engine]
 BUILDS: dict[Role, Callable[..., RoleProgram]] = {
     Role.PREFILL: prefill_program.build,

@@ -265,7 +265,7 @@ async def test_loads_that_wait_are_bounded(
     loop = asyncio.get_running_loop()
 
     def slow(name: str, folder: Path) -> Any:
-        asyncio.run_coroutine_threadsafe(begin.wait(), loop).result(10.0)
+        asyncio.run_coroutine_threadsafe(begin.wait(), loop).result(60.0)
         raise ModelError(name, "slow", "fast")
 
     monkeypatch.setattr(worker.program.adapters, "_read", slow)
@@ -321,7 +321,7 @@ async def test_a_load_that_waits_is_answered_although_another_router_drops_its_o
         await one.wait_for(lambda: marker in spoken(one, Role.DECODE).named)
 
     def slow(name: str, folder: Path) -> Any:
-        asyncio.run_coroutine_threadsafe(begin.wait(), loop).result(10.0)
+        asyncio.run_coroutine_threadsafe(begin.wait(), loop).result(60.0)
         return read(name, folder)
 
     monkeypatch.setattr(worker.program.adapters, "_read", slow)

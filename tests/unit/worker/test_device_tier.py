@@ -70,7 +70,7 @@ class Flight:
             self._ended.set()
 
     def wait(self) -> Sequence[RowOut]:
-        return self._outs.result(20.0)
+        return self._outs.result(60.0)
 
 
 class AsyncDeviceEngine(DeviceEngine):

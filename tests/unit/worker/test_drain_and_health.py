@@ -111,7 +111,7 @@ async def test_health_has_a_real_watch_and_readiness_ends_with_a_drain(start: An
         await router.send(Role.DECODE, reserve=reserve)
         await router.next("granted", "resident")
         await router.send(Role.DECODE, drain=worker_pb2.DrainWorker())
-        assert (await asyncio.wait_for(watch.read(), 10)).status == NOT_SERVING
+        assert (await asyncio.wait_for(watch.read(), 60)).status == NOT_SERVING
         assert (await stub.Check(health_pb2.HealthCheckRequest(service=""))).status == SERVING
         reserve = worker_pb2.Reserve(sequence=ask("new", PROMPT), is_local=True)
         await router.send(Role.DECODE, reserve=reserve)
@@ -134,10 +134,10 @@ async def test_an_operator_drains_and_undrains_a_worker(
         for each in (router, other):
             drained = await each.wait_for(lambda each=each: [one for one in each.all("load") if one.is_drained])
             assert drained[0].is_draining
-        assert (await asyncio.wait_for(watch.read(), 20)).status == NOT_SERVING
+        assert (await asyncio.wait_for(watch.read(), 60)).status == NOT_SERVING
         await asyncio.to_thread(d.host._engine.is_idle.wait, 20)
         await other.send(Role.DECODE, undrain=worker_pb2.UndrainWorker())
-        assert (await asyncio.wait_for(watch.read(), 20)).status == SERVING
+        assert (await asyncio.wait_for(watch.read(), 60)).status == SERVING
         watch.cancel()
     last = await router.wait_for(lambda: [one for one in router.all("load")[-1:] if not one.is_draining])
     assert not last[0].is_drained

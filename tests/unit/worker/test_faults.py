@@ -114,7 +114,7 @@ async def test_a_stream_that_does_not_begin_with_hello_is_refused(start: Any, fi
         stream = await proven_attach(channel, d.address)
         await stream.write(first)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await asyncio.wait_for(stream.read(), 10)
+            await asyncio.wait_for(stream.read(), 60)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert not await d.on_engine(lambda program: program.is_draining)
 
@@ -375,7 +375,7 @@ async def test_a_broken_engine_fails_everything_and_ends_the_worker(start: Any, 
         for n in range(3):
             failed = await router.next("failed", f"r{n}")
             assert failed.kind == worker_pb2.FAILURE_KIND_INTERNAL
-        status = await asyncio.wait_for(watch.read(), 10)
+        status = await asyncio.wait_for(watch.read(), 60)
         assert status.status == health_pb2.HealthCheckResponse.NOT_SERVING
     await d.until_fatal()
     assert not d.host.is_healthy()

@@ -32,7 +32,7 @@ def redis() -> Iterator[EmbeddedRedis]:
         yield server
 
 
-async def eventually(holds: Callable[[], Awaitable[bool]], what: str, deadline_s: float = 10.0) -> None:
+async def eventually(holds: Callable[[], Awaitable[bool]], what: str, deadline_s: float = 60.0) -> None:
     until_s = time.monotonic() + deadline_s
     while not await holds():
         assert time.monotonic() < until_s, f"never saw: {what}"

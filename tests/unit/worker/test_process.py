@@ -57,7 +57,7 @@ async def test_two_processes_serve_a_request_and_end_on_sigterm(spawn: Spawn, at
     for process in processes.values():
         process.send_signal(signal.SIGTERM)
     for process in processes.values():
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=60)
         assert (process.returncode, out) == (0, ""), err
 
 
@@ -109,7 +109,7 @@ def test_a_signal_that_another_thread_receives_ends_the_process() -> None:
         "sys.exit(run('decode_worker', WorkerConfig, lambda config: Host(), flags))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False, env=ENV
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, env=ENV
     )
     assert (done.returncode, done.stdout) == (0, "decode_worker d listening on 127.0.0.1:1\n"), done.stderr
 

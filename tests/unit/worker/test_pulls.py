@@ -385,7 +385,7 @@ async def test_few_requests_wait_for_a_busy_engine(pair: Any) -> None:
         )
         request = transfer_pb2.PullRequest(grant=grant_to_proto(grant), block_hashes=bytes(16), deadline_s=1.0)
         requests.append(giver.give(request, caller_name("prefill-1", context.incarnation)))
-    p0.host._engine.post(lambda: may_go_on.wait(20.0))
+    p0.host._engine.post(lambda: may_go_on.wait(60.0))
     answers = asyncio.gather(*requests)
     await asyncio.sleep(0)  # until each waits, or is refused
     assert len(giver._asked) == pulls.MAX_ASKED
@@ -552,7 +552,7 @@ async def test_a_pull_that_ends_late_ends_no_worker(pair: Any, ask: Any) -> None
     abort = receiver.abort
 
     def late(key: Any) -> None:
-        threading.Thread(target=lambda: (held.wait(20.0), abort(key)), daemon=True).start()
+        threading.Thread(target=lambda: (held.wait(60.0), abort(key)), daemon=True).start()
 
     receiver.abort = late
     await p0.on_engine(lambda program: setattr(program._sender, "push", lambda *_, **__: None))

@@ -29,7 +29,7 @@ COMMON: dict[str, Any] = {
     "max_context_tokens": 512,
     "kv_blocks": 96,
     "threads": 1,
-    "stall_s": 10.0,
+    "stall_s": 60.0,
     "profile": "h100-sxm.llama-3.1-8b.bf16",  # no worker measures itself first
 }
 

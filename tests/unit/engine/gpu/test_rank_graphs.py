@@ -58,7 +58,7 @@ class Process:
         raise NotImplementedError
 
     def end(self) -> None:
-        assert self._process.wait(30.0) == 0
+        assert self._process.wait(60.0) == 0
 
     def kill(self) -> None:
         self._process.kill()
