@@ -191,7 +191,7 @@ def on_pull_ended(cluster: ClusterState, event: PullEnded) -> Sequence[Command]:
         return ()
     has_failed = not event.num_tokens
     cluster.counters["failed_pulls" if has_failed else "pulls"] += 1
-    view.pull_ended(event.source, cluster.now_s, has_failed=has_failed)
+    view.pull_ended(event.source, cluster.now_s, has_failed=has_failed, pull_s=event.pull_s)
     if event.is_unreachable:
         source.pulls_closed_until_s = cluster.now_s + UNREACHABLE_S
     if event.num_bytes:  # also of a part

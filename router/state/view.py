@@ -14,7 +14,7 @@ from statistics import median
 from typing import Final, final
 
 from pdserve.core.cost.latency import CostModel, CostModels
-from pdserve.core.durations import backoff_s
+from pdserve.core.durations import backoff_s, clamped_s
 from pdserve.core.protocol import BatchTimed, Load, TokensArrived
 from pdserve.core.types import Role
 from router.state.interface import WorkerConnected
@@ -55,6 +55,7 @@ REMEMBERED: Final = 31
 FIRST_PULL_S: Final = 0.02  # what a pull takes besides its bytes, before one was measured
 FIRST_REST_S: Final = 2.0  # a worker pulls nothing from another one for this time after a failed pull; it doubles
 LONGEST_REST_S: Final = 60.0
+VAIN_SHARE: Final = 0.05  # of the time, at most, that a worker may spend on failed pulls from one source
 MAX_RESTS: Final = 1024
 
 
@@ -348,11 +349,13 @@ class WorkerView:
             source.giving_tokens -= reservation.pull_tokens
             reservation.pull_tokens, reservation.pull_source = 0, None
 
-    def pull_ended(self, source_id: str, now_s: float, *, has_failed: bool) -> None:
-        """After failed pulls from a source it pulls nothing from it for a while."""
+    def pull_ended(self, source_id: str, now_s: float, *, has_failed: bool, pull_s: float = 0.0) -> None:
+        """After failed pulls from a source it pulls nothing from it for a while, and for longer if the last one took
+        `pull_s`, for which its prompt may have waited in vain."""
         _, failures = self.pull_rests.pop(source_id, (0.0, 0))
         if has_failed:
-            rest_s = backoff_s(FIRST_REST_S, LONGEST_REST_S, failures)
+            lost_s = clamped_s(pull_s / VAIN_SHARE, 0.0, LONGEST_REST_S)
+            rest_s = max(backoff_s(FIRST_REST_S, LONGEST_REST_S, failures), lost_s)
             self.pull_rests[source_id] = now_s + rest_s, failures + 1
             if len(self.pull_rests) > MAX_RESTS:  # the oldest one, perhaps of a worker that has ended
                 del self.pull_rests[next(iter(self.pull_rests))]

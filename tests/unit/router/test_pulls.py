@@ -288,6 +288,24 @@ def test_the_while_doubles() -> None:
     assert pull_by(worker, source, 4_000, now_s=now_s + 2.01) is not None
 
 
+def test_a_pull_that_took_long_in_vain_ends_pulls_for_longer(given: Given) -> None:
+    busy(given)
+    placed(given)
+    fails(given, "a", pull_s=0.5)
+    given.at(given.now_s + 9.0)
+    assert placed(given, "b").source is None
+    given.first(worker_id="p1", request_id="b")
+    given.at(given.now_s + 1.1)
+    assert placed(given, "c").source is not None
+
+
+@pytest.mark.parametrize("pull_s", [math.nan, math.inf, 1e300, -1.0])
+def test_an_absurd_duration_of_a_pull_is_bounded(pull_s: float) -> None:
+    worker = pulling("p1")
+    worker.pull_ended("p0", 0.0, has_failed=True, pull_s=pull_s)
+    assert FIRST_REST_S <= worker.pull_rests["p0"][0] <= LONGEST_REST_S
+
+
 @pytest.mark.parametrize("is_unreachable", [False, True])
 def test_others_may_ask_a_source_that_answers(given: Given, is_unreachable: bool) -> None:
     busy(given)
