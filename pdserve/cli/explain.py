@@ -135,7 +135,7 @@ def render(explanation: Explanation) -> str:
     lines += ["", *_outcome(one)]
     if one.candidates:
         lines += ["", *table([HEAD, *map(_row, one.candidates)])]
-        lines += ["", *pulls] if (pulls := _pulls(one.candidates)) else []
+        lines += ["", *pulls] if (pulls := [*_reads(one.candidates), *_pulls(one.candidates)]) else []
         lines += ["", *NOTES]
     if any(each.cost is not None for each in one.candidates):
         lines += COST_NOTES
@@ -186,12 +186,24 @@ def _row(candidate: ExplainedCandidate) -> tuple[str, ...]:
     )
 
 
+def _reads(candidates: Sequence[ExplainedCandidate]) -> list[str]:
+    """One line for each worker that would read its tiers instead of computing, with both predictions."""
+    lines = {}
+    for one in candidates:
+        if (reads := one.reads) is not None:
+            ways = f"recompute {_ms(reads.recompute_s)}, read {_ms(reads.read_s)}"
+            lines[one.prefill_worker or one.decode_worker] = f"{reads.num_tokens:,} tokens below its pool: {ways}"
+    return [f"{worker} has {line}" for worker, line in lines.items()]
+
+
 def _pulls(candidates: Sequence[ExplainedCandidate]) -> list[str]:
     """One line for each worker that could pull KV instead of computing it, with both predictions."""
     lines = {}
     for one in candidates:
         if (pull := one.pull) is not None:
             ways = f"recompute {_ms(pull.recompute_s)}, pull from {pull.source} {_ms(pull.pull_s)}"
+            if pull.source_read_s:
+                ways += f" (of it {_ms(pull.source_read_s)} to read its tiers)"
             chosen = "pull" if pull.is_pulled else "recompute"
             lines[one.prefill_worker or one.decode_worker] = f"{pull.num_tokens:,} cached tokens: {ways} -> {chosen}"
     return [f"{worker} lacks {line}" for worker, line in lines.items()]

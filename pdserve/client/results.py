@@ -242,6 +242,16 @@ class ExplainedPull:
     pull_s: float  # until they have arrived
     recompute_s: float  # of computing them instead
     is_pulled: bool  # which of both the candidate does
+    source_read_s: float = 0.0  # the part of `pull_s` in which the source reads its tiers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainedReads:
+    """Tokens whose KV a worker reads from its host memory or its disk, with predicted seconds."""
+
+    num_tokens: int
+    read_s: float
+    recompute_s: float  # of computing them instead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,6 +268,7 @@ class ExplainedCandidate:
     cost: float | None = None
     preference: float | None = None  # that part of the cost; None if the router did not send it
     pull: ExplainedPull | None = None  # by the worker that computes the prompt; None: no other has more of it
+    reads: ExplainedReads | None = None  # by the same worker; None: it reads nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,7 +345,8 @@ _SCALING_DECISION: Final = Codec(
 )
 SCALING: Final = Codec(Scaling, cluster_pb2.GetScalingResponse, nested=(_SCALING_DECISION,), is_lenient=True)
 _PULL: Final = Codec(ExplainedPull, cluster_pb2.PullChoice, is_lenient=True)
-_CANDIDATE: Final = Codec(ExplainedCandidate, cluster_pb2.Candidate, nested=(_PULL,), is_lenient=True)
+_READS: Final = Codec(ExplainedReads, cluster_pb2.ReadChoice, is_lenient=True)
+_CANDIDATE: Final = Codec(ExplainedCandidate, cluster_pb2.Candidate, nested=(_PULL, _READS), is_lenient=True)
 EXPLANATION: Final = Codec(Explanation, cluster_pb2.ExplainResponse, nested=(_CANDIDATE,), is_lenient=True)
 
 

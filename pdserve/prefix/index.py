@@ -47,6 +47,12 @@ class PrefixDepths(dict[str, int]):
         super().__init__(depths or {})
         self.tiers: Mapping[str, TierDepths] = tiers or {}
 
+    def joined(self, other: Mapping[str, int]) -> PrefixDepths:
+        """The larger depth of each worker. The pools have all of `other`."""
+        depths = {name: max(self.get(name, 0), other.get(name, 0)) for name in {**self, **other}}
+        tiers = {name: split for name, split in self.tiers.items() if self[name] > other.get(name, 0)}
+        return PrefixDepths(depths, tiers)
+
 
 @final
 class PrefixIndex:

@@ -114,7 +114,7 @@ class ExplainResponse(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., decision: _Optional[str] = ..., reason: _Optional[str] = ..., actual_ttft_s: _Optional[float] = ..., actual_tpot_s: _Optional[float] = ..., waited_s: _Optional[float] = ..., slo_ttft_s: _Optional[float] = ..., slo_tpot_s: _Optional[float] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., attempt: _Optional[int] = ..., is_resumed: _Optional[bool] = ..., stage: _Optional[str] = ..., outcome: _Optional[str] = ..., ended_because: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., router_id: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class Candidate(_message.Message):
-    __slots__ = ("prefill_worker", "decode_worker", "predicted_ttft_s", "predicted_tpot_s", "slack", "is_feasible", "is_chosen", "cost", "preference", "pull")
+    __slots__ = ("prefill_worker", "decode_worker", "predicted_ttft_s", "predicted_tpot_s", "slack", "is_feasible", "is_chosen", "cost", "preference", "pull", "reads")
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_TTFT_S_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +125,7 @@ class Candidate(_message.Message):
     COST_FIELD_NUMBER: _ClassVar[int]
     PREFERENCE_FIELD_NUMBER: _ClassVar[int]
     PULL_FIELD_NUMBER: _ClassVar[int]
+    READS_FIELD_NUMBER: _ClassVar[int]
     prefill_worker: str
     decode_worker: str
     predicted_ttft_s: float
@@ -135,21 +136,34 @@ class Candidate(_message.Message):
     cost: float
     preference: float
     pull: PullChoice
-    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., predicted_ttft_s: _Optional[float] = ..., predicted_tpot_s: _Optional[float] = ..., slack: _Optional[float] = ..., is_feasible: _Optional[bool] = ..., is_chosen: _Optional[bool] = ..., cost: _Optional[float] = ..., preference: _Optional[float] = ..., pull: _Optional[_Union[PullChoice, _Mapping]] = ...) -> None: ...
+    reads: ReadChoice
+    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., predicted_ttft_s: _Optional[float] = ..., predicted_tpot_s: _Optional[float] = ..., slack: _Optional[float] = ..., is_feasible: _Optional[bool] = ..., is_chosen: _Optional[bool] = ..., cost: _Optional[float] = ..., preference: _Optional[float] = ..., pull: _Optional[_Union[PullChoice, _Mapping]] = ..., reads: _Optional[_Union[ReadChoice, _Mapping]] = ...) -> None: ...
 
 class PullChoice(_message.Message):
-    __slots__ = ("source", "num_tokens", "pull_s", "recompute_s", "is_pulled")
+    __slots__ = ("source", "num_tokens", "pull_s", "recompute_s", "is_pulled", "source_read_s")
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PULL_S_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTE_S_FIELD_NUMBER: _ClassVar[int]
     IS_PULLED_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_READ_S_FIELD_NUMBER: _ClassVar[int]
     source: str
     num_tokens: int
     pull_s: float
     recompute_s: float
     is_pulled: bool
-    def __init__(self, source: _Optional[str] = ..., num_tokens: _Optional[int] = ..., pull_s: _Optional[float] = ..., recompute_s: _Optional[float] = ..., is_pulled: _Optional[bool] = ...) -> None: ...
+    source_read_s: float
+    def __init__(self, source: _Optional[str] = ..., num_tokens: _Optional[int] = ..., pull_s: _Optional[float] = ..., recompute_s: _Optional[float] = ..., is_pulled: _Optional[bool] = ..., source_read_s: _Optional[float] = ...) -> None: ...
+
+class ReadChoice(_message.Message):
+    __slots__ = ("num_tokens", "read_s", "recompute_s")
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    READ_S_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    num_tokens: int
+    read_s: float
+    recompute_s: float
+    def __init__(self, num_tokens: _Optional[int] = ..., read_s: _Optional[float] = ..., recompute_s: _Optional[float] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("worker_id",)

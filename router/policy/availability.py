@@ -8,7 +8,8 @@ from typing import Final
 
 from pdserve.core.cost.latency import LONGEST_S
 from pdserve.core.durations import clamped_s
-from router.policy.interface import Choice, Decision, Obstacle, PolicyInput, UnloadedEstimate
+from pdserve.core.kv.tier_reads import TierReads
+from router.policy.interface import NO_READS, Choice, Decision, Obstacle, PolicyInput, UnloadedEstimate
 from router.state.load import TRUSTED_SAMPLES
 from router.state.view import LoadEstimate, WorkerView, as_views
 
@@ -97,9 +98,10 @@ def unloaded_estimate(
     cached_tokens: Mapping[str, int],
     prefills: Sequence[WorkerView],
     decodes: Sequence[WorkerView],
+    reads: Mapping[str, TierReads] = NO_READS,
 ) -> UnloadedEstimate:
     """The earliest first token on any of these workers, without other requests, for a prompt of `tokens` and an answer
-    of `expected_tokens`. `cached_tokens` are the prompt tokens that each worker has cached.
+    of `expected_tokens`. `cached_tokens` are the prompt tokens that each worker does not compute, some after `reads`.
 
     The result depends only on the caches and the learned costs, so it may be kept until the request is placed.
     """
@@ -108,6 +110,10 @@ def unloaded_estimate(
     decodes = as_views(decodes)
     for views in (as_views(prefills), decodes):
         times = views.prefill_s(tokens, cached_tokens)
+        if reads:
+            for order, view in enumerate(views):
+                if (read := reads.get(view.worker_id)) is not None:
+                    times[order] += read.copy_s + read.read_s
         least_s = min(times, default=math.inf)
         if least_s < best_s:
             best_s, best = least_s, views[times.index(least_s)].cost

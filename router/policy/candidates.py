@@ -17,8 +17,9 @@ from typing import Final, NamedTuple, final
 from pdserve.core.cost.latency import WIDEST_BAND, LinkModel
 from pdserve.core.cost.overlap import chunked_exposed_s
 from pdserve.core.cost.step_rule import TARGET_SHARE
+from pdserve.core.kv.tier_reads import TierReads
 from router.policy.availability import can_start, opens_in_s
-from router.policy.interface import Links, PolicyInput, PullChoice
+from router.policy.interface import NO_READS, Links, PolicyInput, PullChoice
 from router.policy.pulls import PULL_SHARE, WORK_WEIGHT, least_rest_s, pull_of
 from router.state.load import DecodeLoad
 from router.state.view import WorkerView, as_views
@@ -93,6 +94,7 @@ class _Start:
     read: float  # tokens to compute
     opens_s: float  # until it can start
     pull: PullChoice | None
+    reads: TierReads | None  # of its tiers
 
 
 @final
@@ -135,6 +137,7 @@ class PlacementOption:
     slack: float  # the smaller one of TTFT and TPOT slack
     preference: float  # the part of `cost` that is no time
     pull: PullChoice | None = None  # by the worker that computes the prompt
+    reads: TierReads | None = None  # likewise, of its tiers
 
 
 def tandem_step_s(view: WorkerView, load: DecodeLoad, tokens: float, growth: float) -> float:
@@ -169,6 +172,7 @@ def rank_decodes(
     per_wait = 1.0 / (_steps(request) * request.slo.tpot_s)
     is_tandem = step_of is tandem_step_s
     half = tokens - 0.5 * tokens
+    reads = request.reads if cached else NO_READS
     # plain tuples here, which are quicker to make; those that are left become records
     receivers: list[tuple[float, int, float, WorkerView, DecodeLoad]] = []
     local_workers: list[tuple[bool, float, float, int, float, WorkerView, DecodeLoad]] = []
@@ -200,6 +204,8 @@ def rank_decodes(
         cost = read_s * (per_read + per_wait * load.decode_stall_share)
         if view.free_at_s > now_s:
             cost += (view.free_at_s - now_s) * per_second
+        if reads and view.worker_id in reads:
+            cost += request.read_wait_s(view.worker_id, view.queue_s(now_s)) * per_second
         misses = excess > 0.0
         if misses < last_misses or (misses == last_misses and cost <= last_cost):
             insort(local_workers, (misses, cost, excess, order, step_s, view, load))
@@ -222,7 +228,7 @@ def remote_options(
     """Pairs of one of the cheapest prefill workers, available or not, and one of `receivers`; the best pair first."""
     tokens = float(request.num_tokens)
     starts = _earliest(request, tokens, cached, prefills, now_s, links)
-    landings = [_landing(tokens, cached, one, now_s) for one in receivers]
+    landings = [_landing(request, tokens, cached, one, now_s) for one in receivers]
     pairs = []
     avoid_pairs = request.avoid_pairs
     for start in starts:
@@ -263,6 +269,7 @@ def _earliest(
     links: Links,
 ) -> list[_Start]:
     """The prefill workers with the least cost of delay."""
+    reads = request.reads if cached else NO_READS
     starts: list[tuple[float, str, float, float, WorkerView]] = []  # plain tuples are quicker to make
     last_s = math.inf  # workers with a higher cost are not among the best
     most_s = math.inf
@@ -271,6 +278,8 @@ def _earliest(
     for view, work_s in zip(prefills, as_views(prefills).prefill_s(tokens, cached), strict=True):
         ranked_s = work_s if work_s < most_s else most_s
         delay_s = ranked_s + (view.free_at_s - now_s) if view.free_at_s > now_s else ranked_s
+        if reads and view.worker_id in reads:
+            delay_s += min(request.read_wait_s(view.worker_id, view.queue_s(now_s)), most_s)
         cost_s = delay_s + WORK_WEIGHT * ranked_s
         if cost_s <= last_s:
             insort(starts, (cost_s, view.worker_id, delay_s, work_s, view))
@@ -282,7 +291,10 @@ def _earliest(
         held = min(float(cached[worker_id]), tokens - 1.0) if worker_id in cached else 0.0
         opens_s = 0.0 if can_start(view, request.num_tokens, now_s) else opens_in_s(view, now_s)
         queue_s = view.free_at_s - now_s if view.free_at_s > now_s else 0.0
-        delay_s, charged_s, choice = queue_s + work_s, work_s, None
+        wait_s, read = 0.0, None
+        if reads and (read := reads.get(worker_id)) is not None:
+            work_s, wait_s = work_s + read.copy_s, read.wait_s(queue_s)
+        delay_s, charged_s, choice = queue_s + wait_s + work_s, work_s, None
         cost_s = delay_s + WORK_WEIGHT * work_s
         source = request.source
         if (
@@ -291,18 +303,22 @@ def _earliest(
         ):
             choice = pull.choice
             if choice.is_pulled:
+                read = None
                 held, work_s = float(choice.prefix_tokens), pull.rest_s
                 charged_s = work_s + PULL_SHARE * choice.pull_s
                 delay_s = work_s + (choice.pull_s if choice.pull_s > queue_s else queue_s)
                 cost_s = delay_s + WORK_WEIGHT * charged_s
-        found.append(_Start(cost_s, worker_id, delay_s, work_s, charged_s, view, tokens - held, opens_s, choice))
+        computed = tokens - held
+        found.append(_Start(cost_s, worker_id, delay_s, work_s, charged_s, view, computed, opens_s, choice, read))
     return found
 
 
-def _landing(tokens: float, cached: Mapping[str, int], receiver: Receiver, now_s: float) -> _Landing:
+def _landing(
+    request: PolicyInput, tokens: float, cached: Mapping[str, int], receiver: Receiver, now_s: float
+) -> _Landing:
     view = receiver.view
     size, block_bytes = view.hello.block_size, float(view.hello.block_bytes)
-    lacking = max(1.0, tokens - cached.get(view.worker_id, 0))
+    lacking = max(1.0, tokens - (request.kept_on(view) if view.worker_id in cached else 0))
     return _Landing(
         receiver,
         view.worker_id,
@@ -381,7 +397,7 @@ def _remote(
     option = _option(
         request, steps, prefill, decode, load, ttft_s, tpot_s, step_s, cost, start.opens_s, prefill.cost.prefill_error
     )
-    option.pull = start.pull
+    option.pull, option.reads = start.pull, start.reads
     return option
 
 
@@ -401,6 +417,8 @@ def _cheaper_local(
         return _local(request, steps, cached, now_s, worker, short, is_only)
     held, slowdown = min(cached.get(view.worker_id, 0), tokens - 1), worker.load.prefill_slowdown
     work_s = slowdown * view.prefill_s(tokens - held, held)
+    if cached and (reads := request.reads.get(view.worker_id)) is not None:
+        work_s += reads.copy_s
     pull = pull_of(request, source, cached, view, work_s, view.queue_s(now_s), links, now_s, slowdown)
     choice = None if pull is None else pull.choice
     is_pulled = choice is not None and choice.is_pulled
@@ -421,15 +439,19 @@ def _local(
 ) -> PlacementOption:
     step_s, decode, load = worker.step_s, worker.view, worker.load
     slo, held = request.slo, min(cached.get(decode.worker_id, 0), request.num_tokens - 1)
-    pull_s = 0.0
+    pull_s = waits_s = copy_s = 0.0
+    reads = request.reads.get(decode.worker_id) if cached and pull is None else None
     if pull is not None:
-        held, pull_s = pull.prefix_tokens, pull.pull_s
+        held, waits_s = pull.prefix_tokens, pull.pull_s
+        pull_s = waits_s
+    elif reads is not None:
+        waits_s, copy_s = reads.read_s, reads.copy_s
     uncached = request.num_tokens - held
     slack, stall_share = decode.slack(now_s), load.decode_stall_share
     is_late = request.waited_s >= slo.ttft_s
     queue_s = decode.queue_s(now_s) if is_late else decode.timely_queue_s(now_s)
-    read_s = decode.prefill_time_s(uncached, held, slack)
-    ttft_s = max(queue_s, pull_s, decode.rest_of_step_s(now_s)) + read_s + decode.first_tokens.typical_s
+    read_s = copy_s + decode.prefill_time_s(uncached, held, slack)
+    ttft_s = max(queue_s, waits_s, decode.rest_of_step_s(now_s)) + read_s + decode.first_tokens.typical_s
     # Running requests wait while this prompt and those before it are prefilled, as far as that exceeds their slack.
     late_s = queue_s + read_s - slack.total_s
     waits_s = load.step_s + late_s * stall_share / steps if late_s > 0.0 else load.step_s
@@ -451,9 +473,11 @@ def _local(
     )
     preference = 0.0 if short == math.inf else WORTH_WAITING if uncached > short else -WORTH_WAITING
     error = decode.cost.step_error
-    return _option(
+    option = _option(
         request, steps, None, decode, load, ttft_s, step_s, residents_s, cost + preference, opens_s, error, preference
     )
+    option.reads = reads
+    return option
 
 
 def _steps(request: PolicyInput) -> float:

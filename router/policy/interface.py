@@ -14,6 +14,7 @@ from typing import Final, NamedTuple, Protocol
 
 from pdserve.core.cost.latency import LinkModel
 from pdserve.core.errors import ConfigError
+from pdserve.core.kv.tier_reads import TierReads
 from pdserve.core.types import Slo
 from router.state.interface import RouterSettings
 from router.state.view import WorkerView
@@ -26,6 +27,9 @@ class Choice(Enum):
     LOCAL = "local"
     WAIT = "wait"
     REJECT = "reject"
+
+
+NO_READS: Final[Mapping[str, TierReads]] = {}
 
 
 class Obstacle(Enum):
@@ -62,6 +66,21 @@ class PolicyInput:
     source: WorkerView | None = None  # the worker with the most of its KV, from which others may pull it
     source_tokens: int = 0  # leading tokens whose KV it has, without the one that must be computed
 
+    source_read_s: float = 0.0  # that the source reads its tiers before it gives them
+    # What the workers do whose pools do not have all of their leading blocks. `cached_tokens` has what they do not
+    # compute.
+    reads: Mapping[str, TierReads] = field(default_factory=dict)
+
+    def read_wait_s(self, worker_id: str, turn_s: float) -> float:
+        """How much later its reads and copies let a worker compute the prompt than its turn."""
+        reads = self.reads.get(worker_id)
+        return 0.0 if reads is None else reads.wait_s(turn_s) + reads.copy_s
+
+    def kept_on(self, view: WorkerView) -> int:
+        """Tokens that a worker has without a wait: those that it keeps if another one computes the prompt."""
+        reads = self.reads.get(view.worker_id)
+        return self.cached_tokens.get(view.worker_id, 0) if reads is None else reads.num_kept * view.hello.block_size
+
     def cached_on(self, view: WorkerView) -> int:
         """Cached tokens on a worker, less one if that is the whole prompt, because logits are needed."""
         return min(self.cached_tokens.get(view.hello.worker_id, 0), self.num_tokens - 1)
@@ -87,6 +106,15 @@ class PullChoice(NamedTuple):
     pull_s: float  # until they have arrived
     recompute_s: float  # of computing them instead
     is_pulled: bool  # which of both was chosen
+    source_read_s: float = 0.0  # the part of `pull_s` in which the source reads its tiers
+
+
+class ReadChoice(NamedTuple):
+    """Tokens whose KV a worker reads from its tiers, with predicted seconds."""
+
+    num_tokens: int
+    read_s: float  # of copies and reads
+    recompute_s: float  # of computing them instead
 
 
 class Candidate(NamedTuple):
@@ -101,6 +129,7 @@ class Candidate(NamedTuple):
     cost: float | None = None  # PlacementOption.cost; None for policies that compare nothing of that kind
     preference: float | None = None  # the part of the cost that is no time
     pull: PullChoice | None = None  # by the worker that computes the prompt; None: no other has more of it
+    reads: ReadChoice | None = None  # of its tiers, by the same worker; None: it reads nothing
 
 
 @dataclass(slots=True, kw_only=True)

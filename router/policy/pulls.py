@@ -1,13 +1,14 @@
 """Whether a worker should pull the KV of a prompt's prefix from another worker instead of computing it. Pure.
 
-    recompute    queue + prefill of all tokens that the worker lacks
+    recompute    max(queue, reads of its own tiers) + prefill of all tokens that the worker lacks
     pull         max(queue, seconds of the pull) + prefill of the tokens that the source lacks too
 
 To each, the engine time that it takes from later requests is added. Both are compared for the few candidates of a
 placement that are compared in detail. A pull takes the time of the link for its own bytes and for those that are on
 their way at either end, and what a pull takes besides: the request to the source, and the source's running step.
 
-The source is the usable worker that has the most of the prompt.
+The source is the usable worker that gives the most of the prompt. What it reads from its own tiers before is a part of
+the pull.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def pull_of(
 ) -> Pull | None:
     """`work_s`: prefill of all tokens that the worker lacks, after `queue_s`. `slowdown`: of a prefill that shares its
     steps with decode rows, and included in `work_s`. None if the worker cannot pull, or if the source has no more."""
-    prefix, held, totals = request.source_tokens, cached.get(view.worker_id, 0), view.totals
+    prefix, held, totals = request.source_tokens, request.kept_on(view) if cached else 0, view.totals
     if prefix <= held or totals.pulls >= PULLS_TAKEN:
         return None
     if view.pull_rests and view.pull_rests.get(source.worker_id, (now_s, 0))[0] > now_s:
@@ -93,14 +94,17 @@ def pull_of(
     if before and num_bytes > MAX_BYTES:  # the worker would not ask, or the source would refuse
         return None
     latency_s, per_byte_s = links(source.worker_id, view.worker_id).coefficients
-    pull_s = source.pulls.typical_s + latency_s + per_byte_s * num_bytes
+    reads_s = request.source_read_s
+    pull_s = reads_s + source.pulls.typical_s + latency_s + per_byte_s * num_bytes
     rest_s = slowdown * view.prefill_s(request.num_tokens - prefix, prefix)
     waits_s = pull_s - queue_s if pull_s > queue_s else 0.0
+    if (own := request.reads.get(view.worker_id)) is not None:  # what it would read itself otherwise
+        waits_s -= own.wait_s(queue_s)
     recompute_s = work_s - rest_s
     is_pulled = waits_s + WORK_WEIGHT * PULL_SHARE * pull_s < (1.0 + WORK_WEIGHT) * recompute_s
     if recompute_s < 0.0:
         recompute_s = 0.0
-    choice = _record(PullChoice, (source.worker_id, prefix - held, prefix, pull_s, recompute_s, is_pulled))
+    choice = _record(PullChoice, (source.worker_id, prefix - held, prefix, pull_s, recompute_s, is_pulled, reads_s))
     return _record(Pull, (choice, rest_s))
 
 

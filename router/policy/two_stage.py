@@ -134,12 +134,15 @@ def prefill_s(request: PolicyInput, view: WorkerView) -> float:
 def remote_candidate(request: PolicyInput, prefill: WorkerView, decode: WorkerView, now_s: float) -> Candidate:
     is_at_head = request.bound_to == prefill.worker_id  # of the worker's queue
     queue_s = prefill.queue_s(now_s) if is_at_head else queued_prefill_s(prefill, now_s)
-    ttft_s = queue_s + prefill_s(request, prefill) + decode.grant_wait_s
+    wait_s = request.read_wait_s(prefill.worker_id, queue_s)
+    ttft_s = queue_s + wait_s + prefill_s(request, prefill) + decode.grant_wait_s
     return _candidate(request, prefill.worker_id, decode, ttft_s)
 
 
 def local_candidate(request: PolicyInput, view: WorkerView, now_s: float) -> Candidate:
-    ttft_s = queued_prefill_s(view, now_s) + prefill_s(request, view) + view.grant_wait_s
+    queue_s = queued_prefill_s(view, now_s)
+    wait_s = request.read_wait_s(view.worker_id, queue_s)
+    ttft_s = queue_s + wait_s + prefill_s(request, view) + view.grant_wait_s
     return _candidate(request, "", view, ttft_s)
 
 

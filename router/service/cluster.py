@@ -486,7 +486,7 @@ def _worker(facts: WorkerFacts, links: Sequence[worker_pb2.KvLink]) -> cluster_p
 
 
 def _candidate(candidate: Candidate, decision: Decision) -> cluster_pb2.Candidate:
-    pull = candidate.pull
+    pull, reads = candidate.pull, candidate.reads
     return cluster_pb2.Candidate(
         prefill_worker=candidate.prefill_worker,
         decode_worker=candidate.decode_worker,
@@ -504,5 +504,8 @@ def _candidate(candidate: Candidate, decision: Decision) -> cluster_pb2.Candidat
             pull_s=pull.pull_s,
             recompute_s=pull.recompute_s,
             is_pulled=pull.is_pulled,
+            source_read_s=pull.source_read_s,
         ),
+        reads=reads
+        and cluster_pb2.ReadChoice(num_tokens=reads.num_tokens, read_s=reads.read_s, recompute_s=reads.recompute_s),
     )

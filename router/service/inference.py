@@ -36,7 +36,7 @@ from pdserve.core.kv.kv_shape import TOY_LAYOUT
 from pdserve.core.protocol import NamedAdapter
 from pdserve.core.types import FinishReason, RequestAttributes, Slo, require_at_most
 from pdserve.load_gate import EnteredRequest, LoadGate
-from pdserve.prefix.index import PrefixLookup
+from pdserve.prefix.index import PrefixDepths, PrefixLookup
 from pdserve.telemetry import names, trace_context
 from pdserve.telemetry.tracing import OpenSpan
 from pdserve.v1 import inference_pb2, inference_pb2_grpc
@@ -275,7 +275,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SESSION_LOOKUPS_S):
                 for one in conversations:
-                    found: Mapping[str, int] | None = await self._lookup.inspect(one.hashes) if one.hashes else {}
+                    found = await self._lookup.inspect(one.hashes) if one.hashes else PrefixDepths()
                     if found is not None:
                         cached[one.number] = found
                     await asyncio.sleep(0.0)
@@ -368,7 +368,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self,
         prepared: Prepared,
         model: ModelFacts,
-        cached: Mapping[str, int],
+        cached: PrefixDepths,
         context: Any,
         span: OpenSpan,
         claim: CallClaim,
@@ -391,7 +391,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 is_first = index == prepared.first
                 if prepared.resumed and not is_first:  # its tokens are others
                     cached = await self._cached_blocks(prepared.lookup_hashes[index], span)
-                known = {name: max(cached.get(name, 0), shared.get(name, 0)) for name in {**cached, **shared}}
+                known = cached.joined(shared)
                 request_id = self._begin(
                     prepared, index, known, answer, span, claim, lookup_s, adapter, is_sibling=not is_first
                 )
@@ -450,7 +450,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self,
         prepared: Prepared,
         index: int,
-        cached: Mapping[str, int],
+        cached: PrefixDepths,
         answer: Answer,
         span: OpenSpan,
         claim: CallClaim,
@@ -492,6 +492,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             tenant=prepared.tenant,
             block_hashes=prepared.block_hashes,
             cached_blocks=cached,
+            cached_tiers=cached.tiers,
             adapter=adapter.fingerprint,
             adapter_name=adapter.name,
             weights=prepared.model.weights,
@@ -530,11 +531,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 return f"{name}~{number}"
         raise IdInUse(name.removeprefix(f"{tenant}/"))
 
-    async def _cached_blocks(self, hashes: Sequence[bytes], span: OpenSpan) -> Mapping[str, int]:
+    async def _cached_blocks(self, hashes: Sequence[bytes], span: OpenSpan) -> PrefixDepths:
         if not hashes:
-            return {}
+            return PrefixDepths()
         began_s = time.monotonic()
-        cached: Mapping[str, int] | None = None
+        cached: PrefixDepths | None = None
         try:
             async with asyncio.timeout(self._prefix_lookup_s):
                 cached = await self._lookup.lookup(hashes)
@@ -543,7 +544,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         is_told = cached is not None and (bool(cached) or self._lookup.is_available)
         most = max(cached.values(), default=0) if cached is not None and is_told else None
         self._measure.looked_up(span, time.monotonic() - began_s, most)
-        return cached or {}
+        return cached or PrefixDepths()
 
 
 def _finish_of(prepared: Prepared, index: int, answer: Answer) -> FinishReason | None:

@@ -167,7 +167,7 @@ def on_transfer_ended(cluster: ClusterState, event: TransferEnded) -> Sequence[C
     attempt_tokens = request.facts.num_prompt_tokens + request.attempt_output
     cluster.fleet.measured(placement.prefill_worker, placement.decode_worker, event.num_bytes, event.busy_s)
     block_size = cluster.fleet.workers[placement.decode_worker].hello.block_size
-    request.cached_blocks[placement.decode_worker] = attempt_tokens // block_size
+    request.holds(placement.decode_worker, attempt_tokens // block_size)
     if cluster.sender_of(request):
         cluster.counters["migrated_with_kv"] += 1
     if request.stage in IN_BATCH:
@@ -184,7 +184,8 @@ def on_pull_ended(cluster: ClusterState, event: PullEnded) -> Sequence[Command]:
         cluster.counters["wrong_sender"] += 1
         return ()
     view = cluster.fleet.workers[event.worker_id]
-    view.pulled(view.reservations[request.request_id, request.attempt])
+    reservation = view.reservations[request.request_id, request.attempt]
+    view.pulled(reservation)
     expected = placement.source
     source = cluster.fleet.connected(event.source)
     if source is None or expected is None or expected.worker_id != event.source:
@@ -197,7 +198,7 @@ def on_pull_ended(cluster: ClusterState, event: PullEnded) -> Sequence[Command]:
     if event.num_bytes:  # also of a part
         is_whole = not has_failed
         cluster.fleet.measured(event.source, event.worker_id, event.num_bytes, event.busy_s, is_whole=is_whole)
-    rest_s = event.pull_s - event.busy_s
+    rest_s = event.pull_s - event.busy_s - reservation.pull_read_s
     if not has_failed or rest_s > source.pulls.typical_s:  # a pull that was given up would have taken longer
         source.pulls.observe(rest_s)
     return ()
@@ -353,7 +354,7 @@ def _prefilled(request: Request, worker_id: str, block_size: int, durations: Fir
     if request.cached_tokens is None:
         request.cached_tokens = durations.cached_tokens
     attempt_tokens = request.facts.num_prompt_tokens + request.attempt_output
-    request.cached_blocks[worker_id] = attempt_tokens // block_size
+    request.holds(worker_id, attempt_tokens // block_size)
 
 
 def _emit(cluster: ClusterState, request: Request, tokens: Sequence[TokenOut]) -> EmitTokens:
@@ -449,7 +450,7 @@ def _worker_gone(cluster: ClusterState, worker_id: str) -> list[Command]:
         if request is None:
             continue
         request.reservations.discard((worker_id, reservation.attempt))
-        request.cached_blocks.pop(worker_id, None)
+        request.forget_blocks(worker_id)
         if not _depends_on(request, worker_id, reservation.attempt):
             cluster.forget_if_free(request)
         elif not reservation.is_sent:

@@ -131,9 +131,10 @@ class ClusterState:
         """From now on the request waits for this prefill worker only."""
         self.dequeue(request)
         view = self.fleet.workers[worker_id]
-        uncached = request.uncached_on(view)
+        uncached, copy_s = request.computed_on(view, view.queue_s(self.now_s))
         rank = (0 if request.output else 1, -request.facts.priority, request.serial)
-        view.queue.join(request.request_id, uncached, view.prefill_s(uncached, request.num_tokens - uncached), rank)
+        prefill_s = copy_s + view.prefill_s(uncached, request.num_tokens - uncached)
+        view.queue.join(request.request_id, uncached, prefill_s, rank)
         request.bound_to = worker_id
         self.num_bound += 1
 

@@ -9,6 +9,7 @@ from typing import Any, Final, final
 
 from pdserve.core.cost.latency import LinkModel
 from pdserve.core.errors import NONE_YET, NoWorkers
+from pdserve.core.kv.tier_reads import TierReads
 from pdserve.core.types import Role
 from router.policy.availability import unloaded_estimate
 from router.policy.interface import PolicyInput
@@ -264,9 +265,16 @@ def policy_input_of(
     facts = request.facts
     num_answered = len(request.output)
     cached_tokens = _cached_tokens(request, fleet)
+    given, given_read_s = cached_tokens, {}
+    reads: dict[str, TierReads] = {}
+    if request.cached_tiers:
+        given = dict(cached_tokens)
+        for worker_id in request.cached_tiers.keys() & given.keys():
+            given[worker_id], given_read_s[worker_id] = request.given_by(fleet.workers[worker_id])
+        reads = _reads(request, fleet, cached_tokens, now_s)
     source = None
-    if fleet.can_pull and cached_tokens:
-        source = source_of(cached_tokens, fleet.workers, lambda view: fleet.is_usable(view, now_s), now_s)
+    if fleet.can_pull and given:
+        source = source_of(given, fleet.workers, lambda view: fleet.is_usable(view, now_s), now_s)
     if expected_tokens is None:
         expected_tokens = lengths.remaining(facts, num_answered)
     return PolicyInput(
@@ -284,7 +292,9 @@ def policy_input_of(
         bound_to=request.bound_to,
         cached_tokens=cached_tokens,
         source=source,
-        source_tokens=0 if source is None else pullable_tokens(cached_tokens, source, request.num_tokens),
+        reads=reads,
+        source_tokens=0 if source is None else pullable_tokens(given, source, request.num_tokens),
+        source_read_s=0.0 if source is None else given_read_s.get(source.worker_id, 0.0),
         avoid_workers=_avoid_workers(request, fleet) if request.avoid_workers else NOTHING,
         avoid_pairs=_avoid_pairs(request, fleet) if request.avoid_pairs else NOTHING,
     )
@@ -341,7 +351,10 @@ def entry_of(request: Request, fleet: Fleet, lengths: OutputLengths, rules: froz
         if decodes:
             expected_tokens = lengths.remaining(facts, len(request.output))
             cached_tokens = _cached_tokens(request, fleet)
-            request.unloaded = unloaded_estimate(request.num_tokens, expected_tokens, cached_tokens, prefills, decodes)
+            reads = _reads(request, fleet, cached_tokens, math.inf) if request.cached_tiers else {}
+            request.unloaded = unloaded_estimate(
+                request.num_tokens, expected_tokens, cached_tokens, prefills, decodes, reads
+            )
     prefill_s = request.unloaded.ttft_s if request.unloaded is not None else 0.0
     if is_begun and "least-slack" in rules:
         # When its next token is due at the target TPOT: an answer that is ahead of it tolerates a longer gap.
@@ -392,3 +405,18 @@ def _cached_tokens(request: Request, fleet: Fleet) -> dict[str, int]:
         for worker_id, blocks in request.cached_blocks.items()
         if worker_id in views
     }
+
+
+def _reads(request: Request, fleet: Fleet, cached_tokens: dict[str, int], now_s: float) -> dict[str, TierReads]:
+    """The reads of the workers whose pools do not have all of their leading blocks. In `cached_tokens`, they have what
+    they do not compute. `now_s` infinite: on workers without other requests."""
+    found = {}
+    for worker_id in request.cached_tiers.keys() & cached_tokens.keys():
+        view = fleet.workers[worker_id]
+        reads = request.reads_on(view, view.queue_s(now_s))
+        assert reads is not None
+        found[worker_id] = reads
+        cached_tokens[worker_id] = reads.num_blocks * view.hello.block_size
+        if not reads.num_blocks:
+            del cached_tokens[worker_id]
+    return found

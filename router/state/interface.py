@@ -13,6 +13,7 @@ from enum import Enum
 from pdserve.core import errors
 from pdserve.core.cost.latency import CostPrior
 from pdserve.core.errors import ConfigError
+from pdserve.core.kv.tier_reads import TierDepths
 from pdserve.core.protocol import WorkerCommand, WorkerMessage
 from pdserve.core.results import Slice, Timings, Usage
 from pdserve.core.types import FinishReason, RequestAttributes, Role, Sampling, Slo, TokenOut
@@ -42,6 +43,7 @@ class RequestArrived(RequestAttributes):
     tenant: str = ""
     block_hashes: tuple[bytes, ...] = ()  # hashes of the prompt's full blocks
     cached_blocks: Mapping[str, int] = field(default_factory=dict)  # worker id -> leading prompt blocks it may hold
+    cached_tiers: Mapping[str, TierDepths] = field(default_factory=dict)  # of the workers whose pool lacks some of them
     adapter: str = ""  # fingerprint of its LoRA adapter; empty: the model alone
     adapter_name: str = ""
     weights: str = ""  # identity of those that should compute it, whose blocks `block_hashes` are

@@ -50,6 +50,7 @@ class Reservation:
     is_cancelled: bool = False
     pull_tokens: int = 0  # whose KV is on its way from another worker, whose totals are `pull_source`
     pull_source: Totals | None = None
+    pull_read_s: float = 0.0  # of these, in which the source reads its tiers
 
 
 @dataclass(slots=True)

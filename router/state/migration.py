@@ -197,7 +197,7 @@ class _Migration:
         if not decodes:
             return None  # no other worker can hold the whole answer
         # Its last token has no KV yet.
-        request.cached_blocks[view.worker_id] = (request.num_tokens - 1) // view.hello.block_size
+        request.holds(view.worker_id, (request.num_tokens - 1) // view.hello.block_size)
         asked = policy_input_of(request, cluster.fleet, cluster.lengths, cluster.now_s, answer.rest_tokens)
         again = self._recomputed(answer, asked, decodes) if may_recompute else None
         if again is not None:  # the new worker is the same in either way, so the predictions differ in the way alone

@@ -398,6 +398,7 @@ def start(cluster: ClusterState, request: Request, decision: Decision) -> list[C
             cluster.fleet.workers[decision.pull.source],
             computing.reservations[request.request_id, request.attempt],
             decision.pull.num_tokens,
+            decision.pull.source_read_s,
         )
     reserve = Reserve(
         key=AttemptKey(decision.decode_worker, request.request_id, request.attempt),
@@ -429,16 +430,19 @@ def _reserve(
 ) -> Reservation:
     """`pulled`: leading tokens whose KV the worker has after its pull."""
     tokens = request.num_tokens
-    uncached = 0
+    uncached, copy_s, compute_s = 0, 0.0, 0.0
     if computes:
-        uncached = min(request.uncached_on(view), max(tokens - pulled, 1))
+        uncached, copy_s = request.computed_on(view, view.queue_s(cluster.now_s))
+        if pulled:
+            uncached, copy_s = min(uncached, max(tokens - pulled, 1)), 0.0
+        compute_s = copy_s + view.prefill_share_s(uncached, tokens - uncached, view.slack(cluster.now_s))
     reservation = Reservation(
         request_id=request.request_id,
         attempt=request.attempt,
         tokens=tokens,
         blocks=view.blocks_for(tokens + 1 if has_row else tokens),
         prefill_tokens=uncached,
-        prefill_s=view.prefill_share_s(uncached, tokens - uncached, view.slack(cluster.now_s)) if computes else 0.0,
+        prefill_s=compute_s,
         tpot_s=request.facts.slo.tpot_s if has_row else None,
         itl_s=request.facts.slo.itl_s,
         prompt_tokens=request.facts.num_prompt_tokens,

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, final
 
-from pdserve.core.attempt import PrefixSource
+from pdserve.core.attempt import PrefixSource, shareable_blocks
 from pdserve.core.durations import clamped_s
+from pdserve.core.kv.tier_reads import TierDepths, TierReads
 from pdserve.core.protocol import Granted, TransferEnded
 from pdserve.core.results import Phase, Phases, Slice, Timings, Usage
 from pdserve.core.types import Path
@@ -206,6 +207,7 @@ class Request:
     reuse_within_s: float | None = None  # as workers are told
     #: Leading blocks that each worker may have: from the index, and from earlier attempts.
     cached_blocks: dict[str, int] = field(default_factory=dict)
+    cached_tiers: dict[str, TierDepths] = field(default_factory=dict)  # of those whose pool lacks some of them
 
     # The current attempt.
     attempt: int = 0
@@ -285,10 +287,40 @@ class Request:
         ahead_s = clamped_s((len(self.output) - 1) * self.facts.slo.tpot_s, longest_s=LONGEST_AHEAD_S)
         self.first_token_s, self.last_token_s = now_s - ahead_s, now_s
 
-    def uncached_on(self, view: WorkerView) -> int:
-        """Tokens that this worker must compute: at least one, because logits are needed."""
-        cached = self.cached_blocks.get(view.worker_id, 0) * view.hello.block_size
-        return max(self.num_tokens - cached, 1)
+    def holds(self, worker_id: str, num_blocks: int) -> None:
+        """The worker has so many leading blocks in its pool."""
+        self.cached_blocks[worker_id] = num_blocks
+        self.cached_tiers.pop(worker_id, None)
+
+    def forget_blocks(self, worker_id: str) -> None:
+        """The worker is lost."""
+        self.cached_blocks.pop(worker_id, None)
+        self.cached_tiers.pop(worker_id, None)
+
+    def reads_on(self, view: WorkerView, turn_s: float) -> TierReads | None:
+        """What the worker does with the leading blocks that it has, if the request's turn comes in `turn_s`. None: all
+        of them are in its pool."""
+        split = self.cached_tiers.get(view.worker_id)
+        return None if split is None else view.reads(self._shareable_on(view), split, turn_s)
+
+    def given_by(self, view: WorkerView) -> tuple[int, float]:
+        """How many leading tokens the worker gives to another one, and how long it reads its tiers before."""
+        split, size = self.cached_tiers.get(view.worker_id), view.hello.block_size
+        if split is None:
+            return self.cached_blocks.get(view.worker_id, 0) * size, 0.0
+        num_blocks, read_s = view.given(self._shareable_on(view), split)
+        return num_blocks * size, read_s
+
+    def _shareable_on(self, view: WorkerView) -> int:
+        """The leading blocks that the worker has, without the last token, which is computed."""
+        return min(self.cached_blocks[view.worker_id], shareable_blocks(self.num_tokens, view.hello.block_size))
+
+    def computed_on(self, view: WorkerView, turn_s: float) -> tuple[int, float]:
+        """Tokens that this worker must compute, at least one, because logits are needed; and seconds of copies."""
+        reads = self.reads_on(view, turn_s)
+        num_blocks = self.cached_blocks.get(view.worker_id, 0) if reads is None else reads.num_blocks
+        uncached = max(self.num_tokens - num_blocks * view.hello.block_size, 1)
+        return uncached, 0.0 if reads is None else reads.copy_s
 
     def waited_s(self, now_s: float) -> float:
         """Time since arrival, or since the first token if there is one."""

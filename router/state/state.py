@@ -346,6 +346,7 @@ def _on_arrived(cluster: ClusterState, event: RequestArrived) -> Iterable[Comman
         serial=cluster.serial,
         weights=event.weights,
         cached_blocks=dict(event.cached_blocks),
+        cached_tiers=dict(event.cached_tiers),
     )
     hinted = 0 if event.reuse_within_s is None else cluster.fleet.kv_tokens
     request.conversation = cluster.sessions.arrived(event, hinted, cluster.now_s)

@@ -15,6 +15,7 @@ from typing import Final, final
 
 from pdserve.core.cost.latency import CostModel, CostModels
 from pdserve.core.durations import backoff_s, clamped_s
+from pdserve.core.kv.tier_reads import MOST_ALONE, TierDepths, TierReads, predict_given, predict_reads
 from pdserve.core.protocol import BatchTimed, Load, TokensArrived
 from pdserve.core.types import Role
 from router.state.interface import WorkerConnected
@@ -295,6 +296,20 @@ class WorkerView:
     def prefill_s(self, uncached: int, cached: int) -> float:
         return self.cost.prefill_s(uncached, cached, self.hello.max_batch_tokens)
 
+    def reads(self, num_blocks: int, split: TierDepths, turn_s: float) -> TierReads:
+        """What the worker does with so many leading blocks of a prompt whose turn comes in `turn_s`."""
+        most = int(MOST_ALONE * self.hello.num_blocks)
+        return predict_reads(num_blocks, split, self.report.tiers, self._blocks_s, turn_s, most)
+
+    def given(self, num_blocks: int, split: TierDepths) -> tuple[int, float]:
+        """How many of these blocks it gives to a worker that pulls them, and how long it reads before."""
+        most = int(MOST_ALONE * self.hello.num_blocks)
+        return predict_given(num_blocks, split, self.report.tiers, self._blocks_s, most)
+
+    def _blocks_s(self, num_blocks: int, first: int) -> float:
+        size = self.hello.block_size
+        return self.prefill_s(num_blocks * size, first * size)
+
     @property
     def batch_s(self) -> float:
         """Time of one full prefill batch."""
@@ -331,9 +346,10 @@ class WorkerView:
             self.prefilling[key] = reservation
             self.free_at_s = max(self.free_at_s, now_s) + reservation.prefill_s
 
-    def pulls_from(self, source: WorkerView, reservation: Reservation, tokens: int) -> None:
-        """The attempt begins to pull KV of `tokens` tokens."""
+    def pulls_from(self, source: WorkerView, reservation: Reservation, tokens: int, read_s: float = 0.0) -> None:
+        """The attempt begins to pull KV of `tokens` tokens, for which the source reads its tiers for `read_s`."""
         reservation.pull_tokens, reservation.pull_source = tokens, source.totals
+        reservation.pull_read_s = read_s
         self.totals.pulls += 1
         self.totals.pulling_tokens += tokens
         source.totals.gives += 1

@@ -10,6 +10,7 @@ from pdserve.core import protocol as pr
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.errors import QuotaExceeded
 from pdserve.core.results import Timings
+from pdserve.prefix.index import PrefixDepths
 from router.policy.interface import Choice
 from router.service.tenants import AnswerClaim, PendingReleases, Quotas
 from router.state import interface
@@ -50,7 +51,7 @@ class Front:
         config: SimConfig,
         agenda: Agenda,
         machines: Machines,
-        lookup: Callable[[tuple[bytes, ...]], dict[str, int]],
+        lookup: Callable[[tuple[bytes, ...]], PrefixDepths],
         on_ended: Callable[[RequestRow], None],
         on_step: OnStep | None = None,
     ) -> None:
@@ -76,6 +77,7 @@ class Front:
             row.ended_s = self._agenda.now_s
             self._on_ended(row)
             return
+        cached = self._lookup(names.prompt)
         arrived = interface.RequestArrived(
             request_id=name,
             num_prompt_tokens=row.prompt_tokens,
@@ -85,7 +87,8 @@ class Front:
             priority=request.priority,
             tenant=request.tenant,
             block_hashes=names.prompt,
-            cached_blocks=self._lookup(names.prompt),
+            cached_blocks=cached,
+            cached_tiers=cached.tiers,
             slo_task_s=request.slo_task_s,
         )
         stated = frozenset() if request.slo is None else frozenset(("ttft_s", "tpot_s"))
@@ -117,7 +120,8 @@ class Front:
             deadline_s = max(row.arrival_s + deadline_s - self._agenda.now_s, 0.0)
         output_ids = blank(row.tokens)
         cached = self._lookup(call.names.prompt)
-        self._begin(call, replace(arrived, output_ids=output_ids, deadline_s=deadline_s, cached_blocks=cached))
+        arrived = replace(arrived, cached_blocks=cached, cached_tiers=cached.tiers)
+        self._begin(call, replace(arrived, output_ids=output_ids, deadline_s=deadline_s))
 
     def submit(self, event: interface.Event) -> None:
         """Events on their way to a dead router are lost."""

@@ -15,7 +15,7 @@ from typing import Final, final
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv.blocks import CacheChange
 from pdserve.core.types import Role
-from pdserve.prefix.index import PrefixIndex
+from pdserve.prefix.index import PrefixDepths, PrefixIndex
 from router.state.interface import Command, DrainRequested, Event, UndrainRequested, WorkerForgotten, WorkerLost
 from simulator.cluster.agenda import Agenda
 from simulator.cluster.decoder import DecodeMachine
@@ -442,8 +442,8 @@ class World:
             self._forget_cache(event.worker_id)
         self.fronts[router].submit(event)
 
-    def _lookup(self, hashes: tuple[bytes, ...]) -> dict[str, int]:
-        return dict(self.index.lookup(hashes)) if hashes else {}
+    def _lookup(self, hashes: tuple[bytes, ...]) -> PrefixDepths:
+        return self.index.lookup(hashes)
 
     def _cache_changed(self, worker_id: str, incarnation: str, change: CacheChange) -> None:
         self.agenda.after(self.config.index_delay_s, self._apply_change, worker_id, incarnation, change)

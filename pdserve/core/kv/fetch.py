@@ -26,10 +26,9 @@ from typing import Final, Protocol, final, runtime_checkable
 from pdserve.core.attempt import Attempt, AttemptKey, blocks_for
 from pdserve.core.kv.cache import KvCache
 from pdserve.core.kv.host_tier import HostTier
-from pdserve.core.kv.tier_reads import Read, TierSpeed, best_read, saved_s
+from pdserve.core.kv.tier_reads import MOST_ALONE, Read, TierSpeed, best_read, saved_s
 
 MOST_SHARE: Final = 0.25  # of the pool, for the blocks of several fetches
-MOST_ALONE: Final = 0.5  # for those of one, so that a source that hangs leaves room for prompts
 MOST_FETCHES: Final = 4  # one after the other, for one prompt
 UNKNOWN_S: Final = 1.0  # the longest wait if the time to compute is unknown
 LATE_LOOKUP: Final = 4.0  # times its prediction, a lookup is not waited for,

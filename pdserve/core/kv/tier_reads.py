@@ -8,9 +8,11 @@ or those that arrive before the turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import Final, NamedTuple
 
 
@@ -23,6 +25,7 @@ class Tier(IntEnum):
 
 
 SLOWEST_TIER: Final = Tier.DISK
+MOST_ALONE: Final = 0.5  # of the pool, for the blocks of one read, so that a tier that hangs leaves room for prompts
 
 
 _KNOWN: Final = bytes(min(number, SLOWEST_TIER) for number in range(256))
@@ -103,3 +106,92 @@ def _num_before(read_s: Callable[[int], float], num_blocks: int, turn_s: float) 
         else:
             many = middle
     return few
+
+
+# --- predictions for another process --------------------------------------------------------------------------
+
+
+class TierReads(NamedTuple):
+    """What a worker does with the leading blocks of a prompt that are in its tiers."""
+
+    num_blocks: int  # leading blocks that it does not compute
+    num_read: int  # of these, that it reads from below its pool
+    num_kept: int  # of the leading blocks, without those for which a prompt waits in its queue
+    copy_s: float  # of the engine's time, for copies
+    read_s: float  # of reads for which the prompt waits
+    computed_s: float  # to compute instead what is copied and read
+
+    def wait_s(self, turn_s: float) -> float:
+        """How much later the prompt is computed than its turn, which comes in `turn_s`."""
+        return self.read_s - turn_s if self.read_s > turn_s else 0.0
+
+
+def predict_reads(
+    num_blocks: int,
+    tiers: TierDepths,
+    speeds: Sequence[TierSpeed],
+    computed_s: Callable[[int, int], float],
+    turn_s: float,
+    most_read: int,
+) -> TierReads:
+    """Of the `num_blocks` leading blocks that a worker has. `computed_s`: seconds to compute so many blocks after so
+    many others. `most_read`: blocks of one read for which a prompt waits. Blocks of a tier without a speed are
+    computed."""
+    have, read_s, copy_s, saved = tiers.pool, 0.0, 0.0, 0.0
+    num_kept = have
+    for tier, end in ((Tier.HOST, tiers.memory), (Tier.DISK, num_blocks)):
+        count = end - have
+        if count <= 0:
+            continue
+        speed = _speed_of(speeds, tier)
+        if speed is None:
+            break
+        if speed.is_at_once:
+            seconds, alone_s = speed.read_s(count), computed_s(count, have)
+            if seconds == math.inf or not is_sooner(seconds, alone_s):
+                break
+            have += count
+            copy_s, num_kept = copy_s + seconds, have
+            saved += alone_s
+            continue
+        first = have
+        alone = partial(_known_s, computed_s, first)
+        found = best_read(speed.read_s, alone, min(count, most_read), max(0.0, turn_s - read_s))
+        if found is None:
+            break
+        have += found.num_blocks
+        read_s += speed.read_s(found.num_blocks)
+        saved += computed_s(found.num_blocks, first)
+        if found.num_blocks < count:
+            break
+    return TierReads(have, have - tiers.pool, num_kept, copy_s, read_s, saved)
+
+
+def predict_given(
+    num_blocks: int,
+    tiers: TierDepths,
+    speeds: Sequence[TierSpeed],
+    computed_s: Callable[[int, int], float],
+    most_read: int,
+) -> tuple[int, float]:
+    """How many of the leading blocks a worker gives to another one that pulls them, and the seconds that it reads
+    before. With a disk, it reads as for a prompt of its own whose turn has come."""
+    host = _speed_of(speeds, Tier.HOST)
+    given, seconds = tiers.pool, 0.0
+    if host is not None and host.is_at_once and tiers.memory > given:
+        count = min(tiers.memory - given, host.most_given)
+        given, seconds = given + count, host.read_s(count)
+    if _speed_of(speeds, Tier.DISK) is not None:
+        reads = predict_reads(num_blocks, tiers, speeds, computed_s, 0.0, most_read)
+        if reads.num_blocks > given:
+            return reads.num_blocks, reads.copy_s + reads.read_s
+    return given, seconds
+
+
+def _known_s(computed_s: Callable[[int, int], float], first: int, num_blocks: int) -> float:
+    """Infinite: unknown."""
+    return computed_s(num_blocks, first) or math.inf
+
+
+def _speed_of(speeds: Sequence[TierSpeed], tier: Tier) -> TierSpeed | None:
+    return next((one for one in speeds if one.tier == tier), None)

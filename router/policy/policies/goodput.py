@@ -38,7 +38,17 @@ from router.policy.candidates import (
     reported_step_s,
     tandem_step_s,
 )
-from router.policy.interface import RULES, Candidate, Choice, Decision, Links, Obstacle, PolicyEntry, PolicyInput
+from router.policy.interface import (
+    RULES,
+    Candidate,
+    Choice,
+    Decision,
+    Links,
+    Obstacle,
+    PolicyEntry,
+    PolicyInput,
+    ReadChoice,
+)
 from router.state.view import WorkerView
 
 _COST: Final = attrgetter("cost")
@@ -151,7 +161,16 @@ def _candidate(option: PlacementOption) -> Candidate:
         option.cost,
         option.preference,
         option.pull,
+        _read_choice(option),
     )
+
+
+def _read_choice(option: PlacementOption) -> ReadChoice | None:
+    reads = option.reads
+    if reads is None or reads.copy_s + reads.read_s == 0.0:
+        return None
+    size = (option.prefill or option.decode).hello.block_size
+    return ReadChoice(reads.num_read * size, reads.copy_s + reads.read_s, reads.computed_s)
 
 
 def _cache(request: PolicyInput) -> Mapping[str, int]:

@@ -62,6 +62,10 @@ class _Landing:
             alone_s /= share if share > SMALLEST_SHARE else SMALLEST_SHARE
         grant_s, queue_s = view.grant_wait_s, view.free_at_s - now_s
         self.local_ttft_s = alone_s + grant_s + queue_s if queue_s > 0.0 else alone_s + grant_s
+        if request.reads:
+            self.local_ttft_s += request.read_wait_s(view.worker_id, view.queue_s(now_s))
+            lacking = tokens - request.kept_on(view)
+            self.num_bytes = -(-max(lacking, 1) // hello.block_size) * hello.block_bytes
         self.rank = (not keeps, grant_s, tpot_s)
 
 
@@ -105,7 +109,9 @@ class LeastTtft:
         for view in not_avoided(prefills, request):
             cached = request.cached_on(view)
             prefill_s = view.prefill_s(tokens - cached, cached)
-            starts.append((view.queue_s(now_s) + prefill_s, view.hello.worker_id, prefill_s, view))
+            queue_s = view.queue_s(now_s)
+            start_s = queue_s + request.read_wait_s(view.worker_id, queue_s) + prefill_s
+            starts.append((start_s, view.hello.worker_id, prefill_s, view))
         starts.sort()  # worker ids are unique, so views are never compared
         ready = list(islice((one for one in starts if is_prefill_open(one[3], request, now_s)), PREFILLS_PAIRED))
         pairs = []

@@ -10,7 +10,7 @@ import pytest
 from pdserve import Client
 from pdserve.cli.explain import render
 from pdserve.cli.main import main
-from pdserve.client.results import ExplainedCandidate, ExplainedPull, Explanation
+from pdserve.client.results import ExplainedCandidate, ExplainedPull, ExplainedReads, Explanation
 from router.policy.candidates import WORTH_WAITING
 from router.state.interface import RouterSettings
 
@@ -199,3 +199,16 @@ def test_pulling_and_computing_are_compared() -> None:
     lines = render(dataclasses.replace(EXPLANATION, candidates=candidates)).splitlines()
     assert "p0 lacks 4,096 cached tokens: recompute 1,900.0 ms, pull from d0 240.0 ms -> pull" in lines
     assert "d0 lacks 4,096 cached tokens: recompute 1,900.0 ms, pull from p0 2,500.0 ms -> recompute" in lines
+
+
+def test_reads_of_tiers_are_shown() -> None:
+    remote, local = EXPLANATION.candidates
+    reads = ExplainedReads(num_tokens=4096, read_s=0.24, recompute_s=1.9)
+    pull = ExplainedPull(
+        source="d0", num_tokens=4096, pull_s=0.25, recompute_s=1.9, is_pulled=True, source_read_s=0.125
+    )
+    candidates = (dataclasses.replace(remote, pull=pull), dataclasses.replace(local, reads=reads))
+    lines = render(dataclasses.replace(EXPLANATION, candidates=candidates)).splitlines()
+    assert "d0 has 4,096 tokens below its pool: recompute 1,900.0 ms, read 240.0 ms" in lines
+    pulled = "recompute 1,900.0 ms, pull from d0 250.0 ms (of it 125.0 ms to read its tiers) -> pull"
+    assert f"p0 lacks 4,096 cached tokens: {pulled}" in lines

@@ -1,0 +1,155 @@
+"""The router predicts what workers read from their tiers, and how long prompts wait for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pdserve.core.attempt import AttemptKey
+from pdserve.core.cost.latency import CostPrior
+from pdserve.core.kv.tier_reads import TierDepths, TierSpeed
+from pdserve.core.protocol import Load, Prefill, PullEnded, Reserve
+from pdserve.core.types import Slo
+from router.policy.interface import PolicyInput, ReadChoice
+from router.state.fleet import policy_input_of
+from router.state.interface import RouterSettings
+from router.state.view import WorkerView
+from tests.unit.router.given import Given
+from tests.unit.router.test_goodput import ask, decide, place, view, with_queue
+
+SLOW = CostPrior(prefill_per_token_s=0.01)
+TOKENS, HELD = 8_000, 7_680
+ALL_ON_DISK = TierDepths(0, 0)
+DISK = TierSpeed(tier=2, block_s=0.0002, fixed_s=0.01)
+HOST = TierSpeed(tier=1, block_s=0.0001, is_at_once=True, most_given=1_000)
+
+
+def tiered(worker_id: str, *speeds: TierSpeed, **facts: Any) -> WorkerView:
+    found = view(worker_id, num_blocks=10_000, **facts)
+    found.reported(Load(worker_id=worker_id, free_blocks=10_000, tiers=speeds), 0.0)
+    return found
+
+
+def reading(*views: WorkerView, split: TierDepths = ALL_ON_DISK, **facts: Any) -> PolicyInput:
+    """A prompt whose first `HELD` tokens these workers have."""
+    reads = {one.worker_id: one.reads(HELD // 16, split, one.queue_s(0.0)) for one in views}
+    cached = {name: 16 * found.num_blocks for name, found in reads.items() if found.num_blocks}
+    return ask(TOKENS, reads=reads, cached_tokens=cached, **facts)
+
+
+def test_the_wait_for_a_disk_is_predicted() -> None:
+    disk, decode = tiered("p0", DISK), view("d0")
+    decision = decide([disk], [decode], reading(disk))
+    [shown] = [one for one in decision.candidates if one.prefill_worker]
+    pool = decide([disk], [decode], ask(TOKENS, cached_tokens={"p0": HELD}))
+    [before] = [one for one in pool.candidates if one.prefill_worker]
+    read_s = DISK.read_s(HELD // 16)
+    assert shown.ttft_s - before.ttft_s == pytest.approx(read_s)
+    assert shown.reads == ReadChoice(HELD, pytest.approx(read_s), disk.prefill_s(HELD, 0))
+    assert before.reads is None
+    queued = with_queue(tiered("p0", DISK), 1.0)  # it is read until the turn of the prompt
+    [hidden] = [one for one in decide([queued], [decode], reading(queued)).candidates if one.prefill_worker]
+    assert hidden.ttft_s == pytest.approx(1.0 + before.ttft_s)
+
+
+def test_copies_take_time_of_the_engine() -> None:
+    host, decode = with_queue(tiered("p0", HOST), 1.0), view("d0")
+    split = TierDepths(0, HELD // 16)
+    [shown] = [one for one in decide([host], [decode], reading(host, split=split)).candidates if one.prefill_worker]
+    pool = decide([host], [decode], ask(TOKENS, cached_tokens={"p0": HELD}))
+    [before] = [one for one in pool.candidates if one.prefill_worker]
+    assert shown.ttft_s - before.ttft_s == pytest.approx(HOST.read_s(HELD // 16))
+
+
+def test_the_worker_with_the_faster_tier_is_chosen() -> None:
+    slow, fast = tiered("p0", replace(DISK, queue_s=0.1)), tiered("p1", DISK)
+    assert place(decide([slow, fast], [view("d0")], reading(slow, fast)))[1] == "p1"
+    fast.reported(Load(worker_id="p1", free_blocks=10_000), 0.0)  # its disk hangs
+    assert place(decide([slow, fast], [view("d0")], reading(slow, fast)))[1] == "p0"
+
+
+def test_a_local_prefill_waits_for_its_disk_too() -> None:
+    decode = tiered("d0", DISK)
+    [shown] = decide([], [decode], reading(decode)).candidates
+    [before] = decide([], [decode], ask(TOKENS, cached_tokens={"d0": HELD})).candidates
+    assert shown.ttft_s - before.ttft_s == pytest.approx(DISK.read_s(HELD // 16))
+
+
+def test_a_receiver_keeps_what_it_has_without_a_wait() -> None:
+    """It reads no disk for KV that it receives."""
+    decode = tiered("d0", DISK, HOST)
+    request = reading(decode, split=TierDepths(10, 20))
+    assert (request.cached_tokens["d0"], request.kept_on(decode)) == (HELD, 320)
+
+
+# --- through RouterState --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def given() -> Given:
+    """p0 and p1; p0 has the first 64 of 100 tokens, of which 16 are in its pool."""
+    given = Given(RouterSettings(is_strict=True))
+    for worker_id in ("p0", "p1"):
+        given.connect_prefill(worker_id, pulls_kv=True, cost=SLOW)
+    given.connect_decode("d0", cost=SLOW)
+    return given
+
+
+def placed(given: Given, *speeds: TierSpeed, name: str = "a") -> Prefill:
+    given.submit(Load(worker_id="p0", steps=1, free_blocks=64, tiers=speeds))
+    known = {"cached_blocks": {"p0": 4}, "cached_tiers": {"p0": TierDepths(1, 1)}}
+    [reserve] = given.arrives(name, slo=Slo(ttft_s=100.0, tpot_s=1.0), **known)
+    assert isinstance(reserve, Reserve)
+    [prefill] = given.granted(request_id=name)
+    assert isinstance(prefill, Prefill)
+    return prefill
+
+
+def test_the_work_of_a_worker_has_what_it_does_not_read(given: Given) -> None:
+    assert placed(given, DISK).key.worker_id == "p0"
+    view = given.state._cluster.fleet.workers["p0"]
+    assert view.totals.prefill_tokens == 100 - 64
+    request = given.state._cluster.requests["a"]
+    found = policy_input_of(request, given.state._cluster.fleet, given.state._cluster.lengths, given.now_s)
+    assert found.cached_tokens == {"p0": 64}
+    assert (found.reads["p0"].num_read, found.reads["p0"].num_kept) == (3, 1)
+    given.first(worker_id="p0")  # it has all of the prompt in its pool
+    assert request.cached_tiers == {}
+
+
+def test_blocks_of_a_tier_that_is_too_slow_are_computed(given: Given) -> None:
+    placed(given, replace(DISK, fixed_s=50.0))
+    assert given.state._cluster.fleet.workers["p0"].totals.prefill_tokens == 100 - 16
+
+
+def busy(given: Given) -> None:
+    given.state._cluster.fleet.workers["p0"].closed_until_s = 1e9
+
+
+def test_a_pull_has_the_time_in_which_its_source_reads(given: Given) -> None:
+    busy(given)
+    speed = replace(DISK, fixed_s=0.1)
+    prefill = placed(given, speed)
+    assert prefill.key.worker_id == "p1"
+    assert prefill.source is not None
+    assert prefill.source.num_tokens == 64
+    assert prefill.source.predicted_s > speed.read_s(3)
+    key = AttemptKey("p1", "a", 1)
+    took = {"num_bytes": 4096, "busy_s": 0.01, "pull_s": speed.read_s(3) + 0.04}
+    given.submit(PullEnded(key=key, source="p0", num_tokens=64, **took))
+    assert given.state._cluster.fleet.workers["p0"].pulls.typical_s == pytest.approx(0.03)
+
+
+def test_what_a_source_would_not_read_is_not_pulled(given: Given) -> None:
+    busy(given)
+    prefill = placed(given, replace(DISK, fixed_s=50.0))
+    assert prefill.source is not None
+    assert prefill.source.num_tokens == 16  # what is in its pool
+
+
+def test_a_lost_worker_has_no_tiers(given: Given) -> None:
+    placed(given, DISK)
+    given.lost("p0")
+    assert given.state._cluster.requests["a"].cached_tiers == {}
