@@ -76,6 +76,8 @@ class Figures:
     per_token_s: float  # 90th percentile
     mean_s: float  # of a request
     ttft_s: float  # median
+    mean_ttft_s: float
+    error_s: float  # mean difference of the predicted and the actual TTFT
 
 
 def figures(result: SimResult, trace: Sequence[TraceRequest], block_tokens: int) -> Figures:
@@ -93,6 +95,8 @@ def figures(result: SimResult, trace: Sequence[TraceRequest], block_tokens: int)
         ],
         mean_s=statistics.mean(seconds),
         ttft_s=statistics.median(one.ttft_s or 0.0 for one in rows),
+        mean_ttft_s=statistics.mean(one.ttft_s or 0.0 for one in rows),
+        error_s=statistics.mean(abs((one.predicted_ttft_s or 0.0) - (one.ttft_s or 0.0)) for one in rows),
     )
 
 
@@ -170,6 +174,9 @@ def main() -> None:
     parser.add_argument("--duration", type=float, default=90.0, help="seconds in which sessions begin")
     parser.add_argument("--host-gib", type=float, default=256.0, help="of each GPU")
     parser.add_argument("--host-gb-per-s", type=float, default=25.0)
+    parser.add_argument("--disk-gib", type=float, default=0.0, help="of each GPU, below its host tier")
+    parser.add_argument("--disk-gb-per-s", type=float, default=2.0)
+    parser.add_argument("--pulls", action="store_true", help="workers pull prefixes from each other")
     parser.add_argument("--times", type=float, default=4.0, help="working set, in pools")
     parser.add_argument("--seed", type=int, default=100)
     parser.add_argument("--choice", action="store_true", help="compare load rules, over mixes of tiers and loads")
@@ -202,10 +209,16 @@ def main() -> None:
     if pool < longest:
         parser.error(f"a pool of {pool} tokens is smaller than a prompt of {longest}: give a higher --rate")
     workers = tuple(
-        replace(one, kv_capacity_tokens=min(pool, one.kv_capacity_tokens), pulls_kv=False) for one in workers
+        replace(one, kv_capacity_tokens=min(pool, one.kv_capacity_tokens), pulls_kv=arguments.pulls) for one in workers
     )
     tiered = tuple(
-        replace(one, host_bytes=int(arguments.host_gib * 2**30), host_bytes_per_s=arguments.host_gb_per_s * 1e9)
+        replace(
+            one,
+            host_bytes=int(arguments.host_gib * 2**30),
+            host_bytes_per_s=arguments.host_gb_per_s * 1e9,
+            disk_bytes=int(arguments.disk_gib * 2**30),
+            disk_bytes_per_s=arguments.disk_gb_per_s * 1e9,
+        )
         for one in workers
     )
     print(
