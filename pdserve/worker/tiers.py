@@ -8,7 +8,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count
+from itertools import count, islice
 from typing import Final, Protocol, TypeAlias, final
 
 from pdserve.config import WorkerConfig
@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 SAVE_S: Final = 2.0  # of the time that a process has to end
 SAVE_POLL_S: Final = 0.002
+SAVED_AT_ONCE: Final = 16  # blocks for one tier, before another one is asked
 
 
 class FetchSource(BlockSource, Protocol):
@@ -205,11 +206,14 @@ class Tiers:
             for tier, save in list(saves.items()):
                 if tier.is_stuck:
                     del saves[tier]
-                elif tier.room:
-                    if next(save, None) is None:
-                        del saves[tier]
-                    else:
-                        num_saved[tier.name] += 1
+                    continue
+                most = min(tier.room, SAVED_AT_ONCE)
+                taken = list(islice(save, most))
+                tier.start_copies()
+                if taken:
+                    num_saved[tier.name] += len(taken)
+                elif most:
+                    del saves[tier]
             if not any(tier.room for tier in saves):
                 time.sleep(SAVE_POLL_S)
         if num_saved:

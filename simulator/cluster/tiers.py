@@ -156,6 +156,9 @@ class SimulatedDisk(SimulatedSource):
     def take_copy(self, block_hash: bytes, slot: int) -> None:
         self._write(block_hash)
 
+    def start_copies(self) -> None:
+        pass
+
     def drop(self, block_hash: bytes) -> None:
         self._written.pop(block_hash, None)
 

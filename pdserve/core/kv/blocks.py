@@ -232,8 +232,10 @@ class BlockAllocator:
             if left <= most_saved:  # the most valuable of many
                 self._save(block)
             self._forget(block)
-        if self.tier is not None and evicted:
+        if evicted and self.tier is not None:
             self.tier.flush()
+        elif evicted and self.lower is not None:
+            self.lower.start_copies()
         for block_hash in reversed(staying):
             self._retention.entered_host(block_hash, self.now_s)
         return evicted

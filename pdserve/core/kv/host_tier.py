@@ -64,6 +64,10 @@ class LowerTier(Protocol):
         """A slot of the host tier is about to be reused."""
         ...
 
+    def start_copies(self) -> None:
+        """What it took since the last call is read before anything that is queued from now on writes to it."""
+        ...
+
     def drop(self, block_hash: bytes) -> None:
         """The contents are wrong."""
         ...
@@ -87,6 +91,10 @@ class LowerTiers:
     def take_copy(self, block_hash: bytes, slot: int) -> None:
         for tier in self._tiers:
             tier.take_copy(block_hash, slot)
+
+    def start_copies(self) -> None:
+        for tier in self._tiers:
+            tier.start_copies()
 
     def drop(self, block_hash: bytes) -> None:
         for tier in self._tiers:
@@ -220,6 +228,8 @@ class HostTier:
         """After the saves of one allocation, before its blocks are used."""
         if self._queued is not None:
             self._queued.flush()
+        if self._lower is not None:
+            self._lower.start_copies()
 
     def load(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> None:
         """Copies the kept blocks `hashes` of a text, in its order, into `blocks`."""

@@ -16,9 +16,10 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.kv.fetch import Fetch
 from pdserve.core.kv.tier_reads import Tier, TierSpeed
 from pdserve.engine.interface import Engine, EngineSpec, KvPool
-from pdserve.engine.memory.block_files import PAGE, BlockFiles, FileCalls, Group, Place
+from pdserve.engine.memory.block_files import BlockFiles, FileCalls, Group, Place
 from pdserve.engine.memory.host import MOST_HASHES, HostCopies, pool_blocks
 from pdserve.engine.memory.slow_tier import FIRST_PAUSE_S, ReadSpeed, SlowTier, contents_id
+from pdserve.engine.memory.staging import Staging, is_aligned
 
 SYNC_BYTES: Final = 64 * 2**20  # written until the system is made to store them, which shows late errors
 SLOW_BYTES_S: Final = 50e6  # assumed if the device could not be measured
@@ -41,6 +42,7 @@ class DiskTier(SlowTier[Group, Place]):
         write_bytes_s: float,
         now: Callable[[], float] = time.monotonic,
         first_pause_s: float = FIRST_PAUSE_S,
+        staging: Staging | None = None,
     ) -> None:
         super().__init__(
             pool,
@@ -50,6 +52,7 @@ class DiskTier(SlowTier[Group, Place]):
             write_bytes_s=write_bytes_s,
             now=now,
             first_pause_s=first_pause_s,
+            staging=staging,
         )
         self.files = files
         self.changed: Callable[[Sequence[bytes], Sequence[bytes]], None] = lambda added, removed: None
@@ -73,23 +76,26 @@ class DiskTier(SlowTier[Group, Place]):
         self.files.forget(block_hash)
 
     def _parts_of(self, fetch: Fetch) -> Sequence[Group]:
-        return self.files.groups(fetch.hashes, self._blocks.shape[0])
+        return self.files.groups(fetch.hashes, self._staging.parts_per_block)
 
-    def _read_part(self, fetch: Fetch, part: Group) -> list[bool]:
-        try:
-            good = self.files.read(part, [list(self._blocks[:, fetch.blocks[index]]) for index in part.indexes])
-            damaged = [fetch.hashes[index] for index, one in zip(part.indexes, good, strict=True) if not one]
-            self._count("damaged", len(damaged))
-        except OSError as error:
-            self._cannot_read(error)
-            good = [False] * len(part.indexes)
-            damaged = [fetch.hashes[index] for index in part.indexes]
+    def _read_part(self, fetch: Fetch, part: Group, fence: Any) -> list[bool]:
+        blocks = [fetch.blocks[index] for index in part.indexes]
+        with self._staging.landing(blocks, fence) as landing:
+            try:
+                good = self.files.read(part, landing.parts)
+                damaged = [fetch.hashes[index] for index, one in zip(part.indexes, good, strict=True) if not one]
+                self._count("damaged", len(damaged))
+            except OSError as error:
+                self._cannot_read(error)
+                good = [False] * len(part.indexes)
+                damaged = [fetch.hashes[index] for index in part.indexes]
+            in_pool = landing.into_pool(good)
         if damaged:
             for at, index in enumerate(part.indexes):
                 if not good[at]:
                     self.files.forget(fetch.hashes[index], part.segment, part.first_slot + at)
             self.changed((), [one for one in damaged if one not in self.files])
-        return good
+        return in_pool
 
     @property
     def _most_written(self) -> int:
@@ -146,11 +152,6 @@ def disk_tier(
         report=report,
     )
     return DiskTier(files, pool, copies, write_bytes_s=config.kv_disk_write_bytes_s)
-
-
-def is_aligned(blocks: Any) -> bool:
-    """Whether each run of bytes begins and ends at a page."""
-    return bool(blocks.ctypes.data % PAGE == 0 and blocks.shape[2] % PAGE == 0)
 
 
 def contents_of(spec: EngineSpec, model: Path) -> bytes:

@@ -1,9 +1,9 @@
 """What the tiers below memory have in common: blocks that leave memory are written behind the engine, and read back
 into the pool for prompts that wait for them (core/kv/fetch.py).
 
-The writer has a bounded queue, whose blocks are copies: if it is full, a block is dropped. It writes at a bounded rate,
-and pauses after errors, for instance of a full disk. The reader takes one fetch after the other, of which several
-threads read a part each. Every failure is a miss.
+The writer has a bounded queue, whose blocks are copies (staging.py): if it is full, a block is dropped. It writes
+at a bounded rate, and pauses after errors, for instance of a full disk. The reader takes one fetch after the other, of
+which several threads read a part each. Every failure is a miss.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import mmap
 import os
 import sys
 import threading
@@ -24,19 +23,17 @@ from hashlib import blake2b
 from queue import SimpleQueue
 from typing import Any, ClassVar, Final, Generic, Protocol, TypeVar, final
 
-import numpy as np
-
 from pdserve.build import FULL_VERSION
 from pdserve.core.attempt import Attempt
 from pdserve.core.kv.fetch import Fetch
 from pdserve.core.kv.hashing import hash_seed
 from pdserve.core.kv.tier_reads import Tier, TierSpeed
 from pdserve.engine.interface import EngineSpec, KvPool
-from pdserve.engine.memory.host import HostCopies, pool_blocks
+from pdserve.engine.memory.host import HostCopies
+from pdserve.engine.memory.staging import HostStaging, Staging, most_rows
 
 log = logging.getLogger(__name__)
 
-QUEUE_BYTES: Final = 128 * 2**20  # of copies that wait to be written
 BATCH_BYTES: Final = 8 * 2**20  # written by one call
 FIRST_PAUSE_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 60.0
@@ -117,25 +114,26 @@ class SlowTier(ABC, Generic[ReadPart, Written]):
         write_bytes_s: float,
         now: Callable[[], float] = time.monotonic,
         first_pause_s: float = FIRST_PAUSE_S,
+        staging: Staging | None = None,
     ) -> None:
-        """`most_staged`: blocks that may wait to be written, at most QUEUE_BYTES."""
-        self._copies, self._now = copies, now
+        """`most_staged`: blocks that may wait to be written, at most QUEUE_BYTES. `staging`: None: the pool is on the
+        host."""
+        self._now = now
         self._block_bytes = pool.block_bytes
         self._write_bytes_s = write_bytes_s
-        self._blocks = pool_blocks(pool)
         self._speed = speed
         self._counts = dict.fromkeys(EVENTS, 0)
-        num_staged = max(1, min(QUEUE_BYTES // pool.block_bytes, most_staged))
-        self._memory = mmap.mmap(-1, num_staged * pool.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._staged = np.frombuffer(self._memory, np.uint8).reshape(num_staged, pool.block_bytes)
-        self._free = list(range(num_staged))
+        num_staged = max(1, min(most_rows(pool), most_staged))
+        self._staging = HostStaging(pool, copies, num_staged) if staging is None else staging
+        self._free = list(range(min(num_staged, self._staging.num_rows)))
+        self._num_arriving = 0  # rows that do not have their block yet
         self._writes: deque[tuple[bytes, int]] = deque()
-        self._queued: dict[bytes, int] = {}  # the valid ones of them
+        self._queued: dict[bytes, int] = {}  # the valid ones of them, and of those that arrive
         self._wrong: set[bytes] = set()  # to be removed from what was written
         self._is_erasing = False
         self._paused_until_s = -math.inf
         self._first_pause_s = self._pause_s = first_pause_s
-        self._reads: deque[tuple[Fetch, Callable[[int], None]]] = deque()
+        self._reads: deque[tuple[Fetch, Any, Callable[[int], None]]] = deque()  # with the fences of the staging
         self._read_now: Fetch | None = None
         self._read_began_s, self._late_at_s = 0.0, math.inf  # of that
         self._aborted: set[int] = set()
@@ -147,7 +145,7 @@ class SlowTier(ABC, Generic[ReadPart, Written]):
         self._writing_since_s: float | None = None
         self._is_closing = self._is_closed = False
         self._close_by_s = math.inf
-        self._parts: SimpleQueue[tuple[Fetch, ReadPart] | None] = SimpleQueue()  # to be read; None ends a thread
+        self._parts: SimpleQueue[tuple[Fetch, ReadPart, Any] | None] = SimpleQueue()  # to be read; None ends a thread
         self._results: SimpleQueue[tuple[ReadPart, list[bool]]] = SimpleQueue()  # one for each part
         self._threads: list[threading.Thread] = []
 
@@ -183,7 +181,7 @@ class SlowTier(ABC, Generic[ReadPart, Written]):
         """Of the blocks that are there."""
 
     @abstractmethod
-    def _read_part(self, fetch: Fetch, part: ReadPart) -> list[bool]:
+    def _read_part(self, fetch: Fetch, part: ReadPart, fence: Any) -> list[bool]:
         """Which blocks of the part are in the pool, and verified."""
 
     @property
@@ -228,7 +226,7 @@ class SlowTier(ABC, Generic[ReadPart, Written]):
     @property
     def room(self) -> int:
         with self._guard:
-            return len(self._free)
+            return min(len(self._free), self._staging.room)
 
     @property
     def is_stuck(self) -> bool:
@@ -238,19 +236,18 @@ class SlowTier(ABC, Generic[ReadPart, Written]):
 
     def take_block(self, block_hash: bytes, block: int) -> None:
         """A block leaves the pool."""
-        slot = self._slot_for(block_hash)
+        slot = self._slot_for(block_hash, self._staging.room)
         if slot is not None:
-            runs = self._blocks[:, block]
-            self._staged[slot].reshape(runs.shape)[:] = runs
-            self._queue(block_hash, slot)
+            self._staging.take_block(block, slot, partial(self._copied, block_hash, slot))
 
     def take_copy(self, block_hash: bytes, copy: int) -> None:
         """A copy leaves the host tier."""
-        assert self._copies is not None, "there is no host tier"
-        slot = self._slot_for(block_hash)
+        slot = self._slot_for(block_hash, 1)
         if slot is not None:
-            self._staged[slot] = self._copies.copy_of(copy).reshape(-1)
-            self._queue(block_hash, slot)
+            self._staging.take_copy(copy, slot, partial(self._copied, block_hash, slot))
+
+    def start_copies(self) -> None:
+        self._staging.start_copies()
 
     def drop(self, block_hash: bytes) -> None:
         """The block is wrong. The writer removes what was written of it before it writes another one."""
@@ -260,21 +257,30 @@ class SlowTier(ABC, Generic[ReadPart, Written]):
             self._wrong.add(block_hash)
             self._may_write.notify()
 
-    def _slot_for(self, block_hash: bytes) -> int | None:
+    def _slot_for(self, block_hash: bytes, room: int) -> int | None:
         if self._is_kept(block_hash):
             return None
         with self._guard:
             if block_hash in self._queued or self._is_closing:
                 return None
-            if not self._free or self._now() < self._paused_until_s:
+            if not self._free or room == 0 or self._now() < self._paused_until_s:
                 self._counts["dropped"] += 1
                 return None
-            return self._free.pop()
+            slot = self._queued[block_hash] = self._free.pop()
+            self._num_arriving += 1
+            return slot
 
-    def _queue(self, block_hash: bytes, slot: int) -> None:
+    def _copied(self, block_hash: bytes, slot: int, is_right: bool) -> None:
         with self._guard:
-            self._queued[block_hash] = slot
-            self._writes.append((block_hash, slot))
+            self._num_arriving -= 1
+            if self._queued.get(block_hash) == slot and is_right:
+                self._writes.append((block_hash, slot))
+            else:
+                if not is_right:
+                    self._counts["dropped"] += 1
+                if self._queued.get(block_hash) == slot:  # else it turned out to be wrong meanwhile
+                    del self._queued[block_hash]
+                self._free.append(slot)
             self._may_write.notify()
 
     # -- blocks that prompts wait for -----------------------------------------------------------------------------
@@ -290,11 +296,12 @@ class SlowTier(ABC, Generic[ReadPart, Written]):
         return self._speed.predict_s(num_blocks * self._block_bytes, self._now())
 
     def begin(self, fetch: Fetch, end: Callable[[int], None]) -> None:
+        fence = self._staging.fence()
         with self._guard:
             is_open = not self._is_closing
             if is_open:
                 self._num_pending += len(fetch.blocks)
-                self._reads.append((fetch, end))
+                self._reads.append((fetch, fence, end))
                 self._may_read.notify()
         if not is_open:
             end(0)
@@ -311,7 +318,7 @@ class SlowTier(ABC, Generic[ReadPart, Written]):
                 return
             self._reads.remove(waiting)
             self._num_pending -= len(waiting[0].blocks)
-        waiting[1](0)
+        waiting[2](0)
 
     def _observe(self, num_blocks: int, *, is_whole: bool) -> None:
         """The read has taken this long for so many blocks; unless `is_whole`, it takes longer."""
@@ -329,7 +336,7 @@ class SlowTier(ABC, Generic[ReadPart, Written]):
             reads, self._reads = list(self._reads), deque()
             for condition in self._conditions:
                 condition.notify_all()
-        for _, end in reads:
+        for _, _, end in reads:
             end(0)
 
     def close(self, within_s: float | None = None) -> None:
@@ -344,6 +351,7 @@ class SlowTier(ABC, Generic[ReadPart, Written]):
             thread.join(max(0.0, until_s - time.monotonic()))
         if not any(thread.is_alive() for thread in self._threads):  # else the device hangs, and the process ends soon
             self._ended()
+            self._staging.close(max(0.0, until_s - time.monotonic()))
 
     def flush(self, timeout_s: float) -> bool:
         """Waits until the queue of the writer is empty; for tests and measurements."""
@@ -365,13 +373,13 @@ class SlowTier(ABC, Generic[ReadPart, Written]):
                     self._may_read.wait()
                 if self._is_closing:
                     break
-                fetch, end = self._reads.popleft()
+                fetch, fence, end = self._reads.popleft()
                 self._read_now, self._read_began_s = fetch, self._now()
                 predicted_s = self.read_s(len(fetch.blocks))
                 self._late_at_s = self._read_began_s + max(LATE * predicted_s, LATE_S)
             count = 0
             try:
-                count = self._read(fetch)
+                count = self._read(fetch, fence)
             except Exception:  # the prompt must not wait for it
                 log.exception("a fetch failed", extra={"tier": self.name})
             finally:
@@ -383,7 +391,7 @@ class SlowTier(ABC, Generic[ReadPart, Written]):
         for _ in range(self.num_readers):
             self._parts.put(None)
 
-    def _read(self, fetch: Fetch) -> int:
+    def _read(self, fetch: Fetch, fence: Any) -> int:
         """The number of leading blocks that are verified. Nothing writes to any of the blocks after it, also if it
         raises."""
         num_read = 0
@@ -391,7 +399,7 @@ class SlowTier(ABC, Generic[ReadPart, Written]):
         num_open = 0
         try:
             for part in self._parts_of(fetch):
-                self._parts.put((fetch, part))
+                self._parts.put((fetch, part, fence))
                 num_open += 1
         finally:
             for _ in range(num_open):
@@ -406,11 +414,11 @@ class SlowTier(ABC, Generic[ReadPart, Written]):
 
     def _read_parts(self) -> None:
         while (wanted := self._parts.get()) is not None:
-            fetch, part = wanted
+            fetch, part, fence = wanted
             results: list[bool] = []  # none: it was not read
             try:
                 if fetch.number not in self._aborted and not self._is_closing:
-                    results = self._read_part(fetch, part)
+                    results = self._read_part(fetch, part, fence)
             except Exception:  # a defect here must not end the thread, for which a fetch would wait
                 log.exception("a read of a tier failed", extra={"tier": self.name})
             finally:
@@ -427,6 +435,10 @@ class SlowTier(ABC, Generic[ReadPart, Written]):
             with self._guard:
                 while not self._writes and not self._wrong and not self._is_closing:
                     self._may_write.wait()
+                if self._is_closing and not self._writes:  # what still arrives is written too
+                    self._may_write.wait_for(
+                        lambda: self._writes or not self._num_arriving, max(0.0, self._close_by_s - time.monotonic())
+                    )
                 is_done = not self._writes and not self._wrong
                 if self._is_closing and (is_done or time.monotonic() >= self._close_by_s):
                     return
@@ -443,7 +455,7 @@ class SlowTier(ABC, Generic[ReadPart, Written]):
                     self._erase(wrong)
                     wrong = set()
                 if wanted:
-                    results = self._write([(block_hash, self._staged[slot]) for block_hash, slot in wanted])
+                    results = self._write([(block_hash, self._staging.row(slot)) for block_hash, slot in wanted])
                 self._pause_s = self._first_pause_s
             except OSError as failure:
                 error, results = failure.with_traceback(None), []  # which refers to open files

@@ -24,8 +24,6 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Final, final
 
-import numpy as np
-
 from pdserve.config import WorkerConfig
 from pdserve.core.access.proof import ClusterSecret
 from pdserve.core.attempt import Attempt
@@ -44,6 +42,7 @@ from pdserve.engine.memory.slow_tier import (
     SlowTier,
     contents_id,
 )
+from pdserve.engine.memory.staging import Staging
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +106,16 @@ class StorePart:
     indexes: tuple[int, ...]
 
 
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A fetch that has not ended."""
+
+    fetch: Fetch
+    end: Callable[[int], None]
+    num_filling: int = 0  # threads that write to its blocks
+    is_given_up: bool = False
+
+
 @final
 class StoreTier(SlowTier[StorePart, bool]):
     """`looked` may be set: it is called on the thread of lookups when one has ended."""
@@ -126,6 +135,7 @@ class StoreTier(SlowTier[StorePart, bool]):
         first_pause_s: float = FIRST_PAUSE_S,
         speed: ReadSpeed | None = None,
         lookup_s: float | None = None,
+        staging: Staging | None = None,
     ) -> None:
         """`speed` and `lookup_s`: measured if they are not given. Raises OSError if the store does not work."""
         self.store, self._seal = store, seal
@@ -139,6 +149,7 @@ class StoreTier(SlowTier[StorePart, bool]):
             write_bytes_s=write_bytes_s,
             now=now,
             first_pause_s=first_pause_s,
+            staging=staging,
         )
         self.looked: Callable[[], None] = lambda: None
         self._first_lookup_s = self._lookup_s = lookup_s
@@ -151,7 +162,7 @@ class StoreTier(SlowTier[StorePart, bool]):
         self._looking_since_s: float | None = None
         self._no_lookups_until_s = 0.0
         self._lookup_pause_s = first_pause_s
-        self._open: dict[int, tuple[Fetch, Callable[[int], None]]] = {}  # the fetches that may write to the pool
+        self._open: dict[int, _Open] = {}  # the fetches that may write to the pool
         self._into_pool = threading.Lock()
         self._start(lookups=self._look_up_all)
 
@@ -247,9 +258,10 @@ class StoreTier(SlowTier[StorePart, bool]):
             if (is_there and seen_s > since_s) or block_hash in queued:
                 continue
             if left == 0 or self.room == 0 or not holds(block, block_hash):
-                return
+                break
             left -= 1
             self.take_block(block_hash, block)
+        self.start_copies()
 
     def _is_kept(self, block_hash: bytes) -> bool:
         return self._was_seen(block_hash, KEPT_S)
@@ -289,44 +301,47 @@ class StoreTier(SlowTier[StorePart, bool]):
     # -- what is read -----------------------------------------------------------------------------------------------
 
     def begin(self, fetch: Fetch, end: Callable[[int], None]) -> None:
+        opened = _Open(fetch, end)
         with self._into_pool:
-            self._open[fetch.number] = fetch, end
-        super().begin(fetch, partial(self._end, fetch))
+            self._open[fetch.number] = opened
+        try:
+            super().begin(fetch, partial(self._end, opened))
+        except BaseException:
+            with self._into_pool:
+                del self._open[fetch.number]
+            raise
 
     def abort(self, number: int) -> None:
         super().abort(number)
-        running = self._open.get(number)
-        if running is not None:
-            self._end(running[0], 0)  # at once: nothing is written to its blocks from here on
+        opened = self._open.get(number)
+        if opened is not None:
+            self._end(opened, 0)  # at once, unless blocks are just being written
 
-    def _end(self, fetch: Fetch, num_blocks: int) -> None:
+    def _end(self, opened: _Open, num_blocks: int) -> None:
         with self._into_pool:
-            if not self._is_open(fetch):
+            opened.is_given_up = True
+            # Its reader may still run when it has ended, and must not take another one for it.
+            if opened.num_filling or self._open.get(opened.fetch.number) is not opened:
                 return
-            _, end = self._open.pop(fetch.number)
-        end(num_blocks)
-
-    def _is_open(self, fetch: Fetch) -> bool:
-        """Its reader may still run when it has ended, and must not take another one for it. `_into_pool` is held."""
-        running = self._open.get(fetch.number)
-        return running is not None and running[0] is fetch
+            del self._open[opened.fetch.number]
+        opened.end(num_blocks)
 
     def close(self, within_s: float | None = None) -> None:
         super().close(within_s)
         with self._into_pool:
-            running, self._open = list(self._open.values()), {}
-        for _, end in running:
-            end(0)
+            running = list(self._open.values())
+        for opened in running:
+            self._end(opened, 0)
 
     def _ended(self) -> None:
         self.store.close()
 
     def _parts_of(self, fetch: Fetch) -> list[StorePart]:
         count = len(fetch.blocks)
-        most = max(1, min(self.store.most_got, -(-count // self.num_readers)))
+        most = max(1, min(self.store.most_got, self._staging.most_read, -(-count // self.num_readers)))
         return [StorePart(tuple(range(at, min(at + most, count)))) for at in range(0, count, most)]
 
-    def _read_part(self, fetch: Fetch, part: StorePart) -> list[bool]:
+    def _read_part(self, fetch: Fetch, part: StorePart, fence: Any) -> list[bool]:
         hashes = [fetch.hashes[index] for index in part.indexes]
         try:
             found = self.store.get([self._seal.name(one) for one in hashes])
@@ -336,16 +351,16 @@ class StoreTier(SlowTier[StorePart, bool]):
                 for one in hashes:
                     self._known.pop(one, None)
             return [False] * len(hashes)
-        results: list[bool] = []
-        missing: list[bytes] = []
-        damaged: list[bytes] = []
-        for index, block_hash, sealed in zip(part.indexes, hashes, found, strict=True):
-            contents = None if sealed is None else self._seal.open(block_hash, sealed)
-            if contents is not None:
-                results.append(self._fill(fetch, fetch.blocks[index], contents))
-                continue
-            results.append(False)
-            (missing if sealed is None else damaged).append(block_hash)
+        opened = [
+            None if sealed is None else self._seal.open(block_hash, sealed)
+            for block_hash, sealed in zip(hashes, found, strict=True)
+        ]
+        missing = [one for one, sealed in zip(hashes, found, strict=True) if sealed is None]
+        damaged = [
+            one
+            for one, sealed, contents in zip(hashes, found, opened, strict=True)
+            if sealed is not None and contents is None
+        ]
         with self._guard:
             self._counts["damaged"] += len(damaged)
             for block_hash in (*missing, *damaged):
@@ -353,16 +368,27 @@ class StoreTier(SlowTier[StorePart, bool]):
             if damaged:  # else nobody would write it anew
                 self._wrong.update(damaged)
                 self._may_write.notify()
-        return results
+        return self._fill(fetch, [fetch.blocks[index] for index in part.indexes], opened, fence)
 
-    def _fill(self, fetch: Fetch, block: int, contents: bytes) -> bool:
-        runs = self._blocks[:, block]
-        verified = np.frombuffer(contents, np.uint8).reshape(runs.shape)
+    def _fill(self, fetch: Fetch, blocks: Sequence[int], contents: Sequence[bytes | None], fence: Any) -> list[bool]:
+        """Which of the blocks are in the pool. A fetch that is given up meanwhile ends after it."""
         with self._into_pool:
-            if not self._is_open(fetch):
-                return False
-            runs[:] = verified
-            return True
+            opened = self._open.get(fetch.number)
+            if opened is None or opened.fetch is not fetch or opened.is_given_up:
+                return [False] * len(blocks)
+            opened.num_filling += 1
+        try:
+            with self._staging.landing(blocks, fence) as landing:
+                for at, one in enumerate(contents):
+                    if one is not None:
+                        landing.put(at, one)
+                return landing.into_pool([one is not None for one in contents])
+        finally:
+            with self._into_pool:
+                opened.num_filling -= 1
+                is_over = opened.is_given_up
+            if is_over:
+                self._end(opened, 0)
 
 
 # --- at the start -----------------------------------------------------------------------------------------------

@@ -48,6 +48,9 @@ class Lower:
     def take_copy(self, block_hash: bytes, slot: int) -> None:
         self.taken[block_hash] = None
 
+    def start_copies(self) -> None:
+        pass
+
     def drop(self, block_hash: bytes) -> None:
         self.taken.pop(block_hash, None)
 

@@ -17,7 +17,7 @@ import pytest
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv.hashing import block_hashes, chain_key
 from pdserve.core.types import Role
-from pdserve.engine.memory import slow_tier
+from pdserve.engine.memory import slow_tier, staging
 from pdserve.engine.memory import store as store_module
 from pdserve.engine.memory.block_files import BlockFiles
 from pdserve.engine.memory.object_stores import ROOM, FolderStore
@@ -127,7 +127,7 @@ async def test_each_tier_gets_all_at_the_end(
     start: Any, attach: Any, ask: Any, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although the store has them already, and the queue of the disk is short."""
-    monkeypatch.setattr(slow_tier, "QUEUE_BYTES", 64)
+    monkeypatch.setattr(staging, "QUEUE_BYTES", 64)
     monkeypatch.setattr(tiers_module, "SAVE_S", PATIENT_S)
     monkeypatch.setattr(BlockFiles, "read_bytes_s", lambda self: 1e12)
     worker = start(Role.DECODE, **settings(folder), kv_disk_path=str(tmp_path / "disk"), kv_disk_bytes=2**20)
