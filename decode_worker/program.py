@@ -16,6 +16,7 @@ from decode_worker.speculation import DraftRule
 from decode_worker.step import DecodeStep
 from decode_worker.steps_in_flight import make_steps_in_flight
 from kvtransfer.attempt_sender import AttemptSender, OutgoingTransfer
+from kvtransfer.device_staging import device_staging
 from kvtransfer.device_tier import device_tier
 from kvtransfer.devices import issuer
 from kvtransfer.link.endpoint import config_of, make_receiver, make_sender
@@ -362,7 +363,7 @@ class DecodeProgram(RoleProgram[DecodeStep, DecodeEffect, IncomingTransfer | Out
 def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] = load_engine) -> DecodeProgram:
     """Runs on the engine thread. Raises ConfigError and ModelError."""
     config = context.config
-    context = replace(context, device_tier=device_tier)
+    context = replace(context, device_tier=device_tier, device_staging=device_staging)
     engine = load(config, context.role) if context.kept is None else context.kept.engine
     stamps = BlockStamps(engine.spec.num_blocks) if context.kept is None else context.kept.kv.blocks.stamps
     endpoint = config_of(config, engine.spec, engine.pool, context.incarnation, stamps, context.tls)

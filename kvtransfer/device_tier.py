@@ -21,14 +21,15 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import itemgetter
 from queue import Empty, SimpleQueue
-from typing import Final, final
+from typing import Any, Final, TypeAlias, final
+
+import numpy as np
 
 from kvtransfer.protocol.device import Blocks, Copying, Device, Fence, Pinned
 from kvtransfer.transports.common.on_device import wake_nobody
 from kvtransfer.transports.common.registry import TRANSPORTS
-from kvtransfer.transports.tcp_staged import TCP_STAGED, TcpStaged
+from kvtransfer.transports.tcp_staged import TCP_STAGED, TcpStaged, word_sum
 from pdserve.core.attempt import Attempt
 from pdserve.core.errors import ConfigError, TransferFailed
 from pdserve.core.kv.fetch import Fetch
@@ -197,6 +198,9 @@ class _Load:
     wrong: list[bytes] = field(default_factory=list)
 
 
+Leaving: TypeAlias = tuple[int, Any, Callable[[bool], None]]  # slot, memory, and who is told
+
+
 @final
 class DeviceTier:
     """BlockCopies and a FetchSource, of a worker with one pool. Its methods are called on the engine's thread."""
@@ -217,7 +221,8 @@ class DeviceTier:
         self._staging = staging
         self._free_rows = list(range(min(staging.num_blocks, len(slots))))
         self._rows_lock = threading.Lock()
-        self._saves: list[tuple[int, int]] = []  # block and slot
+        self._saves: dict[int, int] = {}  # slot -> block
+        self._leaving: list[Leaving] = []
         self._tier: HostTier | None = None
         self._drop: Callable[[bytes], None] = lambda block_hash: None
         self._num_pending = 0  # blocks of loads that have not ended
@@ -274,13 +279,16 @@ class DeviceTier:
             return len(self._free_rows)
 
     def save(self, block: int, slot: int) -> None:
-        self._saves.append((block, slot))
+        self._saves[slot] = block
 
     def flush(self) -> None:
-        saves, self._saves = sorted(self._saves, key=itemgetter(1)), []  # neighbours are moved by one copy
+        if self._leaving:  # before their slots are used again
+            leaving, self._leaving = self._leaving, []
+            self._tasks.put(partial(self._hand_down, leaving))
+        saves, self._saves = sorted(self._saves.items()), {}  # neighbours are moved by one copy
         if not saves:
             return
-        blocks, slots = [block for block, _ in saves], [slot for _, slot in saves]
+        slots, blocks = [slot for slot, _ in saves], [block for _, block in saves]
         with self._rows_lock:
             self._free_rows.sort()
             rows, self._free_rows = self._free_rows[: len(saves)], self._free_rows[len(saves) :]
@@ -293,6 +301,13 @@ class DeviceTier:
             self._tasks.put(partial(self._lose, slots, rows))
             return
         self._tasks.put(partial(self._save, gathering, rows, slots))
+
+    def hand_down(self, slot: int, into: Any, ready: Callable[[bool], None]) -> None:
+        """Copies a slot, which may be used again at once, to an array of bytes. `ready` is called on the thread of the
+        copies: the array has the block, or false."""
+        if slot in self._saves:  # it was saved and displaced by one allocation
+            self.flush()
+        self._leaving.append((slot, into, ready))
 
     def load(self, slot: int, block: int) -> None:
         raise AssertionError("the tier is read by fetches")
@@ -385,7 +400,8 @@ class DeviceTier:
         self._tasks.put(self._reap)
 
     def _lose(self, slots: Sequence[int], rows: Sequence[int]) -> None:
-        """The slots have no valid copy."""
+        """The slots have no valid copy. A call failed, which may have queued a part of its work."""
+        drained(self._device)
         self._wait_for_slots(slots)
         for slot in slots:
             self._sums[slot] = UNKNOWN
@@ -414,10 +430,17 @@ class DeviceTier:
                 )
             except Exception as error:  # the device has failed; the slots have no valid copy
                 log.warning("KV blocks were not saved", extra={"error": str(error)})
+                drained(self._device)  # of what the call had queued
                 with self._rows_lock:
                     self._free_rows += [*taken, *extra]
                 continue
             self._moving.append(_Save(gathering, moving, {slot: at_of[slot] for slot in part}, [*taken, *extra]))
+
+    def _hand_down(self, leaving: Sequence[Leaving]) -> None:
+        self._wait_for_slots([slot for slot, _, _ in leaving])
+        for slot, into, ready in leaving:
+            into[:] = np.frombuffer(self._slots.view(slot), np.uint8)
+            ready(self._sums[slot] == word_sum(memoryview(into)))
 
     def _load(self, load: _Load, slots: Sequence[int], fence: Fence) -> None:
         fetch, device = load.fetch, self._device
@@ -446,6 +469,7 @@ class DeviceTier:
                 waiting.last = device.copy(self._blocks, blocks, None, (), self._wake, None, behind=moving)
         except Exception as error:  # the device has failed
             log.warning("KV blocks were not loaded", extra={"error": str(error)})
+            drained(device)  # of what the call had queued: it may write to blocks of the fetch
         self._ended(load)
 
     def _reap(self) -> None:
@@ -511,6 +535,17 @@ class DeviceTier:
             self._reap()
             if any(not wanted.isdisjoint(one.slots) for one in self._moving):
                 time.sleep(POLL_S)
+
+
+def drained(device: Device) -> None:
+    """Waits until no work that was queued on the device accesses memory, however long that takes. Never raises."""
+    while True:
+        try:
+            device.drain()
+            return
+        except Exception as error:
+            log.error("the device does not drain", extra={"error": str(error)})
+            time.sleep(LOOK_S)
 
 
 def _wait_for(copying: Copying) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Final, final
 
 from kvtransfer.attempt_sender import AttemptSender, OutgoingTransfer
+from kvtransfer.device_staging import device_staging
 from kvtransfer.device_tier import device_tier
 from kvtransfer.devices import issuer
 from kvtransfer.link.endpoint import config_of, make_receiver, make_sender
@@ -168,7 +169,7 @@ def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] 
     """Runs on the engine thread. Raises ModelError, and ConfigError, for instance if `push` asks for groups of layers
     and blocks cannot be divided."""
     config = context.config
-    context = replace(context, device_tier=device_tier)
+    context = replace(context, device_tier=device_tier, device_staging=device_staging)
     engine = load(config, context.role) if context.kept is None else context.kept.engine
     check_movable(engine.spec.tp_degree, 1 + len(getattr(engine, "rank_addresses", ())))
     stamps = BlockStamps(engine.spec.num_blocks) if context.kept is None else context.kept.kv.blocks.stamps

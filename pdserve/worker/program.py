@@ -39,6 +39,7 @@ from pdserve.engine.adapters import read_adapter
 from pdserve.engine.interface import Engine, OnLayer, PlainOuts, Row, RowOut, compacted
 from pdserve.engine.memory.disk import DiskTier
 from pdserve.engine.memory.plan import with_device_defaults
+from pdserve.engine.memory.staging import OpenStaging
 from pdserve.engine.memory.store import StoreTier
 from pdserve.engine.ranks.rejected_joins import rejected_joins
 from pdserve.outage_log import PeerLog
@@ -97,6 +98,7 @@ class ProgramContext:
     kept: Kept | None = None  # of the worker's program in the other role; None: the process has just started
     #: Takes the memory of a host tier for a pool on a GPU: so many bytes or AUTO, with progress. None: there is none.
     device_tier: OpenDeviceTier = lambda *_: None
+    device_staging: OpenStaging | None = None  # how a disk tier and a store reach such a pool
 
 
 class TransferEndpoint(Protocol):
@@ -141,7 +143,7 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         self.num_steps = 0
         self.received_s = 0.0  # arrival time of the message that is being handled
         if (kept := context.kept) is None:
-            self.tiers = Tiers(engine, config, context.device_tier)
+            self.tiers = Tiers(engine, config, context.device_tier, context.device_staging)
             self.cost = calibrate.calibrate(engine, context.role, config)
             self.kv = self.tiers.open(self.cost, stamps)
         else:

@@ -33,6 +33,7 @@ from pdserve.engine.load_engine import VLLM
 from pdserve.engine.memory.disk import DiskTier, disk_tier
 from pdserve.engine.memory.host import AUTO, HostCopies, host_bytes_of, host_copies
 from pdserve.engine.memory.slow_tier import JOIN_S
+from pdserve.engine.memory.staging import OpenStaging
 from pdserve.engine.memory.store import StoreTier, store_tier
 from pdserve.progress import PhaseReport
 
@@ -85,9 +86,15 @@ OpenDeviceTier: TypeAlias = Callable[[KvPool, int, Callable[[int, int], None]], 
 
 @final
 class Tiers:
-    def __init__(self, engine: Engine, config: WorkerConfig, open_device_tier: OpenDeviceTier) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        config: WorkerConfig,
+        open_device_tier: OpenDeviceTier,
+        open_staging: OpenStaging | None,
+    ) -> None:
         """Takes the memory of the host tier. `open` must follow. Raises ConfigError."""
-        self._engine, self._config = engine, config
+        self._engine, self._config, self._open_staging = engine, config, open_staging
         self.sources: dict[str, FetchSource] = {}  # by name
         self.fetch_numbers: Iterator[int] = count(1)  # that the sources have not had
         report = PhaseReport(config.worker_id, "host tier", "bytes")
@@ -101,6 +108,10 @@ class Tiers:
     def open(self, cost: CostPrior, stamps: BlockStamps | None) -> KvCache:
         """Opens the tiers that are worthwhile beside computing. Overwrites the pool. Raises ConfigError."""
         config, spec = self._config, self._engine.spec
+        size, prefill_s = spec.block_size, CostModel(cost).prefill_s
+        rule = None if self._copies is None else _load_rule(self._copies, cost, size)
+        if self._on_device is not None:
+            rule = self._device_rule(self._on_device, cost)
         disk = self._disk_tier(cost)
         try:
             store = self._store_tier(cost)
@@ -110,10 +121,9 @@ class Tiers:
             raise
         lowers: list[LowerTier] = [one for one in (disk, store) if one is not None]
         lower = LowerTiers(*lowers) if len(lowers) > 1 else next(iter(lowers), None)
-        size, prefill_s = spec.block_size, CostModel(cost).prefill_s
-        tier = None if self._copies is None else _host_tier(self._copies, cost, size, lower)
-        if self._on_device is not None:
-            tier = self._device_tier(self._on_device, cost, lower)
+        tier, copies = None, self._on_device or self._copies
+        if rule is not None and copies is not None:
+            tier = HostTier(copies, rule, copies.most_saved, lower, queued=self._on_device)
         self._blocks = BlockAllocator(
             spec.num_blocks,
             is_cache_on=config.is_prefix_cache_on,
@@ -150,12 +160,14 @@ class Tiers:
     def _disk_tier(self, cost: CostPrior) -> DiskTier | None:
         """None if it is off, or if computing is sooner: routers would count on blocks that are computed again."""
         report = PhaseReport(self._config.worker_id, "disk tier", "files")
-        disk = disk_tier(self._engine, self._config, self._copies, report)
+        disk = disk_tier(
+            self._engine, self._config, self._on_device or self._copies, report, open_staging=self._open_staging
+        )
         return disk if disk is not None and self._is_worthwhile(disk, cost) else None
 
     def _store_tier(self, cost: CostPrior) -> StoreTier | None:
         """None if it is off, or if computing is sooner. Its blocks are not announced: all workers can read them."""
-        store = store_tier(self._engine, self._config, self._copies)
+        store = store_tier(self._engine, self._config, self._on_device or self._copies, self._open_staging)
         return store if store is not None and self._is_worthwhile(store, cost) else None
 
     def _is_worthwhile(self, tier: DiskTier | StoreTier, cost: CostPrior) -> bool:
@@ -169,17 +181,19 @@ class Tiers:
         self.sources[tier.name] = tier
         return True
 
-    def _device_tier(self, copies: DeviceTier, cost: CostPrior, lower: LowerTier | None) -> HostTier | None:
+    def _device_rule(self, copies: DeviceTier, cost: CostPrior) -> LoadRule | None:
+        """None, and no memory is taken, if copies are not worthwhile or go wrong."""
         try:
-            tier = _host_tier(copies, cost, self._engine.spec.block_size, lower, queued=copies)
+            rule = _load_rule(copies, cost, self._engine.spec.block_size, is_beside=True)
         except TransferFailed as failed:
             log.warning("there is no host tier", extra={"reason": failed.message})
-            tier = None
-        if tier is None:
+            rule = None
+        if rule is None:
             copies.close()
-            return None
-        self.sources[copies.name] = copies
-        return tier
+            self._on_device = None
+        else:
+            self.sources[copies.name] = copies
+        return rule
 
     # -- what they report ---------------------------------------------------------------------------------------
 
@@ -236,16 +250,12 @@ class Tiers:
         return [tier for tier in (self.disk, self.store) if tier is not None]
 
 
-def _host_tier(
-    copies: HostCopies | DeviceTier,
-    cost: CostPrior,
-    block_size: int,
-    lower: LowerTier | None,
-    queued: QueuedCopies | None = None,
-) -> HostTier | None:
+def _load_rule(
+    copies: HostCopies | DeviceTier, cost: CostPrior, block_size: int, *, is_beside: bool = False
+) -> LoadRule | None:
     """None if computing is sooner: routers would count on blocks that are computed again. Overwrites the pool."""
-    rule = LoadRule(copies.measure_s(), CostModel(cost).prefill_s, is_beside=queued is not None)
+    rule = LoadRule(copies.measure_s(), CostModel(cost).prefill_s, is_beside=is_beside)
     if not rule.is_worthwhile(block_size):
         log.warning("copying KV blocks would take longer than computing them, so there is no host tier")
         return None
-    return HostTier(copies, rule, copies.most_saved, lower, queued=queued)
+    return rule

@@ -17,9 +17,9 @@ from pdserve.core.kv.fetch import Fetch
 from pdserve.core.kv.tier_reads import Tier, TierSpeed
 from pdserve.engine.interface import Engine, EngineSpec, KvPool
 from pdserve.engine.memory.block_files import BlockFiles, FileCalls, Group, Place
-from pdserve.engine.memory.host import MOST_HASHES, HostCopies, pool_blocks
-from pdserve.engine.memory.slow_tier import FIRST_PAUSE_S, ReadSpeed, SlowTier, contents_id
-from pdserve.engine.memory.staging import Staging, is_aligned
+from pdserve.engine.memory.host import MOST_HASHES, HostCopies
+from pdserve.engine.memory.slow_tier import FIRST_PAUSE_S, JOIN_S, ReadSpeed, SlowTier, contents_id
+from pdserve.engine.memory.staging import CopyCount, OpenStaging, Staging, staging_of
 
 SYNC_BYTES: Final = 64 * 2**20  # written until the system is made to store them, which shows late errors
 SLOW_BYTES_S: Final = 50e6  # assumed if the device could not be measured
@@ -127,9 +127,10 @@ class DiskTier(SlowTier[Group, Place]):
 def disk_tier(
     engine: Engine,
     config: WorkerConfig,
-    copies: HostCopies | None,
+    copies: CopyCount | None,
     report: Callable[[int, int], None] = lambda done, of: None,
     calls: FileCalls | None = None,
+    open_staging: OpenStaging | None = None,
 ) -> DiskTier | None:
     """None if the tier is off. Raises ConfigError if the engine's pool cannot have one, or the folder is not usable."""
     if not config.kv_disk_path:
@@ -137,21 +138,38 @@ def disk_tier(
     spec, pool = engine.spec, engine.pool
     if not config.is_prefix_cache_on:
         raise ConfigError("kv_disk_path", config.kv_disk_path, "no folder while is_prefix_cache_on is false")
-    # On a GPU, a copy that leaves the host tier before `flush` would be handed down from a slot not yet written.
-    if not pool.is_on_host or spec.tp_degree > 1:
-        raise ConfigError("kv_disk_path", config.kv_disk_path, "no folder for a pool on GPUs, or of several ranks")
-    files = BlockFiles(
+    if spec.tp_degree > 1:
+        raise ConfigError("kv_disk_path", config.kv_disk_path, "no folder for a worker of several ranks")
+    staging = staging_of(pool, copies, DiskTier.num_readers, open_staging, "kv_disk_path", config.kv_disk_path)
+    try:
+        files = _files(engine, config, copies, report, calls, is_aligned=staging.is_aligned)
+        return DiskTier(files, pool, None, write_bytes_s=config.kv_disk_write_bytes_s, staging=staging)
+    except BaseException:
+        staging.close(JOIN_S)
+        raise
+
+
+def _files(
+    engine: Engine,
+    config: WorkerConfig,
+    copies: CopyCount | None,
+    report: Callable[[int, int], None],
+    calls: FileCalls | None,
+    *,
+    is_aligned: bool,
+) -> BlockFiles:
+    spec, pool = engine.spec, engine.pool
+    return BlockFiles(
         Path(config.kv_disk_path),
         config.worker_id,
         block_bytes=pool.block_bytes,
         num_bytes=config.kv_disk_bytes,
         most_slots=MOST_HASHES - pool.num_blocks - (0 if copies is None else copies.num_slots),
         contents=contents_of(spec, Path(config.model)),
-        is_aligned=is_aligned(pool_blocks(pool)),
+        is_aligned=is_aligned,
         calls=calls,
         report=report,
     )
-    return DiskTier(files, pool, copies, write_bytes_s=config.kv_disk_write_bytes_s)
 
 
 def contents_of(spec: EngineSpec, model: Path) -> bytes:

@@ -9,11 +9,12 @@ import mmap
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, Protocol, TypeAlias, final
 
 import numpy as np
 
 from pdserve.bounded_file import Buffer
+from pdserve.core.errors import ConfigError, TransferFailed
 from pdserve.engine.interface import KvPool
 from pdserve.engine.memory.block_files import PAGE
 from pdserve.engine.memory.host import HostCopies, pool_blocks
@@ -95,6 +96,38 @@ class Staging(Protocol):
     def close(self, within_s: float) -> None:
         """Nothing is read or written any more. Idempotent."""
         ...
+
+
+class CopyCount(Protocol):
+    """A host tier."""
+
+    @property
+    def num_slots(self) -> int: ...
+
+
+#: Makes the staging of a pool on a device, of which a host tier has copies, for so many threads that read. Raises
+#: TransferFailed.
+OpenStaging: TypeAlias = Callable[[KvPool, Any, int], Staging]
+
+
+def staging_of(
+    pool: KvPool,
+    copies: CopyCount | None,
+    num_readers: int,
+    on_device: OpenStaging | None,
+    setting: str,
+    value: str,
+) -> Staging:
+    """Raises ConfigError for the setting if there is none."""
+    if pool.is_on_host:
+        assert copies is None or isinstance(copies, HostCopies)
+        return HostStaging(pool, copies, most_rows(pool))
+    if on_device is None:
+        raise ConfigError(setting, value, "none for a pool on a device that this worker cannot copy from")
+    try:
+        return on_device(pool, copies, num_readers)
+    except TransferFailed as failed:
+        raise ConfigError(setting, value, f"none for this pool: {failed.message}") from failed
 
 
 def most_rows(pool: KvPool) -> int:

@@ -35,6 +35,7 @@ from pdserve.engine.memory.host import HostCopies
 from pdserve.engine.memory.object_stores import FULL, ObjectStore, open_object_store
 from pdserve.engine.memory.slow_tier import (
     FIRST_PAUSE_S,
+    JOIN_S,
     LATE,
     LATE_S,
     LONGEST_PAUSE_S,
@@ -42,7 +43,7 @@ from pdserve.engine.memory.slow_tier import (
     SlowTier,
     contents_id,
 )
-from pdserve.engine.memory.staging import Staging
+from pdserve.engine.memory.staging import CopyCount, OpenStaging, Staging, staging_of
 
 log = logging.getLogger(__name__)
 
@@ -478,20 +479,32 @@ def _read_s(store: ObjectStore, seal: Seal, hashes: Sequence[bytes], num_readers
     return time.perf_counter() - began_s
 
 
-def store_tier(engine: Engine, config: WorkerConfig, copies: HostCopies | None) -> StoreTier | None:
+def store_tier(
+    engine: Engine, config: WorkerConfig, copies: CopyCount | None, open_staging: OpenStaging | None = None
+) -> StoreTier | None:
     """None if the tier is off. Raises ConfigError if the engine's pool cannot have one, or the store does not work."""
     if not config.kv_store:
         return None
     spec, pool, shown = engine.spec, engine.pool, hide_password(config.kv_store)
     if not config.is_prefix_cache_on:
         raise ConfigError("kv_store", shown, "no store while is_prefix_cache_on is false")
-    if not pool.is_on_host or spec.tp_degree > 1:
-        raise ConfigError("kv_store", shown, "no store for a pool on GPUs, or of several ranks")
+    if spec.tp_degree > 1:
+        raise ConfigError("kv_store", shown, "no store for a worker of several ranks")
+    staging = staging_of(pool, copies, StoreTier.num_readers, open_staging, "kv_store", shown)
+    try:
+        return _store_tier(engine, config, staging)
+    except BaseException:
+        staging.close(JOIN_S)
+        raise
+
+
+def _store_tier(engine: Engine, config: WorkerConfig, staging: Staging) -> StoreTier:
+    spec, pool, shown = engine.spec, engine.pool, hide_password(config.kv_store)
     seal = Seal(config.cluster_secret, contents_of(spec, Path(config.model)), pool.block_bytes)
     object_bytes = pool.block_bytes + NONCE_BYTES + TAG_BYTES
     store = open_object_store(config.kv_store, seal.room, object_bytes, config.kv_store_bytes)
     try:
-        return StoreTier(store, seal, pool, copies, write_bytes_s=config.kv_store_write_bytes_s)
+        return StoreTier(store, seal, pool, None, write_bytes_s=config.kv_store_write_bytes_s, staging=staging)
     except OSError as error:
         store.close()
         expected = f"a store that answers, and that this worker may write to ({str(error) or type(error).__name__})"
