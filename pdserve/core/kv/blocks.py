@@ -228,10 +228,14 @@ class BlockAllocator:
         for block_hash in staying:
             self._retention.host.discard(block_hash)
         evicted = [self._block_of[block_hash] for block_hash in self._next_to_leave(count)]
+        passed: list[tuple[bytes, int]] = []  # to the tier below
         for left, block in zip(range(count, 0, -1), evicted, strict=False):
-            if left <= most_saved:  # the most valuable of many
-                self._save(block)
+            if left <= most_saved and not self._is_saved(block):  # the most valuable of many
+                passed.append((self._hash_of[block], block))
             self._forget(block)
+        if self.lower is not None:
+            for block_hash, block in reversed(passed):  # the most valuable first, because the tier below may fill up
+                self.lower.take_block(block_hash, block)
         if evicted and self.tier is not None:
             self.tier.flush()
         elif evicted and self.lower is not None:
@@ -455,12 +459,10 @@ class BlockAllocator:
             }
             assert not wrong, f"block: (references, holders) differ: {wrong}"
 
-    def _save(self, block: int) -> None:
-        """The block is about to be reused."""
+    def _is_saved(self, block: int) -> bool:
+        """The block is about to be reused. False: the tier below memory should take it."""
         block_hash = self._hash_of[block]
-        is_done = self._copy(block_hash, block) if self.tier is not None else not self._holds(block, block_hash)
-        if not is_done and self.lower is not None:
-            self.lower.take_block(block_hash, block)
+        return self._copy(block_hash, block) if self.tier is not None else not self._holds(block, block_hash)
 
     def _copy(self, block_hash: bytes, block: int) -> bool:
         """Copies a block to the host tier, unless it has one or the block no longer has its contents. False if the

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from pdserve.core.kv.blocks import BlockAllocator, CacheChange, FreeRuns, longest_runs_first, runs_of
+from pdserve.core.kv.stamps import content_hash64
 
 
 def h(number: int) -> bytes:
@@ -168,3 +169,34 @@ def test_an_invalidated_held_block_stays_held(blocks: BlockAllocator) -> None:
     assert (blocks.num_referenced, blocks.match([h(1)])) == (1, [])
     blocks.release(taken)
     assert blocks.num_free == 8
+
+
+def test_the_most_valuable_block_reaches_the_tier_below_first() -> None:
+    """It may have room for some only."""
+    taken: list[bytes] = []
+
+    class Lower:
+        room = 8
+
+        def take_block(self, block_hash: bytes, block: int) -> None:
+            taken.append(block_hash)
+
+        def take_copy(self, block_hash: bytes, slot: int) -> None:
+            raise AssertionError("there is no host tier")
+
+        def start_copies(self) -> None:
+            pass
+
+        def drop(self, block_hash: bytes) -> None:
+            pass
+
+    allocator = BlockAllocator(3, lower=Lower())
+    blocks = allocator.allocate(3)
+    assert blocks is not None
+    hashes = [bytes([number]) * 16 for number in range(3)]
+    for block, block_hash in zip(blocks, hashes, strict=True):
+        allocator.stamps.mark(block, content_hash64(block_hash))
+        allocator.publish(block, block_hash)
+    allocator.release(blocks)
+    assert allocator.allocate(3) is not None
+    assert taken == hashes  # the end of a text has less value than its beginning
