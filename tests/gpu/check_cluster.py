@@ -4,7 +4,8 @@
 
   bundled     1 prefill and 2 decode workers, the bundled model: every token is that of float64 (tests/oracle.py), for
               greedy, seeded and penalised answers, JSON schemas, and while a decode worker is killed
-  tiers       one decode worker whose pool holds a third of the texts: what left it comes back from the host's memory
+  tiers       one decode worker whose pool holds a third of the texts: what left it comes back from the host's memory,
+              from a disk, and from a shared store
   FAMILY      the same for greedy answers of a tiny model of each other family
   serve       Llama-3.1-8B's shape with made-up weights: `pdserve bench` at several loads; a prefill and a decode
               worker share the device, and one worker alone has it
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -67,7 +68,8 @@ def main() -> int:
     cases = cases_of(args, ["bundled", "serve", *OTHERS, "tiers"], None, CASE_S)
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent)
-        bodies: dict[str, Callable[[], str]] = {"bundled": lambda: bundled(device), "tiers": lambda: tiers(device)}
+        bodies: dict[str, Callable[[], str]] = {"bundled": lambda: bundled(device)}
+        bodies["tiers"] = lambda: tiers(device, folder)
         bodies["serve"] = lambda: serve(folder / "serve", device, is_rehearsal=args.rehearse)
         bodies |= {name: lambda name=name: family(name, folder / name, device) for name in OTHERS}  # type: ignore[misc]
         for name, body in bodies.items():
@@ -122,16 +124,29 @@ def bundled(device: Sequence[str]) -> str:
     return f"exact, {' and '.join(paths)}, over {', '.join(transports)}; a killed worker's answers too"
 
 
-def tiers(device: Sequence[str]) -> str:
+def tiers(device: Sequence[str], folder: Path) -> str:
     """Each text comes three times, after all others. By the profile, computing takes as long as for a large model."""
-    oracle, num_blocks = Oracle(BUNDLED), 128
-    settings = {
-        "kv_blocks": num_blocks,
-        "kv_host_bytes": 2**28,
-        "block_size": 16,
-        "profile": "h100-sxm.llama-3.1-8b.bf16",
-    }
-    flags = [part for name, value in settings.items() for part in ("--set", f"worker.{name}={value}")]
+    oracle = Oracle(BUNDLED)
+    shares = []
+    (folder / "store").mkdir()
+    for name, settings in {
+        "memory": {"kv_host_bytes": 2**28},
+        "disk": {"kv_host_bytes": 0, "kv_disk_path": str(folder / "disk")},
+        "store": {"kv_host_bytes": 0, "kv_store": f"file://{folder / 'store'}"},
+    }.items():
+        try:
+            shares.append(f"{name} {cached_share(device, oracle, settings):.0%}")
+        except Exception as error:
+            error.add_note(f"tier: {name}")
+            raise
+    return f"exact, cached blocks: {', '.join(shares)}, with a pool of a third"
+
+
+def cached_share(device: Sequence[str], oracle: Oracle, settings: Mapping[str, object]) -> float:
+    """Of the blocks of the texts, in the second and the third round."""
+    num_blocks = 128
+    shape = {"kv_blocks": num_blocks, "block_size": 16, "profile": "h100-sxm.llama-3.1-8b.bf16"}
+    flags = [part for name, value in {**shape, **settings}.items() for part in ("--set", f"worker.{name}={value}")]
     with Cluster(*device, "--prefill", "0", "--dtype", "float32", *flags) as cluster:
         texts = [f"# file {number}\n" + TEXTS[-1] * 4 for number in range(8)]
         ids = [cluster.client.tokenize(text) for text in texts]
@@ -144,7 +159,7 @@ def tiers(device: Sequence[str]) -> str:
                 cached += done[0].usage.cached_prompt_tokens if turn else 0
     if cached // 16 <= 2 * num_blocks:
         raise AssertionError(f"only {cached} tokens were cached, which the pool alone may have had")
-    return f"exact, {cached / 2 / 16 / working:.0%} of {working} blocks cached, with a pool of {num_blocks}"
+    return cached / 2 / 16 / working
 
 
 def family(name: str, folder: Path, device: Sequence[str]) -> str:
