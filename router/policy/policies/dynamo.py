@@ -7,8 +7,8 @@ With its defaults: prefill_load_scale 1, full credit for blocks in device memory
 softmax). Prefill workers hold no decode blocks, so the prefill stage compares only `adj`. The decode stage ignores
 overlap, so `adj` is the prompt on every worker and decode_blocks decides. Without prefill workers, both count.
 
-Deviations: there are no host, disk or shared tiers here, so their credits are zero; prefill load falls when a prefill
-ends, as in Dynamo without its optional decay.
+Deviations: blocks that a worker would read from its host memory or its disk have full credit, and those of a shared
+store none. Prefill load falls when a prefill ends, as in Dynamo without its optional decay.
 """
 
 from __future__ import annotations
