@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, final
 
+from pdserve.core.durations import clamped_s
 from pdserve.core.kv.tier_reads import Tier, TierSpeed, is_sooner
 
 LONG_TOKENS: Final = 32_768  # of a prompt that is worth to be loaded, if any is: later tokens take longer to compute
@@ -179,7 +180,8 @@ class HostTier:
     @property
     def speed(self) -> TierSpeed:
         """Of a tier that loads at once."""
-        return TierSpeed(tier=Tier.HOST, block_s=self.rule.block_s, is_at_once=True, most_given=self._most_saved)
+        block_s = clamped_s(self.rule.block_s)
+        return TierSpeed(tier=Tier.HOST, block_s=block_s, is_at_once=True, most_given=self._most_saved)
 
     @property
     def copies(self) -> dict[str, int]:

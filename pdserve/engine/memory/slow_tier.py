@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Final, Generic, Protocol, TypeVar, final
 
 from pdserve.build import FULL_VERSION
 from pdserve.core.attempt import Attempt
+from pdserve.core.durations import clamped_s
 from pdserve.core.kv.fetch import Fetch
 from pdserve.core.kv.hashing import hash_seed
 from pdserve.core.kv.tier_reads import Tier, TierSpeed
@@ -69,14 +70,21 @@ class ReadSpeed:
         self._seen_s = -math.inf
 
     def predict_s(self, num_bytes: int, now_s: float) -> float:
-        factor = self._factor if now_s - self._seen_s < FORGOTTEN_S else min(self._factor, 1.0)
-        return (self._fixed_s + num_bytes / self._bytes_s) * factor
+        return (self._fixed_s + num_bytes / self._bytes_s) * self._factor_at(now_s)
 
     def of_tier(self, tier: Tier, block_bytes: int, num_pending: int, now_s: float) -> TierSpeed:
         """`predict_s` for any number of blocks, after `num_pending` other ones."""
-        fixed_s = self.predict_s(0, now_s)
-        block_s = self.predict_s(block_bytes, now_s) - fixed_s
-        return TierSpeed(tier=tier, block_s=block_s, fixed_s=fixed_s, queue_s=num_pending * block_s)
+        factor = self._factor_at(now_s)  # once, because another thread observes
+        fixed_s, block_s = factor * self._fixed_s, factor * block_bytes / self._bytes_s
+        return TierSpeed(
+            tier=tier,
+            block_s=clamped_s(block_s),
+            fixed_s=clamped_s(fixed_s),
+            queue_s=clamped_s(num_pending * block_s),
+        )
+
+    def _factor_at(self, now_s: float) -> float:
+        return self._factor if now_s - self._seen_s < FORGOTTEN_S else min(self._factor, 1.0)
 
     def observe(self, num_bytes: int, seconds: float, now_s: float) -> None:
         factor = seconds / (self._fixed_s + num_bytes / self._bytes_s)
