@@ -166,6 +166,7 @@ class BlockAllocator:
         if tier is not None and not tier.loads_at_once:  # in the tier, they are copies of what the pool has
             self._most_ahead = int(AHEAD_SHARE * min(num_blocks, tier.num_slots))
         self._moved: dict[bytes, Tier | None] = {}  # hash -> its tier at the last change; None: none had it
+        self._shown: set[bytes] = set()  # of these, those that a snapshot had already, which must not cancel each other
         self._sequence = 0
 
     @property
@@ -403,15 +404,16 @@ class BlockAllocator:
         """The changes since the last call, with a sequence number; None if there are none. Changes that cancel each
         other are omitted."""
         moved, self._moved = self._moved, {}
+        shown, self._shown = self._shown, set()
         stored: list[bytes] = []
         removed: list[bytes] = []
         tiers = bytearray()
         for block_hash, before in moved.items():
             tier = self._tier_of(block_hash)
             if tier is None:
-                if before is not None:
+                if before is not None or block_hash in shown:
                     removed.append(block_hash)
-            elif tier is not before:
+            elif tier is not before or block_hash in shown:
                 stored.append(block_hash)
                 tiers.append(tier)
         if not stored and not removed:
@@ -421,6 +423,7 @@ class BlockAllocator:
         return CacheChange(sequence=self._sequence, stored=tuple(stored), removed=tuple(removed), tiers=told)
 
     def snapshot(self) -> CacheChange:
+        self._shown.update(self._moved)
         stored = dict.fromkeys(self._block_of, Tier.POOL)
         for hashes, tier in ((self.tier or (), Tier.HOST), (self._in_lower, Tier.DISK)):
             for block_hash in hashes:

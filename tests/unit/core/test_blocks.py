@@ -85,6 +85,14 @@ def test_a_match_ends_at_the_first_hash_that_is_missing(blocks: BlockAllocator) 
     blocks.check(holders=[taken, taken[:1]])
 
 
+def test_a_reader_of_a_snapshot_learns_of_a_block_that_came_and_left(blocks: BlockAllocator) -> None:
+    (block,) = published(blocks, 1)
+    assert blocks.snapshot().stored == (h(1),)
+    blocks.invalidate(block)
+    assert blocks.take_changes() == CacheChange(sequence=1, stored=(), removed=(h(1),))
+    assert blocks.take_changes() is None
+
+
 def test_a_shared_prefix_is_evicted_after_later_blocks(blocks: BlockAllocator) -> None:
     blocks.release(published(blocks, 1, 2, 3))
     assert blocks.allocate(6) is not None
