@@ -254,26 +254,27 @@ class Retention:
             if not self._is_used(one.hashes[0])
         )
 
-    def end(self, hashes: Iterable[bytes], now_s: float) -> None:
+    def end(self, hashes: Sequence[bytes], now_s: float) -> None:
         """The session of a text with these blocks, given in its order, has ended: its blocks from the first of them on
-        leave first, without those that are used, or that several texts have used."""
-        for block_hash in hashes:
-            segment = self._known.get(block_hash)
-            if segment is None or segment.reuse_class[0] in (Kind.SHARED, Kind.ENDED):
-                continue
-            rest = segment.hashes[segment.hashes.index(block_hash) :]
-            ended = tuple(one for one in rest if self._known.get(one) is segment and not self._is_used(one))
-            if not ended:
-                continue
-            self.rates.unused(segment.reuse_class, now_s - segment.at_s, len(ended) / segment.length)
-            leaving = [one for one in ended if one in self.pool]
-            for one in leaving:
-                self.pool.discard(one)
-            turn, uses, length, first_new = segment.turn, segment.uses, segment.length, segment.first_new
-            newer = self._segment((Kind.ENDED, 0), now_s, turn, uses, length, first_new, 0, ended)
-            newer.cost = segment.cost
-            if leaving:
-                self.pool.add(leaving, newer)
+        leave first, without those that are used, or that several texts have used. Only the end of the text is its
+        own, so only the segment of its last known block is considered."""
+        segment = next((one for one in map(self._known.get, reversed(hashes)) if one is not None), None)
+        if segment is None or segment.reuse_class[0] in (Kind.SHARED, Kind.ENDED):
+            return
+        first = next(one for one in hashes if self._known.get(one) is segment)
+        rest = segment.hashes[segment.hashes.index(first) :]
+        ended = tuple(one for one in rest if self._known.get(one) is segment and not self._is_used(one))
+        if not ended:
+            return
+        self.rates.unused(segment.reuse_class, now_s - segment.at_s, len(ended) / segment.length)
+        leaving = [one for one in ended if one in self.pool]
+        for one in leaving:
+            self.pool.discard(one)
+        turn, uses, length, first_new = segment.turn, segment.uses, segment.length, segment.first_new
+        newer = self._segment((Kind.ENDED, 0), now_s, turn, uses, length, first_new, 0, ended)
+        newer.cost = segment.cost
+        if leaving:
+            self.pool.add(leaving, newer)
 
     def may_leave_pool(self, hashes: Iterable[bytes], now_s: float) -> None:
         """No text uses these cached blocks, the deepest first."""

@@ -114,6 +114,18 @@ def test_the_end_of_a_session_spares_what_other_texts_have_used() -> None:
     assert {known[one].reuse_class[0] for text in (1, 2) for one in names(text, 3)} == {Kind.PRIVATE}
 
 
+def test_the_end_of_a_session_spares_another_one_with_the_same_beginning() -> None:
+    """Two texts have used the beginning, which is too few for a shared one."""
+    kv = pool(32)
+    system = names(9, 3)
+    for text in (1, 2):
+        use(kv, system + names(text, 3), now_s=float(text))
+    end(kv, system + names(1, 3))
+    known = kv.blocks._retention._known
+    assert {known[one].reuse_class[0] for one in names(1, 3)} == {Kind.ENDED}
+    assert Kind.ENDED not in {known[one].reuse_class[0] for one in system + names(2, 3)}
+
+
 def test_the_end_of_a_session_spares_what_a_text_uses() -> None:
     kv = pool(16)
     hashes = names(1, 6)
