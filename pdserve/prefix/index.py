@@ -7,6 +7,7 @@ token.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -124,7 +125,7 @@ class PrefixIndex:
         found.tiers = {
             worker_id: tiers
             for worker_id, depth in found.items()
-            if (tiers := _tier_depths(hashes[:depth], self._workers[worker_id].lower)) is not None
+            if (tiers := _tier_depths(hashes, depth, self._workers[worker_id].lower)) is not None
         }
         return found
 
@@ -180,15 +181,16 @@ class PrefixIndex:
             self._num_entries -= 1
 
 
-def _tier_depths(hashes: Sequence[bytes], lower: Mapping[bytes, Tier]) -> TierDepths | None:
-    """None: the pool has all of `hashes`, which the worker has."""
-    if not lower:
+def _tier_depths(hashes: Sequence[bytes], depth: int, lower: Mapping[bytes, Tier]) -> TierDepths | None:
+    """Of the `depth` leading ones, which the worker has. None: the pool has all of them. By bisection, as in Redis,
+    because a cache evicts leaves first."""
+    last = lower.get(hashes[depth - 1])
+    if last is None:
         return None
-    pool = next((at for at, one in enumerate(hashes) if one in lower), len(hashes))
-    if pool == len(hashes):
-        return None
-    rest = enumerate(hashes[pool:], pool)
-    return TierDepths(pool, next((at for at, one in rest if lower.get(one) is Tier.DISK), len(hashes)))
+    pool = bisect_left(range(depth), True, key=lambda at: hashes[at] in lower)
+    if last is not Tier.DISK:
+        return TierDepths(pool, depth)
+    return TierDepths(pool, bisect_left(range(depth), True, lo=pool, key=lambda at: lower.get(hashes[at]) is Tier.DISK))
 
 
 def leading_blocks(holders: Iterable[tuple[int, int]], alive: int, count: int) -> dict[int, int]:

@@ -44,13 +44,13 @@ def tiered(sequence: int, tiers: dict[bytes, Tier], *, snapshot: bool = False) -
 def test_a_lookup_says_how_the_blocks_are_split_over_tiers(index: PrefixIndex) -> None:
     blocks = chain(6)
     index.apply("pool", "1", change(1, blocks))
-    index.apply("w", "1", tiered(1, dict(zip(blocks, map(Tier, (0, 0, 1, 1, 2, 1)), strict=True))))
+    index.apply("w", "1", tiered(1, dict(zip(blocks, map(Tier, (0, 0, 1, 1, 2, 2)), strict=True))))
     found = index.lookup(blocks)
     assert (found, found.tiers) == ({"pool": 6, "w": 6}, {"w": TierDepths(2, 4)})
     assert index.lookup(blocks[:3]).tiers == {"w": TierDepths(2, 3)}
     assert index.lookup(blocks[:2]).tiers == {}
-    index.apply("w", "1", tiered(2, {blocks[2]: Tier.POOL, blocks[1]: Tier.DISK}))
-    assert index.lookup(blocks).tiers == {"w": TierDepths(1, 1)}
+    index.apply("w", "1", tiered(2, {blocks[2]: Tier.POOL, blocks[3]: Tier.DISK}))
+    assert index.lookup(blocks).tiers == {"w": TierDepths(3, 3)}
     index.apply("w", "1", change(3, [], [blocks[1]]))
     index.apply("w", "1", change(4, [blocks[1], blocks[3]]))  # without tiers, as of an older worker: in the pool
     assert index.lookup(blocks).tiers == {"w": TierDepths(4, 4)}
