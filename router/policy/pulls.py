@@ -98,7 +98,7 @@ def pull_of(
     pull_s = reads_s + source.pulls.typical_s + latency_s + per_byte_s * num_bytes
     rest_s = slowdown * view.prefill_s(request.num_tokens - prefix, prefix)
     waits_s = pull_s - queue_s if pull_s > queue_s else 0.0
-    if (own := request.reads.get(view.worker_id)) is not None:  # what it would read itself otherwise
+    if cached and (own := request.reads.get(view.worker_id)) is not None:  # what it would read itself otherwise
         waits_s -= own.wait_s(queue_s)
     recompute_s = work_s - rest_s
     is_pulled = waits_s + WORK_WEIGHT * PULL_SHARE * pull_s < (1.0 + WORK_WEIGHT) * recompute_s

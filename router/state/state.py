@@ -210,9 +210,12 @@ class RouterState:
         return None if request is None else request.stage
 
     def cached_blocks(self, request_id: str) -> Mapping[str, int]:
-        """Worker id -> number of leading blocks of the request that it may have; empty for an unknown request."""
+        """Worker id -> number of leading blocks of the request that its pool may have. It lacks workers that have some
+        of them in other tiers, and is empty for an unknown request."""
         request = self._cluster.requests.get(request_id)
-        return {} if request is None else dict(request.cached_blocks)
+        if request is None:
+            return {}
+        return {name: count for name, count in request.cached_blocks.items() if name not in request.cached_tiers}
 
     def explain(self, request_id: str) -> DecisionRecord | None:
         """The explanation of a recent placement; None if it is no longer kept."""

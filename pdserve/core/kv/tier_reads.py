@@ -134,12 +134,12 @@ def predict_reads(
     turn_s: float,
     most_read: int,
 ) -> TierReads:
-    """Of the `num_blocks` leading blocks that a worker has. `computed_s`: seconds to compute so many blocks after so
-    many others. `most_read`: blocks of one read for which a prompt waits. Blocks of a tier without a speed are
-    computed."""
-    have, read_s, copy_s, saved = tiers.pool, 0.0, 0.0, 0.0
-    num_kept = have
-    for tier, end in ((Tier.HOST, tiers.memory), (Tier.DISK, num_blocks)):
+    """Of the `num_blocks` leading blocks that a worker has and a prompt can use. `computed_s`: seconds to compute so
+    many blocks after so many others. `most_read`: blocks of one read for which a prompt waits. Blocks of a tier without
+    a speed are computed."""
+    num_kept = in_pool = have = min(tiers.pool, num_blocks)
+    read_s, copy_s, saved = 0.0, 0.0, 0.0
+    for tier, end in ((Tier.HOST, min(tiers.memory, num_blocks)), (Tier.DISK, num_blocks)):
         count = end - have
         if count <= 0:
             continue
@@ -164,7 +164,7 @@ def predict_reads(
         saved += computed_s(found.num_blocks, first)
         if found.num_blocks < count:
             break
-    return TierReads(have, have - tiers.pool, num_kept, copy_s, read_s, saved)
+    return TierReads(have, have - in_pool, num_kept, copy_s, read_s, saved)
 
 
 def predict_given(
@@ -177,9 +177,9 @@ def predict_given(
     """How many of the leading blocks a worker gives to another one that pulls them, and the seconds that it reads
     before. With a disk, it reads as for a prompt of its own whose turn has come."""
     host = _speed_of(speeds, Tier.HOST)
-    given, seconds = tiers.pool, 0.0
-    if host is not None and host.is_at_once and tiers.memory > given:
-        count = min(tiers.memory - given, host.most_given)
+    given, seconds = min(tiers.pool, num_blocks), 0.0
+    if host is not None and host.is_at_once and (count := min(tiers.memory, num_blocks) - given) > 0:
+        count = min(count, host.most_given)
         given, seconds = given + count, host.read_s(count)
     if _speed_of(speeds, Tier.DISK) is not None:
         reads = predict_reads(num_blocks, tiers, speeds, computed_s, 0.0, most_read)

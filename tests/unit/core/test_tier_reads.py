@@ -89,6 +89,13 @@ def test_a_second_read_begins_after_the_first() -> None:
     assert (part.num_blocks, part.read_s) == (8, pytest.approx(8.4))
 
 
+def test_blocks_that_a_prompt_cannot_use_are_not_read() -> None:
+    """The last token is computed, so a prompt of full blocks uses all but one of them."""
+    assert predict(COPIES, num_blocks=5) == TierReads(5, 3, 5, pytest.approx(0.03), 0.0, 3.0)
+    assert predict(COPIES, num_blocks=1) == TierReads(1, 0, 1, 0.0, 0.0, 0.0)
+    assert predict_given(3, SPLIT, [COPIES], computed_s, 100) == (3, pytest.approx(0.01))
+
+
 def test_a_read_takes_a_part_of_the_pool() -> None:
     assert predict(PINNED, DISK, most_read=3).num_blocks == 5
 
