@@ -443,9 +443,10 @@ class SlowTier(ABC, Generic[ReadPart, Written]):
             with self._guard:
                 while not self._writes and not self._wrong and not self._is_closing:
                     self._may_write.wait()
-                if self._is_closing and not self._writes:  # what still arrives is written too
+                if self._is_closing and not self._writes and not self._wrong:  # what still arrives is written too
                     self._may_write.wait_for(
-                        lambda: self._writes or not self._num_arriving, max(0.0, self._close_by_s - time.monotonic())
+                        lambda: self._writes or self._wrong or not self._num_arriving,
+                        max(0.0, self._close_by_s - time.monotonic()),
                     )
                 is_done = not self._writes and not self._wrong
                 if self._is_closing and (is_done or time.monotonic() >= self._close_by_s):

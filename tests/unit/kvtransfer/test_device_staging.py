@@ -14,6 +14,7 @@ from kvtransfer.device_staging import DeviceStaging
 from kvtransfer.device_tier import DeviceTier, pin_slots
 from pdserve.core.kv.fetch import Fetch
 from pdserve.core.kv.host_tier import HostTier, LoadRule
+from pdserve.engine.memory import slow_tier
 from pdserve.engine.memory.block_files import BlockFiles
 from pdserve.engine.memory.disk import DiskTier
 from tests.support import fake_device
@@ -239,6 +240,23 @@ def test_a_wrong_block_is_erased_while_its_copy_hangs(
     wait_for(lambda: one.disk._num_arriving == 0, "the end of the copy")
     assert one.disk.flush(WAIT_S)
     assert B not in one.disk.files
+
+
+def test_a_wrong_block_is_erased_while_a_closing_tier_waits_for_a_copy(
+    tiered: Callable[..., Tiered], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the next process would find it."""
+    monkeypatch.setattr(slow_tier, "DRAIN_S", 2 * WAIT_S)
+    one = tiered(trouble=Trouble())
+    one.leave((A, 0))
+    assert one.disk.flush(WAIT_S)
+    step = one.device.begin_step()
+    one.leave((B, 1))
+    one.disk.begin_close()
+    one.disk.drop(A)
+    wait_for(lambda: not one.disk._wrong and not one.disk._is_erasing, "the end of the erasure")
+    assert one.disk._num_arriving == 1
+    step.set()
 
 
 def test_a_read_that_hangs_keeps_its_blocks(tiered: Callable[..., Tiered], monkeypatch: pytest.MonkeyPatch) -> None:
