@@ -348,7 +348,10 @@ class CudaDevice:
 
     def unpin(self) -> None:
         if hasattr(torch.accelerator, "empty_host_cache"):  # not in every torch that pdserve accepts
-            torch.accelerator.empty_host_cache()
+            try:
+                torch.accelerator.empty_host_cache()
+            except RuntimeError as error:  # the device has failed; what else is open must be closed
+                log.warning("pinned memory was not freed", extra={"error": str(error)})
 
     def move(
         self,

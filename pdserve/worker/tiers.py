@@ -106,19 +106,21 @@ class Tiers:
             self._on_device = open_device_tier(engine.pool, num_bytes, report)
 
     def open(self, cost: CostPrior, stamps: BlockStamps | None) -> KvCache:
-        """Opens the tiers that are worthwhile beside computing. Overwrites the pool. Raises ConfigError."""
+        """Opens the tiers that are worthwhile beside computing. Overwrites the pool. Raises ConfigError. Then none is
+        open."""
+        try:
+            return self._open(cost, stamps)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, cost: CostPrior, stamps: BlockStamps | None) -> KvCache:
         config, spec = self._config, self._engine.spec
         size, prefill_s = spec.block_size, CostModel(cost).prefill_s
         rule = None if self._copies is None else _load_rule(self._copies, cost, size)
         if self._on_device is not None:
             rule = self._device_rule(self._on_device, cost)
-        disk = self._disk_tier(cost)
-        try:
-            store = self._store_tier(cost)
-        except BaseException:
-            if disk is not None:
-                disk.close()
-            raise
+        disk, store = self._disk_tier(cost), self._store_tier(cost)
         lowers: list[LowerTier] = [one for one in (disk, store) if one is not None]
         lower = LowerTiers(*lowers) if len(lowers) > 1 else next(iter(lowers), None)
         tier, copies = None, self._on_device or self._copies
@@ -244,6 +246,8 @@ class Tiers:
             tier.close(max(0.0, until_s - time.monotonic()))
         for source in self.sources.values():
             source.close()
+        if self._on_device is not None:  # if it is not yet a source
+            self._on_device.close()
 
     @property
     def _written(self) -> list[DiskTier | StoreTier]:
