@@ -73,7 +73,7 @@ log = logging.getLogger(__name__)
 
 INFERENCE: Final = "pdserve.v1.InferenceService"
 CLUSTER: Final = "pdserve.v1.ClusterService"
-STOP_GRACE_S: Final = 1.0
+STOP_GRACE_S: Final = 3.0  # for the error with which each call ends; a busy machine may need most of it
 LATE_CALLS_S: Final = 0.5  # for a gateway, after the last answer of a drain
 READ_CHECK_S: Final = 0.5  # between two checks whether prompts can be read
 WORKERS_S: Final = 5.0  # how long a router of a group waits for its workers before it listens beside the others
