@@ -18,18 +18,17 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, Final, final
 
 import numpy as np
 
-from kvtransfer.device_tier import DeviceTier, drained
+from kvtransfer.device_tier import LOOK_S, DeviceTier, drained, has_ended, run_copies
 from kvtransfer.protocol.device import Copying, Device, Fence
 from kvtransfer.transports.common.registry import TRANSPORTS
 from kvtransfer.transports.tcp_staged import TCP_STAGED, TcpStaged, word_sum
@@ -43,8 +42,6 @@ log = logging.getLogger(__name__)
 
 GATHERED_BYTES: Final = 2**26  # of device memory, for blocks on their way out
 MOST_ROWS: Final = 4096
-LOOK_S: Final = 0.5  # between two looks at copies for which no wake comes, because they took too long
-POLL_S: Final = 1e-3  # while the tier closes
 
 
 def device_staging(pool: KvPool, copies: DeviceTier | None, num_readers: int) -> DeviceStaging:
@@ -137,20 +134,7 @@ class DeviceStaging:
         self._tasks.put(partial(self._move, gathering, gathered, saves))
 
     def _run(self) -> None:
-        while True:
-            try:
-                task = self._tasks.get(timeout=LOOK_S if self._moving else None)
-            except Empty:
-                task = self._reap
-            if task is None:
-                break
-            try:
-                task()
-            except Exception:  # a defect here must not end the thread
-                log.exception("a copy to a tier failed")
-        while self._moving:
-            self._reap()
-            time.sleep(POLL_S)
+        run_copies(self._tasks, self._moving, self._reap)
 
     def _move(self, gathering: Copying, gathered: Sequence[int], saves: Sequence[tuple[int, int, Ready]]) -> None:
         rows = [row for _, row, _ in saves]
@@ -179,13 +163,7 @@ class DeviceStaging:
         """Deals with the copies that have ended. The memory of one that takes too long is not used again unless it
         ends."""
         for one in list(self._moving):
-            try:
-                if not one.moving.is_done:
-                    continue
-            except TransferFailed as failed:
-                if not one.is_late:
-                    one.is_late = True
-                    log.error("a copy of KV blocks does not end", extra={"error": failed.message})
+            if not has_ended(one, one.moving):
                 continue
             self._moving.remove(one)
             try:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, Protocol, TypeAlias, final
 
 import numpy as np
 
@@ -381,20 +381,7 @@ class DeviceTier:
     # -- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            try:
-                task = self._tasks.get(timeout=LOOK_S if self._moving else None)
-            except Empty:
-                task = self._reap
-            if task is None:
-                break
-            try:
-                task()
-            except Exception:  # a defect here must not end the thread, for which fetches would wait
-                log.exception("a copy of the host tier failed")
-        while self._moving:
-            self._reap()
-            time.sleep(POLL_S)
+        run_copies(self._tasks, self._moving, self._reap)
 
     def _wake(self) -> None:
         self._tasks.put(self._reap)
@@ -409,15 +396,12 @@ class DeviceTier:
             self._free_rows += rows
 
     def _save(self, gathering: Copying, rows: Sequence[int], slots: Sequence[int]) -> None:
-        at_of = {slot: at for at, slot in enumerate(slots)}  # the last save of a slot, if it was used again at once
-        self._wait_for_slots(at_of)
-        unused = [row for at, row in enumerate(rows) if at_of[slots[at]] != at]
-        for slot in at_of:
+        at_of = {slot: at for at, slot in enumerate(slots)}
+        self._wait_for_slots(slots)
+        for slot in slots:
             self._sums[slot] = UNKNOWN
-        parts = _by_piece(self._slots, list(at_of), len(slots))
-        for number, (piece, part) in enumerate(parts):
+        for piece, part in _by_piece(self._slots, slots, len(slots)):
             taken = [rows[at_of[slot]] for slot in part]
-            extra = unused if number == 0 else []
             try:
                 moving = self._device.move_blocks(
                     self._staging,
@@ -432,9 +416,9 @@ class DeviceTier:
                 log.warning("KV blocks were not saved", extra={"error": str(error)})
                 drained(self._device)  # of what the call had queued
                 with self._rows_lock:
-                    self._free_rows += [*taken, *extra]
+                    self._free_rows += taken
                 continue
-            self._moving.append(_Save(gathering, moving, {slot: at_of[slot] for slot in part}, [*taken, *extra]))
+            self._moving.append(_Save(gathering, moving, {slot: at_of[slot] for slot in part}, taken))
 
     def _hand_down(self, leaving: Sequence[Leaving]) -> None:
         self._wait_for_slots([slot for slot, _, _ in leaving])
@@ -477,13 +461,7 @@ class DeviceTier:
         its blocks, slots and staging are not used again unless it ends."""
         for one in list(self._moving):
             copying = one.moving if isinstance(one, _Save) else one.last
-            try:
-                if not copying.is_done:
-                    continue
-            except TransferFailed as failed:
-                if not one.is_late:
-                    one.is_late = True
-                    log.error("a copy of KV blocks does not end", extra={"error": failed.message})
+            if not has_ended(one, copying):
                 continue
             try:
                 sums = one.gathering.sums() if isinstance(one, _Save) else copying.sums()
@@ -535,6 +513,43 @@ class DeviceTier:
             self._reap()
             if any(not wanted.isdisjoint(one.slots) for one in self._moving):
                 time.sleep(POLL_S)
+
+
+class Late(Protocol):
+    """What waits for a copy."""
+
+    is_late: bool  # the copy takes too long, which was logged
+
+
+def has_ended(one: Late, copying: Copying) -> bool:
+    """False also for a copy that takes too long, or whose device has failed: it may still write."""
+    try:
+        return copying.is_done
+    except TransferFailed as failed:
+        if not one.is_late:
+            one.is_late = True
+            log.error("a copy of KV blocks does not end", extra={"error": failed.message})
+        return False
+
+
+def run_copies(
+    tasks: SimpleQueue[Callable[[], None] | None], moving: Sequence[object], reap: Callable[[], None]
+) -> None:
+    """The thread of copies: runs tasks until None comes, and `reap`, which shortens `moving`, until no copy is left."""
+    while True:
+        try:
+            task = tasks.get(timeout=LOOK_S if moving else None)
+        except Empty:
+            task = reap
+        if task is None:
+            break
+        try:
+            task()
+        except Exception:  # a defect here must not end the thread, for which fetches would wait
+            log.exception("a copy of KV blocks failed")
+    while moving:
+        reap()
+        time.sleep(POLL_S)
 
 
 def drained(device: Device) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from kvtransfer import device_staging as module
+from kvtransfer import device_tier
 from kvtransfer.device_staging import DeviceStaging
 from kvtransfer.device_tier import DeviceTier, pin_slots
-from pdserve.core.kv.fetch import Fetch
 from pdserve.core.kv.host_tier import HostTier, LoadRule
 from pdserve.engine.memory import slow_tier
 from pdserve.engine.memory.block_files import BlockFiles
@@ -20,7 +20,7 @@ from pdserve.engine.memory.disk import DiskTier
 from tests.support import fake_device
 from tests.support.fake_device import DevicePool, FakeDevice, Trouble
 from tests.unit.kvtransfer.harness import WAIT_S, wait_for
-from tests.unit.kvtransfer.test_device_tier import ATTEMPT, BLOCK_BYTES, NUM_BLOCKS, SLOW, nobody
+from tests.unit.kvtransfer.test_device_tier import BLOCK_BYTES, NUM_BLOCKS, SLOW, fetch_of, nobody
 
 pytestmark = pytest.mark.gpu_checks
 
@@ -68,17 +68,7 @@ class Tiered:
     def begin(self, hashes: tuple[bytes, ...], blocks: tuple[int, ...]) -> queue.SimpleQueue[int]:
         self.num_fetches += 1
         ends: queue.SimpleQueue[int] = queue.SimpleQueue()
-        fetch = Fetch(
-            number=self.num_fetches,
-            source="disk",
-            attempt=ATTEMPT,
-            first=0,
-            hashes=hashes,
-            blocks=blocks,
-            started_s=0.0,
-            predicted_s=0.0,
-        )
-        self.disk.begin(fetch, ends.put)
+        self.disk.begin(fetch_of("disk", self.num_fetches, hashes, blocks), ends.put)
         return ends
 
     def load(self, hashes: tuple[bytes, ...], blocks: tuple[int, ...]) -> int:
@@ -223,7 +213,7 @@ def test_a_call_that_fails_is_a_miss_once_the_device_has_drained(
 def test_a_wrong_block_is_erased_while_its_copy_hangs(
     tiered: Callable[..., Tiered], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    monkeypatch.setattr(device_tier, "LOOK_S", 0.01)
     one = tiered(trouble=Trouble())
     one.leave((A, 0))
     assert one.disk.flush(WAIT_S)

@@ -35,6 +35,19 @@ ATTEMPT: Any = None  # of no importance here
 def nobody(done: int, of: int) -> None: ...
 
 
+def fetch_of(source: str, number: int, hashes: tuple[bytes, ...], blocks: tuple[int, ...]) -> Fetch:
+    return Fetch(
+        number=number,
+        source=source,
+        attempt=ATTEMPT,
+        first=0,
+        hashes=hashes,
+        blocks=blocks,
+        started_s=0.0,
+        predicted_s=0.0,
+    )
+
+
 class Tiered:
     """A pool of a device and its tier, driven by hand."""
 
@@ -57,17 +70,7 @@ class Tiered:
     def begin(self, *hashes: bytes, blocks: tuple[int, ...]) -> queue.SimpleQueue[int]:
         self.num_fetches += 1
         ends: queue.SimpleQueue[int] = queue.SimpleQueue()
-        fetch = Fetch(
-            number=self.num_fetches,
-            source="host",
-            attempt=ATTEMPT,
-            first=0,
-            hashes=hashes,
-            blocks=blocks,
-            started_s=0.0,
-            predicted_s=0.0,
-        )
-        self.copies.begin(fetch, ends.put)
+        self.copies.begin(fetch_of("host", self.num_fetches, hashes, blocks), ends.put)
         return ends
 
     def load(self, *hashes: bytes, blocks: tuple[int, ...]) -> int:
