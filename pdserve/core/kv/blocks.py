@@ -231,7 +231,7 @@ class BlockAllocator:
         evicted = [self._block_of[block_hash] for block_hash in self._next_to_leave(count)]
         passed: list[tuple[bytes, int]] = []  # to the tier below
         for left, block in zip(range(count, 0, -1), evicted, strict=False):
-            if left <= most_saved and not self._is_saved(block):  # the most valuable of many
+            if left <= most_saved and not self._save(block):  # the most valuable of many
                 passed.append((self._hash_of[block], block))
             self._forget(block)
         if self.lower is not None:
@@ -462,7 +462,7 @@ class BlockAllocator:
             }
             assert not wrong, f"block: (references, holders) differ: {wrong}"
 
-    def _is_saved(self, block: int) -> bool:
+    def _save(self, block: int) -> bool:
         """The block is about to be reused. False: the tier below memory should take it."""
         block_hash = self._hash_of[block]
         return self._copy(block_hash, block) if self.tier is not None else not self._holds(block, block_hash)
