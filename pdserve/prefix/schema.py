@@ -243,15 +243,16 @@ for at = step, count + step - 1, step do
   places[#places + 1] = math.min(at, count)
   probes[#probes + 1] = block(math.min(at, count))
 end
--- The number of leading blocks without one of the marks, at least `low`; block `high` has one. `guess` is tried first.
+-- Where to look next: first at `guess` and after it, then in the middle.
+local function between(low, high, guess)
+  if guess == low then return low + 1 end
+  if guess > low and guess < high then return guess end
+  return math.floor((low + high) / 2)
+end
+-- The number of leading blocks without one of the marks, at least `low`; block `high` has one.
 local function unmarked(key, low, high, guess, marks)
   while high - low > 1 do
-    local middle = math.floor((low + high) / 2)
-    if guess == low then
-      middle = low + 1
-    elseif guess > low and guess < high then
-      middle = guess
-    end
+    local middle = between(low, high, guess)
     local hash, found = block(middle), 0
     for _, mark in ipairs(marks) do found = found + redis.call('SISMEMBER', key, hash .. mark) end
     if found == 0 then low = middle else high = middle end
@@ -274,12 +275,7 @@ for index = 3, #ARGV do
     end
   end
   while missing - depth > 1 do
-    local middle = math.floor((depth + missing) / 2)
-    if before == depth then
-      middle = before + 1
-    elseif before > depth and before < missing then
-      middle = before
-    end
+    local middle = between(depth, missing, before)
     if redis.call('SISMEMBER', key, block(middle)) == 1 then depth = middle else missing = middle end
   end
   local found = tostring(depth)
