@@ -64,11 +64,9 @@ class PolicyInput:
     avoid_workers: frozenset[str] = frozenset()
     avoid_pairs: frozenset[tuple[str, str]] = frozenset()
     source: WorkerView | None = None  # the worker with the most of its KV, from which others may pull it
-    source_tokens: int = 0  # leading tokens whose KV it has, without the one that must be computed
-
-    source_read_s: float = 0.0  # that the source reads its tiers before it gives them
-    # What the workers do whose pools do not have all of their leading blocks. `cached_tokens` has what they do not
-    # compute.
+    source_tokens: int = 0  # leading tokens whose KV it gives, without the one that must be computed
+    source_read_s: float = 0.0  # for which it reads its tiers before
+    #: Of the workers whose pools do not have all of their leading blocks. `cached_tokens` has what they do not compute.
     reads: Mapping[str, TierReads] = field(default_factory=dict)
 
     def read_wait_s(self, worker_id: str, turn_s: float) -> float:
