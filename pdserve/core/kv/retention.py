@@ -37,6 +37,7 @@ class Segment:
     first_new: int  # of the text, the block with which it began to differ from those before
     cost: float  # of computing one of its blocks
     hashes: tuple[bytes, ...]
+    deeper: tuple[ReuseClass, ...] = ()  # the classes of what follows it in the text
     num_known: int = 0  # its hashes that no newer segment has
     place: int = -1  # among all with known hashes
 
@@ -98,8 +99,13 @@ class EvictionQueue:
         return self.rank(self._choose(now_s), now_s)
 
     def rank(self, segment: Segment, now_s: float) -> int:
-        """Of the value of its blocks; higher ones stay."""
-        value = self._rates.value(segment.reuse_class, now_s - segment.at_s) * segment.cost
+        """Of the value of its blocks; higher ones stay. Who uses a text again uses its beginning too, and without that
+        no later block is found. So it is worth no less than what follows it."""
+        age_s = now_s - segment.at_s
+        value = self._rates.value(segment.reuse_class, age_s)
+        for reuse_class in segment.deeper:
+            value = max(value, self._rates.value(reuse_class, age_s))
+        value *= segment.cost
         return math.frexp(value)[1] if value > 0.0 else _LOWEST_RANK + (value == 0.0)
 
     def pop(self, count: int, now_s: float) -> list[bytes]:
@@ -237,9 +243,13 @@ class Retention:
             reuse_class = _classify(uses, turn, reuse_within_s)
             if not parts or parts[-1][1] != reuse_class:
                 parts.append((first, reuse_class, uses))
-        end = len(hashes)
+        end, deeper = len(hashes), tuple[ReuseClass, ...]()
         for first, reuse_class, uses in reversed(parts):
-            self._segment(reuse_class, now_s, turn, uses, len(hashes), first_new, first, tuple(hashes[first:end]))
+            rest = tuple(hashes[first:end])
+            segment = self._segment(reuse_class, now_s, turn, uses, len(hashes), first_new, first, rest)
+            segment.deeper = deeper
+            if reuse_class not in deeper:
+                deeper = (reuse_class, *deeper)
             end = first
 
     def _learn(self, now_s: float) -> None:
@@ -317,7 +327,9 @@ class Retention:
         0.0 and None: unknown."""
         segment = self._segment_of(block_hash, now_s)
         text_s = 0.0 if self._computed_s is None else self._computed_s(segment.length // 2)
-        return text_s, self.rates.chance(segment.reuse_class, now_s - segment.at_s)
+        age_s = now_s - segment.at_s
+        chances = [self.rates.chance(one, age_s) for one in (segment.reuse_class, *segment.deeper)]
+        return text_s, max([one for one in chances if one is not None], default=None)
 
     def drop(self, block_hash: bytes) -> None:
         """The contents of the block are wrong."""

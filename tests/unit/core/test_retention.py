@@ -183,6 +183,17 @@ def test_a_session_with_the_same_long_prefix_is_no_later_turn() -> None:
     assert retention._known[names(10, 5)[0]].turn == 2, "the second turn again, with another end"
 
 
+def test_the_beginning_of_a_text_stays_as_long_as_what_follows_it() -> None:
+    kv = pool(10)
+    shared = names(0, 4)
+    for text in range(1, 4):  # the beginning is shared, and nothing is known of such blocks
+        use(kv, [*shared, *names(text, 2)], float(text), reuse_within_s=60.0)
+    announced = [*shared, *names(3, 2)]
+    for left in range(10, 0, -1):
+        assert kv.blocks.num_matched(announced) == min(left, 6), "a block has left before those behind it"
+        kv.blocks.allocate(1)
+
+
 def test_a_prefix_of_many_texts_is_shared() -> None:
     retention = Retention(1000)
     for text in range(1, 6):
