@@ -1,10 +1,11 @@
 """Prefix index in Redis: seconds per lookup, compared with one pipelined HKEYS per block in the same run.
 
-    python benchmarks/prefix.py [--repeats 300]
+    python -m benchmarks.prefix [--repeats 300] [--tiers]
 
 HKEYS per block is the schema of llm-d (one hash per block, one field per pod). Both answer the same question about the
 same chains with the same server and client library; rounds alternate. "Two depths": half of the workers hold the whole
-chain and the others its first half, so that the second phase has work.
+chain and the others its first half, so that the second phase has work. With `--tiers`, every second block of half of
+the workers is not in the pool but in host memory.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from pdserve.core.kv.tier_reads import Tier
 from pdserve.core.types import Role
 from pdserve.prefix.connection import connect
 from pdserve.prefix.embedded import EmbeddedRedis
@@ -35,16 +37,20 @@ SEED = bytes(32)
 async def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=300)
+    parser.add_argument("--tiers", action="store_true", help="blocks below the pool")
     arguments = parser.parse_args()
     with EmbeddedRedis.start() as server:
         chains = [[os.urandom(16) for _ in range(max(LENGTHS))] for _ in range(CHAINS)]
         index = RedisIndex(server.url, "bench", hash_seed=SEED, timeout_s=10.0)
         await index.start()
-        workers = [await _publish(server.url, number, chains) for number in range(WORKERS)]
+        workers = [await _publish(server.url, number, chains, arguments.tiers) for number in range(WORKERS)]
         peer = connect(server.url, timeout_s=30.0, max_connections=2)
         await _fill_peer(peer, chains)
         while len(await index.lookup(chains[0])) < WORKERS:
             await asyncio.sleep(0.05)
+        if arguments.tiers:
+            found = await index.lookup(chains[0])
+            assert len(found.tiers) == WORKERS // 2, "the lookups see other tiers"
         print(f"{CHAINS} chains x {max(LENGTHS)} blocks x {WORKERS} workers, {server.url.split(':')[0]}, ms\n")
         print("| blocks | p50 | p99 | HKEYS p50 | HKEYS p99 | times faster | bar p50 | two depths p50 |")
         print("|---|---|---|---|---|---|---|---|")
@@ -63,13 +69,15 @@ async def main() -> None:
         await peer.aclose()
 
 
-async def _publish(url: str, number: int, chains: Sequence[Sequence[bytes]]) -> WorkerPublisher:
+async def _publish(url: str, number: int, chains: Sequence[Sequence[bytes]], has_tiers: bool) -> WorkerPublisher:
     worker_id = f"w{number}"
     facts = Registration(worker_id=worker_id, incarnation="1", role=Role.DECODE, endpoint="127.0.0.1:1")
     worker = WorkerPublisher(url, "bench", facts, hash_seed=SEED, lease_s=60.0)
     for at, chain in enumerate(chains):
         is_whole = at % 2 == 0 or number % 2 == 0
-        worker.offer(stored=chain if is_whole else chain[: LENGTHS[at // 2 % len(LENGTHS)] // 2])
+        stored = chain if is_whole else chain[: LENGTHS[at // 2 % len(LENGTHS)] // 2]
+        is_lower = has_tiers and number // 2 % 2 == 1
+        worker.offer(stored, tiers=bytes([Tier.POOL, Tier.HOST] * (len(stored) // 2)) if is_lower else b"")
     await worker.start()
     while not worker.is_connected or worker.num_waiting:
         await asyncio.sleep(0.01)
