@@ -236,23 +236,15 @@ class Client(BaseClient):
         `only_this_router` asks the one of this connection for its own. Needs the operator's token.
         """
         call = self._begin_watch(self._channel, period_s, only_this_router=only_this_router)
-        try:
+        with status.reading(call):
             for message in call:
                 yield FRAME.decode(message.frame)
-        except grpc.RpcError as error:
-            raise status.from_rpc_error(error) from None
-        finally:
-            call.cancel()
 
     def _change(self, request: cluster_pb2.ChangeWorkersRequest, on_step: Callable[[ChangeStep], None]) -> None:
         call = self._begin_change(self._channel, request)
-        try:
+        with status.reading(call):
             for message in call:
                 on_step(CHANGE_STEP.decode(message))
-        except grpc.RpcError as error:
-            raise status.from_rpc_error(error) from None
-        finally:
-            call.cancel()
 
     def close(self) -> None:
         """Closes the connection and cancels open streams."""

@@ -7,8 +7,9 @@ known, BadRequest if a field is invalid. A client restores the same error from i
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, TypeAlias
 from urllib.parse import unquote
@@ -250,6 +251,17 @@ def from_rpc_error(error: grpc.RpcError) -> PdserveError:
             if BY_NUMBER.get(status.code) is code:
                 return from_status(status)
     return from_code(code, text)
+
+
+@contextlib.contextmanager
+def reading(call: Any) -> Iterator[None]:
+    """While the messages of a stream are read: raises our errors, and cancels the call at the end."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from None
+    finally:
+        call.cancel()
 
 
 def not_connected(text: str) -> Unavailable:

@@ -122,13 +122,9 @@ class LauncherLink:
         """The steps, until the cluster is ready. Raises the launcher's errors, and Unavailable."""
         async with self._channel() as channel:
             call = cluster_pb2_grpc.ClusterServiceStub(channel).ChangeWorkers(request, metadata=self._metadata)
-            try:
+            with status.reading(call):
                 async for step in call:
                     yield step
-            except grpc.RpcError as error:
-                raise status.from_rpc_error(error) from None
-            finally:
-                call.cancel()
 
     async def scaling(self, request: cluster_pb2.GetScalingRequest) -> cluster_pb2.GetScalingResponse:
         """Raises the launcher's errors, and Unavailable."""
