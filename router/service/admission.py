@@ -1,7 +1,7 @@
 """Turns a Generate call into a request that can be placed: checks, tokenizes and hashes it.
 
-Long work runs in threads beside the event loop (router/service/tokenizing.py). Every limit is checked here or in
-router/service/prompts.py, with the field's name, before a worker is involved.
+Long work runs in threads beside the event loop (router/service/text/tokenizing.py). Every limit is checked here or in
+router/service/text/prompts.py, with the field's name, before a worker is involved.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from pdserve.v1 import inference_pb2
 from pdserve.wire import convert
 from router.service import answer
 from router.service.answer import Answer, CallFacts, ResumedAnswer
-from router.service.child_pool import GrammarCheck
 from router.service.fair_queue import ANONYMOUS, ClientKey
 from router.service.model import ModelFacts
-from router.service.prompts import PromptReader
 from router.service.tenants import RESERVED_TOKENS, cache_salt
-from router.service.tokenizing import TextChildren, TokenizerThreads
+from router.service.text.child_pool import GrammarCheck
+from router.service.text.prompts import PromptReader
+from router.service.text.tokenizing import TextChildren, TokenizerThreads
 
 Result = TypeVar("Result")
 

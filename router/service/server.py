@@ -44,7 +44,6 @@ from router.recording.recording import RecordFile
 from router.scaling.observing import RouterDemand
 from router.service.admission import Admission, Limits
 from router.service.auth import AuthInterceptor, Tenants
-from router.service.child_pool import GrammarCheck
 from router.service.cluster import (
     Advisor,
     ClusterServicer,
@@ -59,7 +58,8 @@ from router.service.measure import Gauges, Measure
 from router.service.router_group import RouterGroup, SharedCountsFile, check_private, socket_of
 from router.service.runtime import Runtime
 from router.service.tenants import Quotas
-from router.service.tokenizing import launching_child
+from router.service.text.child_pool import GrammarCheck
+from router.service.text.tokenizing import launching_child
 from router.service.workers import Workers
 from router.state.interface import Command, DrainEnded, Event, RouterClosing, RouterSettings
 from router.state.state import RouterState

@@ -16,9 +16,10 @@ from pdserve.core.types import Slo
 from pdserve.text.detokenize import Detokenizer
 from pdserve.text.tokenizer import ToyTokenizer
 from pdserve.v1 import inference_pb2
-from router.service import admission, prompts
+from router.service import admission
 from router.service.admission import Admission, Limits
 from router.service.model import ModelFacts, difference
+from router.service.text import prompts
 
 FINGERPRINT = Fingerprint(
     protocol=1,

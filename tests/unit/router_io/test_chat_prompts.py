@@ -15,7 +15,7 @@ from pdserve.text.chat import TemplateSources
 from pdserve.text.tokenizer import HuggingFaceTokenizer
 from pdserve.v1 import inference_pb2
 from router.service.admission import Admission
-from router.service.prompts import check_counts
+from router.service.text.prompts import check_counts
 from tests.unit.router_io.test_grammars import MODEL
 from tests.unit.router_io.test_prompts import LIMITS
 from tests.unit.text.conftest import byte_level

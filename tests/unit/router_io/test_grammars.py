@@ -19,11 +19,11 @@ from pdserve.core.kv.kv_shape import Fingerprint, KvShape
 from pdserve.core.types import Slo
 from pdserve.text.tokenizer import load_tokenizer
 from pdserve.v1 import inference_pb2
-from router.service import child_pool
 from router.service.admission import Admission, Limits
-from router.service.child_pool import GrammarCheck
 from router.service.fair_queue import ClientKey
 from router.service.model import ModelFacts
+from router.service.text import child_pool
+from router.service.text.child_pool import GrammarCheck
 
 FOLDER = next((Path(__file__).parents[3] / "pdserve/models").glob("stdlib-*"))
 MODEL = ModelFacts(

@@ -19,11 +19,11 @@ from pdserve.text.chat import TemplateSources
 from pdserve.text.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from pdserve.v1 import inference_pb2
 from pdserve.wire import status
-from router.service import tokenizing
 from router.service.admission import Admission, Limits
 from router.service.fair_queue import client_of
-from router.service.prompts import MAX_CHARS_WITHOUT_MODEL
-from router.service.tokenizing import LONG_BYTES, LONG_CHARS, TokenizerThreads
+from router.service.text import tokenizing
+from router.service.text.prompts import MAX_CHARS_WITHOUT_MODEL
+from router.service.text.tokenizing import LONG_BYTES, LONG_CHARS, TokenizerThreads
 from tests.unit.router_io.conftest import Connect
 from tests.unit.router_io.processes import Program
 from tests.unit.router_io.test_grammars import MODEL

@@ -22,10 +22,10 @@ from pdserve.text.chat import TemplateSources
 from pdserve.text.template_facts import finding_facts, not_loaded
 from pdserve.text.tokenizer import HuggingFaceTokenizer
 from pdserve.v1 import inference_pb2
-from router.service import tokenizing
 from router.service.admission import Admission
 from router.service.fair_queue import ClientKey
 from router.service.server import RouterServer
+from router.service.text import tokenizing
 from tests.support.cluster_secret import TEXT
 from tests.unit.router_io.test_grammars import FOLDER, MODEL
 from tests.unit.router_io.test_prompts import LIMITS

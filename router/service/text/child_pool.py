@@ -4,7 +4,7 @@ All work first gets a little CPU time of one quick child. What takes longer goes
 limit. So quick work never waits for slow work, and both queues are fair among clients. The event loop never blocks. The
 quick child of texts takes several messages at once: otherwise it would answer one in each turn of the event loop, which
 takes long when it is needed most.
-GrammarCheck uses the pool for grammars; router/service/tokenizing.py uses it for texts.
+GrammarCheck uses the pool for grammars; router/service/text/tokenizing.py uses it for texts.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from pdserve.text.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2
 from router.service.fair_queue import ANONYMOUS, ClientKey
 from router.service.model import ModelFacts
-from router.service.tokenizing import GivenChat, TextChildren, TokenizerThreads
+from router.service.text.tokenizing import GivenChat, TextChildren, TokenizerThreads
 
 _NO_TEMPLATE: Final = (
     "text or token_ids (over HTTP: /v1/completions), because this model has no chat template; "
