@@ -34,10 +34,11 @@ from pdserve.text.stops import MISTRAL_MARKS, THINK_MARKS, ReasoningSplit, Reaso
 from pdserve.text.tokenizer import Tokenizer, bad_word_ids
 from pdserve.v1 import inference_pb2
 from pdserve.wire import convert
-from router.service import answer
-from router.service.answer import Answer, CallFacts, ResumedAnswer
+from router.service import resumption
+from router.service.answer import Answer, counts, samplings
 from router.service.fair_queue import ANONYMOUS, ClientKey
 from router.service.model import ModelFacts
+from router.service.resumption import CallFacts, ResumedAnswer
 from router.service.tenants import RESERVED_TOKENS, cache_salt
 from router.service.text.child_pool import GrammarCheck
 from router.service.text.prompts import PromptReader
@@ -162,7 +163,7 @@ class Admission:
         given_salt = request.cache_salt if request.HasField("cache_salt") else None
         salt = cache_salt(self._secret, tenant.name, given_salt, adapter)
         sampling = await self._sampling(request.sampling, model, client)
-        n, best_of = answer.counts(request, sampling)
+        n, best_of = counts(request, sampling)
         slo = convert.slo_from_proto(request.slo, tenant.slo or limits.default_slo)
         slo_task_s = request.slo_task_s if request.HasField("slo_task_s") else None
         if slo_task_s is not None:
@@ -189,20 +190,20 @@ class Admission:
         if request.HasField("resume"):
             if not calls:
                 raise InvalidRequest("resume", "a call that has no key", "none; send the call again without resume")
-            facts = answer.check_key(self._secret, calls, request.resume.key, time.time(), timeout_s)
+            facts = resumption.check_key(self._secret, calls, request.resume.key, time.time(), timeout_s)
             model, calls = facts.model, [facts]
             resumed = await self._resumed(request.resume, facts, client)
             sampling = dataclasses.replace(sampling, prompt_logprobs=None)  # the client has them
         secret = self._secret
         keys = {
             one.model.weights: await self._run(
-                len(prompt.token_ids), 0, partial(answer.make_key, secret, one, time.time()), client
+                len(prompt.token_ids), 0, partial(resumption.make_key, secret, one, time.time()), client
             )
             for one in calls
             if secret is not None
         }
         hashes = await self._hashes(prompt.token_ids, model, salt)
-        many = tuple(answer.samplings(sampling, n, best_of))
+        many = tuple(samplings(sampling, n, best_of))
         of_answers = [
             () if one.has_finished else await self._hashes(prompt.token_ids + one.token_ids, model, salt, hashes)
             for one in resumed
@@ -235,9 +236,9 @@ class Admission:
         self, message: inference_pb2.Resumption, facts: CallFacts, client: ClientKey
     ) -> tuple[ResumedAnswer, ...]:
         def read() -> tuple[ResumedAnswer, ...]:
-            return answer.read_answers(message, facts)
+            return resumption.read_answers(message, facts)
 
-        num_tokens = answer.num_resumed_tokens(message)
+        num_tokens = resumption.num_resumed_tokens(message)
         return await self._run(num_tokens * REPLAY_COST, message.ByteSize(), read, client)
 
     async def replay(self, prepared: Prepared, answers: Sequence[Answer], client: ClientKey = ANONYMOUS) -> None:

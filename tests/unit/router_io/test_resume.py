@@ -20,7 +20,8 @@ from pdserve.core.types import FinishReason, Sampling, TokenOut
 from pdserve.text.detokenize import ByteDetokenizer
 from pdserve.v1 import inference_pb2
 from pdserve.wire import status
-from router.service.answer import CLOCK_SKEW_S, Answer, CallFacts, ResumedAnswer, check_key, make_key
+from router.service.answer import Answer
+from router.service.resumption import CLOCK_SKEW_S, CallFacts, ResumedAnswer, check_key, make_key
 from router.state.interface import Event, RequestArrived
 from tests.support.cluster_secret import TEXT
 from tests.support.slow import slow_except
