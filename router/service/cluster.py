@@ -1,50 +1,37 @@
-"""ClusterService: the router's methods for operators, the frames that it sends to live views, and what it tells about
-the number of workers."""
+"""ClusterService: the router's methods for operators and launchers, and the frames that it sends to live views."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import math
-import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any, Final, final
 
 import grpc
 import grpc.aio
 
 from pdserve.build import FULL_VERSION
-from pdserve.client.connect import CONNECT_S, GrpcTransport, Target, Tls
-from pdserve.client.connect import target as target_of
-from pdserve.config import MAX_ROUTERS, RouterConfig, bounds_of
-from pdserve.core.access.hosts import check_endpoint, join
+from pdserve.config import MAX_ROUTERS
 from pdserve.core.durations import check_duration
 from pdserve.core.errors import NotFound, Overloaded, PdserveError, ShuttingDown, Unavailable
 from pdserve.core.live import PERIOD_S
-from pdserve.core.types import Role, request_id_of
-from pdserve.outage_log import OutageLog
+from pdserve.core.types import request_id_of
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
 from pdserve.wire import status
 from pdserve.wire.codec import Codec, Special
-from pdserve.wire.protocol import COST, FRAME, LOAD
+from pdserve.wire.protocol import FRAME, LOAD
 from router.policy.interface import Candidate, Decision
-from router.scaling.controller import Controller
-from router.scaling.demand import ArrivalLog
-from router.scaling.interface import Decision as ScalingDecision
-from router.scaling.interface import Interval, ScalingSettings, Size
-from router.scaling.observing import DemandHistory, RouterDemand, WorkerCapacity, observe
 from router.service.adapters import ClusterAdapters
+from router.service.demand import OwnDemand, demand_response
 from router.service.router_group import RouterGroup
 from router.service.runtime import Runtime
 from router.service.workers import KvLinks, WorkerLogs
 from router.state.cluster_state import WorkerFacts
 from router.state.history import DecisionRecord, is_chosen
-from router.state.interface import Command, DrainRequested, Event, Outcome, UndrainRequested
+from router.state.interface import DrainRequested, Outcome, UndrainRequested
 from router.state.state import RouterState
-
-log = logging.getLogger(__name__)
 
 # --- live view ------------------------------------------------------------------------------------------------
 # A slow viewer gets fewer frames, each with all requests that ended meanwhile.
@@ -146,171 +133,6 @@ class LauncherLink:
 
 LAUNCHER_S: Final = 5.0  # of a question to it
 _OWN_SUBCHANNEL: Final = (("grpc.use_local_subchannel_pool", 1),)  # a shared one would remember earlier failures
-
-
-# --- demand ---------------------------------------------------------------------------------------------------
-# What arrives at a router, for the controller of the number of workers. The launcher asks with `ask_demand`.
-
-EVERY_S: Final = 5.0  # between two decisions
-ASK_S: Final = 2.0  # for the answers of all routers
-MOST_ROUTERS: Final = 256  # of a name's addresses
-_SUMS: Final = Codec(Interval, cluster_pb2.ArrivalSums, given=("begin_s", "end_s"), is_lenient=True)
-_CAPACITY: Final = Codec(WorkerCapacity, cluster_pb2.WorkerCapacity, nested=(COST,))
-_DEMAND: Final = Codec(
-    RouterDemand, cluster_pb2.GetDemandResponse, nested=(_CAPACITY,), given=("sums",), ignored=("sums",)
-)
-
-
-@final
-class OwnDemand:
-    """Of this router, since its start."""
-
-    def __init__(self, state: RouterState, incarnation: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._state, self._incarnation, self._clock = state, incarnation, clock
-        self._log = ArrivalLog()
-
-    def handled(self, event: Event, commands: list[Command]) -> None:
-        """Called with each event of the state, and the commands that followed."""
-        self._log.handled(event, commands)
-
-    def now(self) -> RouterDemand:
-        answers, tokens = self._log.running_tokens()
-        return RouterDemand(
-            incarnation=self._incarnation,
-            sums=self._log.so_far(self._clock()),
-            queued=self._state.num_queued,
-            running=self._state.num_running,
-            answers=answers,
-            answer_tokens=tokens,
-            workers=tuple(map(_capacity, self._state.snapshot().workers)),
-        )
-
-
-def _capacity(facts: WorkerFacts) -> WorkerCapacity:
-    return WorkerCapacity(
-        worker_id=facts.worker_id,
-        role=facts.role,
-        is_connected=facts.is_connected,
-        is_draining=facts.is_draining,
-        is_drained=facts.is_drained,
-        rows=facts.report.running,
-        kv_tokens=facts.kv_tokens,
-        max_batch=facts.max_batch,
-        max_batch_tokens=facts.max_batch_tokens,
-        cost=facts.cost,
-    )
-
-
-def demand_response(found: RouterDemand) -> cluster_pb2.GetDemandResponse:
-    response = _DEMAND.encode(found)
-    response.sums.CopyFrom(_SUMS.encode(found.sums))
-    return response
-
-
-def read_demand(response: cluster_pb2.GetDemandResponse) -> RouterDemand:
-    """Raises InvalidRequest."""
-    return _DEMAND.decode(response, sums=_SUMS.decode(response.sums, begin_s=0.0, end_s=0.0))
-
-
-async def ask_demand(targets: Mapping[str, Target]) -> tuple[dict[str, RouterDemand], dict[str, PdserveError]]:
-    """The answers of routers by their names, and the errors of those without one."""
-    found = await asyncio.gather(*map(_ask, targets.values()), return_exceptions=True)
-    answers, failures = {}, {}
-    for name, one in zip(targets, found, strict=True):
-        if isinstance(one, PdserveError):
-            failures[name] = one
-        elif isinstance(one, BaseException):
-            raise one
-        else:
-            answers[name] = one
-    return answers, failures
-
-
-async def _ask(target: Target) -> RouterDemand:
-    """On a new channel, because the certificates may have changed."""
-    async with GrpcTransport().open_aio(target) as channel:
-        stub = cluster_pb2_grpc.ClusterServiceStub(channel)
-        try:
-            request = cluster_pb2.GetDemandRequest()
-            return read_demand(await stub.GetDemand(request, timeout=ASK_S, metadata=target.metadata()))
-        except grpc.RpcError as error:
-            raise status.from_rpc_error(error) from None
-
-
-# --- advice ---------------------------------------------------------------------------------------------------
-# Where something else starts the workers, such as KEDA, routers with the setting `scaling` ask each other, and tell the
-# same numbers in a metric.
-
-Ask = Callable[[], Awaitable[Mapping[str, RouterDemand]]]
-
-
-async def ask_addresses(config: RouterConfig) -> dict[str, RouterDemand]:
-    """Of each router at the addresses of `scaling_routers` that answers. Raises Unavailable if none does."""
-    where = config.scaling_routers
-    host, port = check_endpoint("scaling_routers", where, "pdserve:50051")
-    try:
-        async with asyncio.timeout(ASK_S):
-            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, TimeoutError):
-        raise Unavailable(f"{host} has no address") from None
-    tls = None
-    if config.tls_cert:
-        name = config.tls_peer_name or host
-        tls = Tls.from_files(ca=config.tls_ca or None, cert=config.tls_cert, key=config.tls_key, server_name=name)
-    token = config.token or None
-    targets = {
-        address: target_of(address, tls=tls, token=token, connect_timeout_s=CONNECT_S, insecure=config.insecure)
-        for address in sorted({join(str(one[4][0]), port) for one in found})[:MOST_ROUTERS]
-    }
-    answers, failures = await ask_demand(targets)
-    if not answers:
-        raise Unavailable(next(iter(failures.values())).message)
-    return answers
-
-
-@final
-class Advisor:
-    """`run` until it is cancelled. What it decides is carried out by another program, if at all, so it counts on no
-    change before it sees it."""
-
-    def __init__(self, config: RouterConfig, ask: Ask, tell: Callable[[Role, int], None]) -> None:
-        low, high = bounds_of("scaling", config.scaling)
-        start_s = config.scaling_start_s
-        self._settings = ScalingSettings(
-            min_workers=low, max_workers=high, start_s=start_s, change_role_s=start_s, drain_s=min(config.drain_s, 10.0)
-        )
-        self._ask, self._tell = ask, tell
-        self._controller, self._history = Controller(self._settings), DemandHistory()
-        self._outages = OutageLog(log, "no advice about the number of workers", "advice is given again")
-
-    async def run(self) -> None:
-        while True:
-            try:
-                await self.step(time.monotonic())
-                self._outages.recovered()
-            except Exception as error:  # also a mistake: the router serves without advice
-                self._outages.failed(why=f"{type(error).__name__}: {error}")
-            await asyncio.sleep(EVERY_S)
-
-    async def step(self, now_s: float) -> None:
-        """Raises Unavailable if no router answers."""
-        answers = await self._ask()
-        interval = self._history.interval(answers, now_s)
-        if interval is None:
-            return
-        observed = observe(interval, answers.values())
-        # In a thread: with many workers it computes for tenths of a second, in which this router's answers would wait.
-        decision = await asyncio.to_thread(self._controller.decide, observed, now_s)
-        if decision.changes:
-            log.info("another number of workers would cost less", extra={"why": decision.reason})
-        wanted = self._wanted(decision)
-        self._tell(Role.PREFILL, wanted.prefill)
-        self._tell(Role.DECODE, wanted.decode)
-
-    def _wanted(self, decision: ScalingDecision) -> Size:
-        """At least the lower bound, also while no worker is ready."""
-        size = decision.wanted
-        return size._replace(decode=max(size.decode, self._settings.min_workers - size.prefill, 1))
 
 
 # --- service --------------------------------------------------------------------------------------------------

@@ -44,15 +44,8 @@ from router.recording.recording import RecordFile
 from router.scaling.observing import RouterDemand
 from router.service.admission import Admission, Limits
 from router.service.auth import AuthInterceptor, Tenants
-from router.service.cluster import (
-    Advisor,
-    ClusterServicer,
-    LauncherLink,
-    OwnDemand,
-    Watching,
-    ask_addresses,
-    read_demand,
-)
+from router.service.cluster import ClusterServicer, LauncherLink, Watching
+from router.service.demand import Advisor, OwnDemand, ask_addresses, read_demand
 from router.service.inference import InferenceServicer
 from router.service.measure import Gauges, Measure
 from router.service.router_group import RouterGroup, SharedCountsFile, check_private, socket_of

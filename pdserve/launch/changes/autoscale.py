@@ -46,7 +46,7 @@ from router.scaling.interface import (
     ScalingSettings,
 )
 from router.scaling.observing import DemandHistory, RouterDemand, measured, observe, under_way, why_unsettled
-from router.service.cluster import EVERY_S, ask_addresses, ask_demand
+from router.service.demand import EVERY_S, ask_addresses, ask_demand
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from pdserve.launch.spec import ClusterSpec
 from pdserve.telemetry.metrics import Metrics
 from pdserve.v1 import cluster_pb2
 from router.scaling.observing import RouterDemand
-from router.service.cluster import Advisor, read_demand
+from router.service.demand import Advisor, read_demand
 from tests.unit.router_io.conftest import Connect, Front
 from tests.unit.router_io.processes import Program
 
