@@ -27,7 +27,7 @@ from router.service.adapters import ClusterAdapters
 from router.service.demand import OwnDemand, demand_response
 from router.service.router_group import RouterGroup
 from router.service.runtime import Runtime
-from router.service.workers import KvLinks, WorkerLogs
+from router.service.worker_reports import KvLinks, WorkerLogs
 from router.state.cluster_state import WorkerFacts
 from router.state.history import DecisionRecord, is_chosen
 from router.state.interface import DrainRequested, Outcome, UndrainRequested

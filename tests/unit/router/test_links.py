@@ -6,7 +6,7 @@ import pytest
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.v1 import worker_pb2
-from router.service.workers import MAX_ID_CHARS, MAX_LINKS, KvLinks
+from router.service.worker_reports import MAX_ID_CHARS, MAX_LINKS, KvLinks
 
 
 def link(decode_worker: str, transport: str = "shm", reason: str = "first choice") -> worker_pb2.KvLink:

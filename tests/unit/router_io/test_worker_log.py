@@ -10,8 +10,8 @@ import pytest
 from pdserve.core.errors import NotFound, Unavailable
 from pdserve.core.live import MAX_LINES
 from pdserve.v1 import worker_pb2
-from router.service import workers
-from router.service.workers import WorkerLogs
+from router.service import worker_reports
+from router.service.worker_reports import WorkerLogs
 from tests.unit.router_io.conftest import Connect
 from tests.unit.router_io.processes import Program
 
@@ -51,7 +51,7 @@ async def test_callers_share_an_answer() -> None:
 
 
 async def test_a_worker_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "ANSWER_S", 0.01)
+    monkeypatch.setattr(worker_reports, "ANSWER_S", 0.01)
     is_connected, sent = True, []
 
     def send(worker_id: str, message: worker_pb2.AttachRequest) -> bool:
