@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar, final
 
+from pdserve.config import RouterConfig
 from pdserve.core.access.key_file import DEFAULT_TENANT, Tenant
 from pdserve.core.access.proof import ClusterSecret
 from pdserve.core.durations import SHORTEST_SLO_S, check_duration
@@ -61,6 +62,15 @@ class Limits:
     default_slo: Slo
     request_timeout_s: float
     sampling: SamplingDefaults = NO_DEFAULTS  # for requests that give no value
+
+    @classmethod
+    def of(cls, config: RouterConfig, sampling: SamplingDefaults) -> Limits:
+        return cls(
+            max_new_tokens=config.max_new_tokens,
+            default_slo=Slo(ttft_s=config.slo_ttft_s, tpot_s=config.slo_tpot_s),
+            request_timeout_s=config.request_timeout_s,
+            sampling=sampling,
+        )
 
     @property
     def default_max_tokens(self) -> int:

@@ -23,7 +23,7 @@ from pdserve.core.access.hosts import join
 from pdserve.core.access.proof import ClusterSecret, Identity
 from pdserve.core.access.shares import BYTES_WEIGHT, Shares
 from pdserve.core.errors import ConfigError, ShuttingDown
-from pdserve.core.types import NO_DEFAULTS, Role, SamplingDefaults, Slo
+from pdserve.core.types import NO_DEFAULTS, Role, SamplingDefaults
 from pdserve.listening import PortInUse, bind_error, is_held
 from pdserve.load_gate import ENTERED, LoadGate
 from pdserve.model_source import TOY_MODELS, model_name
@@ -103,7 +103,7 @@ class RouterServer:
             worker_silence_s=config.worker_silence_s,
         )
         state = RouterState(self._settings)
-        self._limits = _limits(config, _sampling_defaults(config))
+        self._limits = Limits.of(config, _sampling_defaults(config))
         self.gate = LoadGate(config.slo_ttft_s)  # a gateway in this process shares it
         self._held = Shares(config.max_held_bytes, BYTES_WEIGHT)
         if config.group:
@@ -111,14 +111,19 @@ class RouterServer:
         self._shared_counts = SharedCountsFile(Path(config.group), config.member) if config.group else None
         quotas = None if self._shared_counts is None else Quotas(counts_of=self._shared_counts.counts_of)
         self._tenants = Tenants(config.key_file, quotas)
-        self._grammars = GrammarCheck(_folder(config.model))
+        self._grammars = GrammarCheck(None if config.model in TOY_MODELS else Path(config.model))
         self._admission: Admission | None = None
         self._tracing = make_tracing(Service("pdserve-router", config.router_id), config.otlp, share=config.trace_share)
         self._metrics = metrics or make_metrics(
             "router", config.metrics_port, config.metrics_host or config.host, self._tls
         )
         self._measure = Measure(
-            self._metrics, self._tracing, self._link_of, state.role_of, config.tenant_labels, state.revision_of
+            self._metrics,
+            self._tracing,
+            lambda prefill_worker, decode_worker: self._workers.links.between(prefill_worker, decode_worker),
+            state.role_of,
+            config.tenant_labels,
+            state.revision_of,
         )
         self._record = RecordFile(config.record, self._settings, config.record_mib * 2**20) if config.record else None
         self._index = None if config.redis else PrefixIndex()
@@ -127,7 +132,7 @@ class RouterServer:
         self._runtime = Runtime(
             state,
             self._measure,
-            send=self._send,
+            send=lambda worker_id, message: self._workers.send(worker_id, message),
             on_step=self._handled,
             on_crash=self._crashed,
         )
@@ -252,7 +257,7 @@ class RouterServer:
     def reload(self, changes: Mapping[str, Any]) -> None:
         """Of settings with `is_live`; for new requests. On its event loop."""
         self._config = config = replace(self._config, **changes)
-        self._limits = _limits(config, self._limits.sampling)
+        self._limits = Limits.of(config, self._limits.sampling)
         if self._admission is not None:
             self._admission.limits = self._limits
         self._held.limit = config.max_held_bytes
@@ -380,9 +385,6 @@ class RouterServer:
         services = (INFERENCE, CLUSTER, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(services, self._server)
 
-    def _link_of(self, prefill_worker: str, decode_worker: str) -> worker_pb2.KvLink | None:
-        return self._workers.links.between(prefill_worker, decode_worker)
-
     def _lookup(self) -> PrefixLookup:
         config = self._config
         if self._index is not None:
@@ -401,9 +403,6 @@ class RouterServer:
         assert self._redis_index is not None
         await self._redis_index.start()
         self._spawn(Registry(self._config.redis, self._config.cluster).watch(on_change), "registry")
-
-    def _send(self, worker_id: str, message: worker_pb2.AttachRequest) -> bool:
-        return self._workers.send(worker_id, message)
 
     def _handled(self, now_s: float, event: Event, commands: list[Command]) -> None:
         self._demand.handled(event, commands)
@@ -469,19 +468,6 @@ class RouterServer:
             self._has_crashed = True
             self._farewell = asyncio.create_task(self._health.enter_graceful_shutdown())
             self._on_crash(error)
-
-
-def _limits(config: RouterConfig, sampling: SamplingDefaults) -> Limits:
-    return Limits(
-        max_new_tokens=config.max_new_tokens,
-        default_slo=Slo(ttft_s=config.slo_ttft_s, tpot_s=config.slo_tpot_s),
-        request_timeout_s=config.request_timeout_s,
-        sampling=sampling,
-    )
-
-
-def _folder(model: str) -> Path | None:
-    return None if model in TOY_MODELS else Path(model)
 
 
 def _templates(model: str) -> TemplateSources | None:
