@@ -1,12 +1,14 @@
-"""The load of one worker: the memory and work of its attempts, the requests that wait for it alone, and how long the
-steps of a decode worker take with them. Pure."""
+"""The load of one worker: the memory and work of its attempts, the requests that wait for it alone, how long the steps
+of a decode worker take with them, and how long messages take. Pure."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from statistics import median
 from typing import Final, NamedTuple, final
 
 from pdserve.core.cost.latency import WIDEST_BAND, CostModel
@@ -358,3 +360,54 @@ class DecodeLoad:
         self.joined_s = self.step_s + self.row_s
         self.blocks -= blocks
         self.free_tokens -= blocks * self.block_size
+
+
+# --- end of the current step ----------------------------------------------------------------------------------
+# Estimated from the end of the last reported step of a decode worker.
+#
+# A worker reads messages between steps, so a message waits for the end of the running step. Live workers report tokens
+# after each step, and the ends of later steps are extrapolated from these reports. Times are by the router's clock: a
+# step ends when its report arrives.
+
+MAX_STEPS: Final = 2.0  # extrapolated steps; beyond that errors add up, and half a step is assumed
+
+
+@final
+class StepClock:
+    __slots__ = ("_ended_s",)
+
+    def __init__(self) -> None:
+        self._ended_s = -math.inf
+
+    def ended(self, now_s: float) -> None:
+        """A step has ended, and the next one has begun."""
+        self._ended_s = now_s
+
+    def remaining_s(self, at_s: float, step_s: float) -> float:
+        """Seconds from `at_s` to the end of the step that runs then, if each takes `step_s`."""
+        since_s = at_s - self._ended_s
+        return step_s - since_s % step_s if since_s < MAX_STEPS * step_s else 0.5 * step_s
+
+
+# --- latency of messages --------------------------------------------------------------------------------------
+# On every machine about one message in ten takes far longer than the others. Such outliers would dominate a mean.
+# Predictions are made for single requests, and most requests are not outliers, so the median is used.
+
+REMEMBERED: Final = 31
+
+
+@final
+class MessageLatency:
+    """The median of the last messages; `typical_s` is cached, because it is read more often than it changes."""
+
+    __slots__ = ("_seen", "typical_s")
+
+    def __init__(self, first_s: float = 0.0) -> None:
+        """`first_s` is assumed before the first message."""
+        self._seen: deque[float] = deque(maxlen=REMEMBERED)
+        self.typical_s = first_s
+
+    def observe(self, seconds: float) -> None:
+        """Adds a latency. It is negative if the worker's preceding work was predicted too long."""
+        self._seen.append(seconds)
+        self.typical_s = max(median(self._seen), 0.0)

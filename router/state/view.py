@@ -8,9 +8,8 @@ reserved when the report came). The end of the current step and the latency of m
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import Final, final
 
 from pdserve.core.cost.latency import CostModel, CostModels
@@ -19,65 +18,23 @@ from pdserve.core.kv.tier_reads import MOST_ALONE, TierDepths, TierReads, predic
 from pdserve.core.protocol import BatchTimed, Load, TokensArrived
 from pdserve.core.types import Role
 from router.state.interface import WorkerConnected
-from router.state.load import NO_SLACK, DecodeLoad, Reservation, Slack, Totals, WorkerQueue, due_and_gap
+from router.state.load import (
+    NO_SLACK,
+    DecodeLoad,
+    MessageLatency,
+    Reservation,
+    Slack,
+    StepClock,
+    Totals,
+    WorkerQueue,
+    due_and_gap,
+)
 
-# --- end of the current step ----------------------------------------------------------------------------------
-# Estimated from the end of the last reported step of a decode worker.
-#
-# A worker reads messages between steps, so a message waits for the end of the running step. Live workers report tokens
-# after each step, and the ends of later steps are extrapolated from these reports. Times are by the router's clock: a
-# step ends when its report arrives.
-
-MAX_STEPS: Final = 2.0  # extrapolated steps; beyond that errors add up, and half a step is assumed
-
-
-@final
-class StepClock:
-    __slots__ = ("_ended_s",)
-
-    def __init__(self) -> None:
-        self._ended_s = -math.inf
-
-    def ended(self, now_s: float) -> None:
-        """A step has ended, and the next one has begun."""
-        self._ended_s = now_s
-
-    def remaining_s(self, at_s: float, step_s: float) -> float:
-        """Seconds from `at_s` to the end of the step that runs then, if each takes `step_s`."""
-        since_s = at_s - self._ended_s
-        return step_s - since_s % step_s if since_s < MAX_STEPS * step_s else 0.5 * step_s
-
-
-# --- latency of messages --------------------------------------------------------------------------------------
-# On every machine about one message in ten takes far longer than the others. Such outliers would dominate a mean.
-# Predictions are made for single requests, and most requests are not outliers, so the median is used.
-
-REMEMBERED: Final = 31
 FIRST_PULL_S: Final = 0.02  # what a pull takes besides its bytes, before one was measured
 FIRST_REST_S: Final = 2.0  # a worker pulls nothing from another one for this time after a failed pull; it doubles
 LONGEST_REST_S: Final = 60.0
 VAIN_SHARE: Final = 0.05  # of the time, at most, that a worker may spend on failed pulls from one source
 MAX_RESTS: Final = 1024
-
-
-@final
-class MessageLatency:
-    """The median of the last messages; `typical_s` is cached, because it is read more often than it changes."""
-
-    __slots__ = ("_seen", "typical_s")
-
-    def __init__(self, first_s: float = 0.0) -> None:
-        """`first_s` is assumed before the first message."""
-        self._seen: deque[float] = deque(maxlen=REMEMBERED)
-        self.typical_s = first_s
-
-    def observe(self, seconds: float) -> None:
-        """Adds a latency. It is negative if the worker's preceding work was predicted too long."""
-        self._seen.append(seconds)
-        self.typical_s = max(median(self._seen), 0.0)
-
-
-# --- view of a worker -----------------------------------------------------------------------------------------
 
 # (decoding and arriving sequences; how many of them are arriving; tokens of all of them; available blocks)
 LoadEstimate = tuple[int, int, int, int]

@@ -6,7 +6,7 @@ import pytest
 
 from pdserve.core.types import FinishReason
 from router.state.interface import RouterSettings
-from router.state.view import REMEMBERED, MessageLatency
+from router.state.load import REMEMBERED, MessageLatency
 from tests.unit.router.given import Given
 
 COMPUTED_S = 0.21  # In the events of Given: the time in the worker's queue and in prefill.

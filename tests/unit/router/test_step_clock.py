@@ -9,8 +9,8 @@ from pdserve.core.cost.latency import CostPrior
 from pdserve.core.protocol import TokenRow, TokensArrived
 from pdserve.core.types import Role, TokenOut
 from router.state.interface import RouterSettings
-from router.state.load import Reservation
-from router.state.view import MAX_STEPS, StepClock, WorkerView
+from router.state.load import MAX_STEPS, Reservation, StepClock
+from router.state.view import WorkerView
 from tests.unit.router.given import Given
 from tests.unit.router.router_events import hello
 
