@@ -1,9 +1,7 @@
-"""The ASGI application: its routes, and admission, limits, answer and metrics of each request."""
+"""The routes and their handlers: admission, limits and answer of each request."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
@@ -11,9 +9,7 @@ from typing import Any, Final, final
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
-from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp
 
 from pdserve.build import FULL_VERSION
 from pdserve.client.aio import AsyncClient
@@ -22,87 +18,44 @@ from pdserve.client.results import Model
 from pdserve.config import GatewayConfig
 from pdserve.core.access.shares import BYTES_WEIGHT, CONTROL, COUNT_WEIGHT, OPERATOR, HeldBody, Shares, kept_of
 from pdserve.core.errors import (
-    InternalError,
     InvalidRequest,
-    NotFound,
     Overloaded,
-    PdserveError,
     PermissionDenied,
     QuotaExceeded,
-    ShuttingDown,
     Unauthenticated,
     UnknownModel,
 )
 from pdserve.core.types import RESPONSE_ID_PREFIX
 from pdserve.gateway import endpoints, storage
-from pdserve.gateway.api import errors, http_input, openapi, replies, sse
+from pdserve.gateway.api import http_input, openapi, replies
 from pdserve.gateway.api.errors import ErrorReply
 from pdserve.gateway.api.field_support import Endpoint
 from pdserve.gateway.api.messages import messages_call
 from pdserve.gateway.api.openapi import OPERATIONS, docs_page
 from pdserve.gateway.api.responses import responses_call
 from pdserve.gateway.api.sdk_call import SdkCall, chat_call, check_model, text_call
+from pdserve.gateway.asgi import GENERATION_PATHS, OpenHandler, RequestRunner, application, error_reply
 from pdserve.gateway.bodies import QUICK_BYTES, AnyRequest, Bodies
 from pdserve.gateway.conversations import Stores
 from pdserve.gateway.door import Caller, Door, Shutdown
 from pdserve.gateway.endpoints import Stored
-from pdserve.gateway.respond import Keep, Responder, Sender, encoded, send_json, send_whole
+from pdserve.gateway.respond import Keep, Responder, encoded, send_json, send_whole
 from pdserve.gateway.storage import tenant_of
 from pdserve.gateway.stored import turn_of
 from pdserve.gateway.ui.page import page
 from pdserve.load_gate import LoadGate
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics
-from pdserve.telemetry.trace_context import HEADER, trace_id_of
 
-# --- health of the router -------------------------------------------------------------------------------------
-# The router is asked at most once per period, however many callers there are.
-
-REMEMBER_S: Final = 0.5
-
-
-@final
-class Health:
-    def __init__(self, client: AsyncClient) -> None:
-        self._client = client
-        self._asking = asyncio.Lock()
-        self._is_serving = False
-        self._until_s = -float("inf")
-
-    async def is_serving(self) -> bool:
-        async with self._asking:
-            if time.monotonic() >= self._until_s:
-                try:
-                    self._is_serving = await self._client.is_serving()
-                except PdserveError:
-                    self._is_serving = False
-                self._until_s = time.monotonic() + REMEMBER_S
-            return self._is_serving
-
-
-# --- application ----------------------------------------------------------------------------------------------
-
-log = logging.getLogger(__name__)
-
-OpenHandler = Callable[[Any, Any, Any, Headers], Awaitable[int]]  # scope, receive, send and headers
-Handler = Callable[[Any, Any, Any, Headers, Caller], Awaitable[int]]
+Handler = Callable[[Any, Any, Any, Headers, Caller], Awaitable[int]]  # as OpenHandler, of an admitted caller
 _CALLS: Final[Mapping[Endpoint, Callable[[Mapping[str, Any], Model, Options], SdkCall]]] = {
     "chat": chat_call,
     "text": text_call,
     "responses": responses_call,
     "messages": messages_call,
 }
-GENERATION_PATHS: Final[Mapping[str, Endpoint]] = {
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "text",
-    "/v1/responses": "responses",
-    "/v1/messages": "messages",
-}
-ANTHROPIC_PATH: Final = "/v1/messages"  # at and below it, errors have Anthropic's form
 _TOKENS: Final = (b"authorization", http_input.API_KEY.encode())
 _SHED_URLS: Final = {path.encode(): path for path in GENERATION_PATHS}
-HEALTH_PATHS: Final = ("/health", "/ping")  # answered while the gateway drains
-ENDLESS_PATHS: Final = ("/ui/events",)  # a drain does not wait for their requests
 METRICS_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -126,7 +79,7 @@ class Gateway:
         self._owns_gate = gate is None  # a router in this process tells its gate itself how the cluster decided
         self._shutdown = shutdown
         self._door = Door(client, needs_token=needs_token)
-        self._health = Health(client)
+        self._health = endpoints.Health(client)
         self._held = Shares(config.max_held_bytes, BYTES_WEIGHT)
         # Some connections are kept for /health and other endpoints without a token.
         most = config.max_connections - kept_of(config.max_connections)
@@ -136,65 +89,57 @@ class Gateway:
         self.bodies = Bodies(config, self._door)
         self._metrics = metrics
         self._created_s = int(time.time())
-        self._running = 0
-        self._generating = 0
+        self._runner = RequestRunner(shutdown, metrics)
 
     def app(self) -> Starlette:
-        app = _Application(
-            routes=[
-                *(self._route(path, "POST", self._generation(kind)) for path, kind in GENERATION_PATHS.items()),
-                *(self._route(path, method, self._stored(*work)) for (method, path), work in endpoints.STORED.items()),
-                self._route("/v1/models", "GET", self._models),
-                self._route("/v1/sessions", "GET", self._sessions),
-                self._route("/v1/sessions/{session_id:path}", "DELETE", self._end_session),
-                self._route(
-                    "/v1/load_lora_adapter",
-                    "POST",
-                    self._adapter_command(endpoints.load_lora_request, endpoints.load_lora),
-                ),
-                self._route(
-                    "/v1/unload_lora_adapter",
-                    "POST",
-                    self._adapter_command(endpoints.unload_lora_request, endpoints.unload_lora),
-                ),
-                self._route("/v1/models/{name:path}", "GET", self._model),
-                self._route(
-                    "/tokenize",
-                    "POST",
-                    self._unary(endpoints.tokenize_request, endpoints.tokenize, endpoints.tokenize_bytes),
-                ),
-                self._route(
-                    "/detokenize",
-                    "POST",
-                    self._unary(endpoints.detokenize_request, endpoints.detokenize, endpoints.detokenize_bytes),
-                ),
-                self._route(
-                    "/v1/messages/count_tokens",
-                    "POST",
-                    self._unary(endpoints.count_request, endpoints.count, endpoints.count_bytes),
-                ),
-                self._route("/version", "GET", self._version),
-                self._route("/load", "GET", self._load),
-                self._route("/ui/events", "GET", self._live_events),
-                self._route("/ui/requests/{request_id:path}", "GET", self._live_request),  # TENANT/ID
-                self._route("/ui/workers/{worker_id}/drain", "POST", self._live_command(AsyncClient.drain)),
-                self._route("/ui/workers/{worker_id}/undrain", "POST", self._live_command(AsyncClient.undrain)),
-                self._route("/ui/workers/{worker_id}/log", "GET", self._live_worker_log),
-                self._route("/metrics", "GET", self._metrics_text),
-                self._open_route("/health", self._answer_health),
-                self._open_route("/ping", self._answer_health, "POST"),
-                self._open_route("/openapi.json", self._openapi),
-                self._open_route("/docs", self._page(docs_page)),
-                self._open_route("/ui", self._page(page)),
-                self._open_route("/", self._root),
-            ],
-            exception_handlers={404: _no_such_path, 405: _wrong_method},
-        )
-        app.direct = {
-            one.path: one.app for one in app.routes if isinstance(one, Route) and one.path in GENERATION_PATHS
-        }
-        app.router.redirect_slashes = False  # to an address that the caller's host header would name
-        return app
+        routes = [
+            *(self._route(path, "POST", self._generation(kind)) for path, kind in GENERATION_PATHS.items()),
+            *(self._route(path, method, self._stored(*work)) for (method, path), work in endpoints.STORED.items()),
+            self._route("/v1/models", "GET", self._models),
+            self._route("/v1/sessions", "GET", self._sessions),
+            self._route("/v1/sessions/{session_id:path}", "DELETE", self._end_session),
+            self._route(
+                "/v1/load_lora_adapter",
+                "POST",
+                self._adapter_command(endpoints.load_lora_request, endpoints.load_lora),
+            ),
+            self._route(
+                "/v1/unload_lora_adapter",
+                "POST",
+                self._adapter_command(endpoints.unload_lora_request, endpoints.unload_lora),
+            ),
+            self._route("/v1/models/{name:path}", "GET", self._model),
+            self._route(
+                "/tokenize",
+                "POST",
+                self._unary(endpoints.tokenize_request, endpoints.tokenize, endpoints.tokenize_bytes),
+            ),
+            self._route(
+                "/detokenize",
+                "POST",
+                self._unary(endpoints.detokenize_request, endpoints.detokenize, endpoints.detokenize_bytes),
+            ),
+            self._route(
+                "/v1/messages/count_tokens",
+                "POST",
+                self._unary(endpoints.count_request, endpoints.count, endpoints.count_bytes),
+            ),
+            self._route("/version", "GET", self._version),
+            self._route("/load", "GET", self._load),
+            self._route("/ui/events", "GET", self._live_events),
+            self._route("/ui/requests/{request_id:path}", "GET", self._live_request),  # TENANT/ID
+            self._route("/ui/workers/{worker_id}/drain", "POST", self._live_command(AsyncClient.drain)),
+            self._route("/ui/workers/{worker_id}/undrain", "POST", self._live_command(AsyncClient.undrain)),
+            self._route("/ui/workers/{worker_id}/log", "GET", self._live_worker_log),
+            self._route("/metrics", "GET", self._metrics_text),
+            self._open_route("/health", self._answer_health),
+            self._open_route("/ping", self._answer_health, "POST"),
+            self._open_route("/openapi.json", self._openapi),
+            self._open_route("/docs", self._page(docs_page)),
+            self._open_route("/ui", self._page(page)),
+            self._open_route("/", self._root),
+        ]
+        return application(routes)
 
     # --- endpoints
 
@@ -336,7 +281,7 @@ class Gateway:
 
     async def _load(self, scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
         await caller.client.topology()  # as for metrics
-        return await _send(send, 200, {"server_load": self._generating})
+        return await _send(send, 200, {"server_load": self._runner.num_generating})
 
     async def _openapi(self, scope: Any, receive: Any, send: Any, given: Headers) -> int:
         await send_json(send, 200, openapi.body())
@@ -417,7 +362,7 @@ class Gateway:
         error = None if caller is None else self.gate.check(caller.share)
         if error is None:
             return None
-        found = _reply(path, error)
+        found = error_reply(path, error)
         self._metrics.add(metric_names.HTTP_SHED, cause=error.cause)
         self._metrics.add(metric_names.HTTP_REQUESTS, path=path, status=str(found.status))
         return found
@@ -441,137 +386,14 @@ class Gateway:
             with self._connections.connection(CONTROL if is_control else caller.share):
                 return await handler(scope, receive, send, given, caller)
 
-        return Route(path, _Endpoint(self, path, admit), methods=[method])
+        return Route(path, self._runner.endpoint(path, admit), methods=[method])
 
     def _open_route(self, path: str, handler: OpenHandler, *more_methods: str) -> BaseRoute:
         methods = ["GET", *more_methods]
         assert all(OPERATIONS[one, path].is_open for one in methods)
-        return Route(path, _Endpoint(self, path, handler), methods=methods)
-
-    async def run(self, path: str, handler: OpenHandler, scope: Any, receive: Any, send: Any) -> None:
-        with self._shutdown.answering():
-            await self._run(path, handler, scope, receive, send)
-
-    async def _run(self, path: str, handler: OpenHandler, scope: Any, receive: Any, send: Any) -> None:
-        """Turns every error into an answer, and measures the request."""
-        began_s = time.perf_counter()
-        sent, received, given = Sender(send, self._is_last), _Received(receive), Headers(scope=scope)
-        has_body = "content-length" in given or "transfer-encoding" in given
-        self._running += 1
-        self._metrics.set(metric_names.HTTP_RUNNING, self._running)
-        self._generating += path in GENERATION_PATHS
-        status = 499
-        try:
-            if self._shutdown.is_draining and path not in HEALTH_PATHS:
-                raise ShuttingDown
-            async with self._shutdown.interruptible(is_endless=path in ENDLESS_PATHS):
-                status = await handler(scope, received, sent, given)
-        except asyncio.CancelledError:
-            raise
-        except PdserveError as error:
-            status = await self._fail(path, sent, error, is_unread=has_body and not received.is_complete)
-        except Exception:  # the traceback is logged, and the caller gets an error
-            log.exception("a request crashed", extra={"trace_id": trace_id_of(given.get(HEADER, ""))})
-            failure = InternalError("the gateway failed; its log has the reason")
-            status = await self._fail(path, sent, failure, is_unread=has_body and not received.is_complete)
-        finally:
-            self._running -= 1
-            self._generating -= path in GENERATION_PATHS
-            self._metrics.set(metric_names.HTTP_RUNNING, self._running)
-            self._metrics.add(metric_names.HTTP_REQUESTS, path=path, status=str(status))
-            if sent.first_part_s is not None and path in GENERATION_PATHS:
-                self._metrics.observe(metric_names.HTTP_TTFT, sent.first_part_s - began_s)
-
-    def _is_last(self) -> bool:
-        return self._shutdown.is_draining
-
-    async def _fail(self, path: str, sent: Sender, error: PdserveError, *, is_unread: bool) -> int:
-        found = _reply(path, error)
-        if sent.has_begun and not sent.has_ended and sent.error_frame is not None:
-            await sent.fail(found)
-            return found.status
-        if sent.has_begun:
-            raise error  # the server then closes the connection, so the client knows that the answer is incomplete
-        pairs = [(name.encode(), value.encode()) for name, value in found.headers]
-        if is_unread:
-            pairs.append((b"connection", b"close"))  # the rest of the body is never read
-        await send_json(sent, found.status, sse.to_json(found.body), tuple(pairs))
-        return found.status
-
-
-@final
-class _Application(Starlette):
-    """Calls the endpoints of `direct` itself: for an answer of many chunks, Starlette's routing and middleware take as
-    long as the gateway's own work. Its middleware only turns errors into answers, which the endpoints do themselves."""
-
-    direct: Mapping[str, ASGIApp] = {}  # by path; all are called by POST
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        found = self.direct.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
-        if found is None:
-            await super().__call__(scope, receive, send)
-        else:
-            await found(scope, receive, send)
-
-
-@final
-class _Endpoint:
-    """An ASGI application, which Starlette calls without building a request object."""
-
-    def __init__(self, gateway: Gateway, path: str, handler: OpenHandler) -> None:
-        self._gateway, self._path, self._handler = gateway, path, handler
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await self._gateway.run(self._path, self._handler, scope, receive, send)
-
-
-@final
-class _Received:
-    def __init__(self, receive: Any) -> None:
-        self._receive = receive
-        self.is_complete = False  # the whole body was read
-
-    async def __call__(self) -> Any:
-        message = await self._receive()
-        if not message.get("more_body", False):
-            self.is_complete = True
-        return message
-
-
-def _reply(path: str, error: PdserveError) -> ErrorReply:
-    return _in_form(path, errors.reply(error))
-
-
-def _in_form(path: str, found: ErrorReply) -> ErrorReply:
-    is_anthropic = path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
-    return errors.as_anthropic(found) if is_anthropic else found
+        return Route(path, self._runner.endpoint(path, handler), methods=methods)
 
 
 async def _send(send: Any, status: int, value: dict[str, Any]) -> int:
     await send_json(send, status, await encoded(value))
     return status
-
-
-async def _no_such_path(request: Any, error: Exception) -> Any:
-    given: str = request.scope["path"]  # request.url would be made from the caller's host header
-    path = given.rstrip("/")
-    if given.endswith("/") and any(path == known for _, known in OPERATIONS):
-        return Response(status_code=307, headers={"location": path})
-    return _Whole(_reply(given, NotFound("path", given)))
-
-
-async def _wrong_method(request: Any, error: Any) -> Any:
-    path: str = request.scope["path"]
-    return _Whole(_in_form(path, errors.wrong_method(request.method, path, error.headers)))
-
-
-@final
-class _Whole:
-    """An ASGI response."""
-
-    def __init__(self, reply: errors.ErrorReply) -> None:
-        self._reply = reply
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        pairs = tuple((name.lower().encode(), value.encode()) for name, value in self._reply.headers)
-        await send_json(send, self._reply.status, sse.to_json(self._reply.body), pairs)

@@ -1,13 +1,14 @@
-"""Endpoints that generate nothing: /tokenize and /detokenize, as in vLLM, Anthropic's count of tokens, sessions, what
-is stored, and those of the live view."""
+"""Endpoints that generate nothing: /tokenize and /detokenize, as in vLLM, Anthropic's count of tokens, health,
+sessions, what is stored, and those of the live view."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any, Final, final
 from urllib.parse import parse_qsl
 
 from pdserve.client.aio import AsyncClient
@@ -134,6 +135,31 @@ async def detokenize(request: DetokenizeRequest, caller: Caller) -> dict[str, An
         return {"prompt": await caller.client.detokenize(request.tokens)}
     except InvalidRequest as error:
         raise error.renamed(error.field.replace("token_ids", "tokens")) from None
+
+
+# --- health ---------------------------------------------------------------------------------------------------
+# The router is asked at most once per HEALTH_S, however many callers there are.
+
+HEALTH_S: Final = 0.5
+
+
+@final
+class Health:
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self._asking = asyncio.Lock()
+        self._is_serving = False
+        self._until_s = -float("inf")
+
+    async def is_serving(self) -> bool:
+        async with self._asking:
+            if time.monotonic() >= self._until_s:
+                try:
+                    self._is_serving = await self._client.is_serving()
+                except PdserveError:
+                    self._is_serving = False
+                self._until_s = time.monotonic() + HEALTH_S
+            return self._is_serving
 
 
 # --- sessions -------------------------------------------------------------------------------------------------

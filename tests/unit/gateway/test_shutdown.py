@@ -14,11 +14,9 @@ import httpx2 as httpx
 import pytest
 
 from pdserve import Client
-from pdserve.client.aio import AsyncClient
 from pdserve.client.retries import Retries
-from pdserve.config import GatewayConfig
 from pdserve.core.errors import PdserveError, ShuttingDown
-from pdserve.gateway.app import Gateway
+from pdserve.gateway.asgi import RequestRunner
 from pdserve.gateway.door import Shutdown
 from pdserve.gateway.server import GatewayHost
 from pdserve.telemetry.metrics import Metrics
@@ -55,13 +53,7 @@ def last_event(lines: Iterator[str]) -> Any:
 async def test_the_end_waits_for_the_errors_and_not_only_for_their_causes() -> None:
     """The process ends next, so what is not sent by then is lost. A client may be slow to take the error."""
     shutdown, is_failing, client_reads = Shutdown(), asyncio.Event(), asyncio.Event()
-    gateway = Gateway(
-        GatewayConfig(router="127.0.0.1:1"),
-        AsyncClient("127.0.0.1:1"),
-        Metrics("gateway"),
-        shutdown,
-        needs_token=False,
-    )
+    runner = RequestRunner(shutdown, Metrics("gateway"))
     statuses: list[int] = []
 
     async def handle(*_: Any) -> int:
@@ -74,7 +66,7 @@ async def test_the_end_waits_for_the_errors_and_not_only_for_their_causes() -> N
         statuses.append(message.get("status", 0))
 
     scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": []}
-    answering = asyncio.create_task(gateway.run("/v1/models", handle, scope, None, send))
+    answering = asyncio.create_task(runner.run("/v1/models", handle, scope, None, send))
     await asyncio.sleep(0)
     ending = asyncio.create_task(shutdown.interrupt(WAIT_S))
     await is_failing.wait()

@@ -20,7 +20,7 @@ from pdserve.gateway.api.errors import reply
 from pdserve.gateway.api.replies import Head
 from pdserve.gateway.api.responses import ResponsesWriter
 from pdserve.gateway.api.sdk_call import SCORE_BYTES, TOKEN_BYTES, SdkCall
-from pdserve.gateway.app import GENERATION_PATHS
+from pdserve.gateway.asgi import GENERATION_PATHS
 from pdserve.gateway.respond import PAUSE_BYTES, Responder, Sender
 from pdserve.testing import MockTransport
 from pdserve.v1 import inference_pb2
