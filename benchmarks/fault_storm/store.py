@@ -32,7 +32,8 @@ from benchmarks.fault_storm.tiers import (
     lost_threads,
 )
 from pdserve.engine.memory.host import HostCopies
-from pdserve.engine.memory.object_stores import ObjectStore, open_object_store
+from pdserve.engine.memory.object_stores import open_object_store
+from pdserve.engine.memory.object_stores.interface import ObjectStore
 from pdserve.engine.memory.slow_tier import ReadSpeed, SlowTier
 from pdserve.engine.memory.store import NONCE_BYTES, TAG_BYTES, Seal, StoreTier
 from pdserve.prefix.embedded import EmbeddedRedis

@@ -292,7 +292,7 @@ OWN = {
     *("pdserve/tls/authority.py", "pdserve/launch/confine.py", "router/recording/recording.py"),
     "pdserve/launch/with_ray.py",
     "pdserve/engine/memory/block_files.py",  # in a private folder, checked as its own
-    "pdserve/engine/memory/object_stores.py",  # so many bytes of a regular file, which are authenticated
+    "pdserve/engine/memory/object_stores/files.py",  # so many bytes of a regular file, which are authenticated
     *("pdserve/key_file_access.py", "pdserve/isolated/child.py"),  # a folder, for its lock; /dev/null
 }
 

@@ -1,4 +1,4 @@
-"""The shared store: blocks that other workers may need are written to a store of object_stores.py by the threads of
+"""The shared store: blocks that other workers may need are written to a store of object_stores/ by the threads of
 slow_tier.py, and read from it. One object for each block.
 
 Others may write to the store, so each object is encrypted and authenticated (AES-256-GCM) under keys that follow from
@@ -32,7 +32,8 @@ from pdserve.core.kv.fetch import Fetch, Lookup
 from pdserve.core.urls import hide_password
 from pdserve.engine.interface import Engine, EngineSpec, KvPool
 from pdserve.engine.memory.host import HostCopies
-from pdserve.engine.memory.object_stores import FULL, ObjectStore, open_object_store
+from pdserve.engine.memory.object_stores import open_object_store
+from pdserve.engine.memory.object_stores.interface import FULL, ObjectStore
 from pdserve.engine.memory.slow_tier import (
     FIRST_PAUSE_S,
     JOIN_S,

@@ -15,21 +15,10 @@ import pytest
 import redis
 
 from pdserve.core.errors import ConfigError
-from pdserve.engine.memory import object_stores
-from pdserve.engine.memory.object_stores import (
-    FULL,
-    ROOM,
-    STALE_S,
-    FileStore,
-    FolderStore,
-    Listed,
-    ObjectStore,
-    RedisStore,
-    open_object_store,
-    path_of,
-    too_old,
-    without_credentials,
-)
+from pdserve.engine.memory.object_stores import files, open_object_store, redis_store
+from pdserve.engine.memory.object_stores.files import STALE_S, FileStore, FolderStore, Listed, path_of, too_old
+from pdserve.engine.memory.object_stores.interface import FULL, ROOM, ObjectStore, without_credentials
+from pdserve.engine.memory.object_stores.redis_store import RedisStore
 from pdserve.prefix.embedded import EmbeddedRedis
 
 SIZE = 100
@@ -128,7 +117,7 @@ def test_a_listing_survives_files_that_others_remove(tmp_path: Path, monkeypatch
             os.unlink(str(path), dir_fd=options["dir_fd"])  # type: ignore[arg-type]
         return real(path, **options)  # type: ignore[arg-type, call-overload, no-any-return]
 
-    monkeypatch.setattr(object_stores.os, "stat", gone)
+    monkeypatch.setattr(files.os, "stat", gone)
     sweep(store)
     monkeypatch.undo()
     assert len(removed) == 1
@@ -138,8 +127,8 @@ def test_a_listing_survives_files_that_others_remove(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
 def test_any_number_of_objects_is_listed_in_parts(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_stores, "MOST_LISTED", 16)
-    monkeypatch.setattr(object_stores, "PARTS", ("00", "40", "80", "c0"))
+    monkeypatch.setattr(files, "MOST_LISTED", 16)
+    monkeypatch.setattr(files, "PARTS", ("00", "40", "80", "c0"))
     store = open_object_store(f"{scheme}://{tmp_path}", "room", SIZE, 64 * SIZE)
     assert isinstance(store, FileStore)
     names = [f"{number % 4 * 64:02x}{number:030x}" for number in range(160)]  # 40 in each of four parts
@@ -222,14 +211,14 @@ def test_a_pipe_a_folder_or_a_killed_writer_harms_nothing(tmp_path: Path) -> Non
 def test_a_failed_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_object_store(f"file://{tmp_path}", "room", SIZE, MANY * SIZE)
 
-    monkeypatch.setattr(object_stores, "write_all", fail)
+    monkeypatch.setattr(files, "write_all", fail)
     with pytest.raises(OSError, match="no space"):
         put(store, 1)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     monkeypatch.undo()
     put(store, *range(MANY))
     sweep(store)
-    monkeypatch.setattr(object_stores, "write_all", fail)
+    monkeypatch.setattr(files, "write_all", fail)
     with pytest.raises(OSError, match="no space"):
         put(store, MANY)
     store.make_room()
@@ -240,7 +229,7 @@ def test_a_failed_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_full_redis_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is full far below its bound, as another program or a small limit may make it."""
     size = 10_000
-    monkeypatch.setattr(object_stores, "MOST_REMOVED", 3)
+    monkeypatch.setattr(redis_store, "MOST_REMOVED", 3)
     with EmbeddedRedis.start() as server, redis.Redis.from_url(server.url) as client:
         store = open_object_store(server.url, "room", size, 1000 * size)
         for number in range(40):
@@ -263,7 +252,7 @@ def test_a_full_redis_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_lowered_bound_is_kept_in_redis(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that ends in the middle leaves no object without an age."""
-    monkeypatch.setattr(object_stores, "MOST_REMOVED", 3)
+    monkeypatch.setattr(redis_store, "MOST_REMOVED", 3)
     with EmbeddedRedis.start() as server:
         put(open_object_store(server.url, "room", SIZE, 100 * SIZE), *range(60))
         store = open_object_store(server.url, "room", SIZE, MANY * SIZE)

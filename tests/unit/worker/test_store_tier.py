@@ -20,7 +20,8 @@ from pdserve.core.types import Role
 from pdserve.engine.memory import slow_tier, staging
 from pdserve.engine.memory import store as store_module
 from pdserve.engine.memory.block_files import BlockFiles
-from pdserve.engine.memory.object_stores import ROOM, FolderStore
+from pdserve.engine.memory.object_stores.files import FolderStore
+from pdserve.engine.memory.object_stores.interface import ROOM
 from pdserve.engine.memory.slow_tier import ReadSpeed
 from pdserve.engine.memory.store import StoreTier
 from pdserve.engine.toy import answer

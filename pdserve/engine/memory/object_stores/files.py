@@ -1,13 +1,8 @@
-"""Stores that workers share: Redis, a folder, and what fsspec reaches. Each keeps objects of one size under names.
-
-Everything that fails raises OSError, in which no credential is. No call returns more bytes than an object has. Workers
-write and remove at the same time, so an object may be gone at any moment, and one that is being written is not found.
-"""
+"""Shared stores of files, in a folder or in what fsspec reaches, such as a bucket. Workers remove the oldest files."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import secrets
@@ -18,170 +13,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, Protocol, final
-from urllib.parse import unquote, urlsplit
+from typing import Final, final
 
 from pdserve.bounded_file import write_all
 from pdserve.core.errors import ConfigError
 from pdserve.core.installation import advice
 from pdserve.core.urls import hide_password
+from pdserve.engine.memory.object_stores.interface import CALL_S, FULL, ROOM, without_credentials
 
-REDIS_SCHEMES: Final = ("redis", "rediss", "unix")
-CALL_S: Final = 2.0  # until a silent server counts as broken
-LIFETIME_S: Final = 7 * 86_400  # of an object that nobody reads, in Redis
-BATCH_BYTES: Final = 4 * 2**20  # in one answer of Redis
 PROBES: Final = 8  # names that one round of a search asks for
 SWEEPS: Final = 16  # a worker looks for old objects after writing this share of the bound
 STALE_S: Final = 3600.0  # after which the file of a writer that was killed is removed,
 TOUCH_S: Final = 3600.0  # and after which a read renews an object's age
-MOST_REMOVED: Final = 1000  # by one call of Redis
-FULL: Final = (errno.ENOSPC, errno.EDQUOT)  # of the OSError if an object has no room
 MOST_LISTED: Final = 2**17  # objects at a time, which bounds the memory for a listing
-ROOM: Final = "pdserve-kv"
 PARTS: Final = tuple(f"{number:02x}" for number in range(256))  # by the first digits of names, thus of equal sizes
 BUCKETS: Final = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "oss")  # which have no folders
 _NAME: Final = re.compile(r"[0-9a-f]{32}")
 _FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
-
-
-class ObjectStore(Protocol):
-    """Names are 32 hexadecimal digits. Called on several threads."""
-
-    @property
-    def most_got(self) -> int:
-        """How many objects one call of `get` should ask for."""
-        ...
-
-    def num_found(self, names: Sequence[str]) -> int:
-        """How many of the leading names have an object; as a rule, if a search is sooner than to ask for each."""
-        ...
-
-    def are_there(self, names: Sequence[str]) -> list[bool]: ...
-
-    def get(self, names: Sequence[str]) -> list[bytes | None]:
-        """None: there is none, or it has another size."""
-        ...
-
-    def put(self, objects: Sequence[tuple[str, bytes]]) -> None: ...
-
-    def make_room(self) -> None:
-        """Removes the oldest objects beyond the bound, from time to time. If one of FULL was raised, some of the oldest
-        in any case. May take long."""
-        ...
-
-    def delete(self, names: Iterable[str]) -> None:
-        """Those that are there."""
-        ...
-
-    def close(self) -> None: ...
-
-
-# --- Redis ------------------------------------------------------------------------------------------------------
-
-
-@final
-class RedisStore:
-    """Strings, and a sorted set of their names by the time of the last use. All have a lifetime."""
-
-    def __init__(self, url: str, room: str, object_bytes: int, most_bytes: int) -> None:
-        """Raises ConfigError on an invalid URL, or if the client is not installed."""
-        try:
-            from redis import Redis
-            from redis.backoff import NoBackoff
-            from redis.exceptions import OutOfMemoryError, RedisError
-            from redis.retry import Retry
-        except ImportError:
-            raise ConfigError("kv_store", hide_password(url), f"the package redis; {advice('server')}") from None
-        self._object_bytes = object_bytes
-        self._most = max(1, most_bytes // object_bytes)
-        self._prefix = f"{ROOM}:{room}:"
-        self._ages = f"{self._prefix}ages"
-        self._errors: tuple[type[Exception], ...] = (RedisError, OSError)
-        self._full_error: type[Exception] = OutOfMemoryError
-        self._is_full = False
-        self._url = url
-        try:
-            self._client: Any = Redis.from_url(
-                url,
-                socket_timeout=CALL_S,
-                socket_connect_timeout=CALL_S,
-                retry=Retry(NoBackoff(), 0),
-                protocol=2,
-            )
-        except ValueError as error:
-            expected = f"redis://HOST:PORT/DB or unix:///path/to/socket ({without_credentials(str(error), url)})"
-            raise ConfigError("kv_store", hide_password(url), expected) from None
-
-    @property
-    def most_got(self) -> int:
-        return max(1, BATCH_BYTES // self._object_bytes)
-
-    def num_found(self, names: Sequence[str]) -> int:
-        return next((at for at, one in enumerate(self.are_there(names)) if not one), len(names))
-
-    def are_there(self, names: Sequence[str]) -> list[bool]:
-        lengths = self._call([("STRLEN", self._prefix + name) for name in names])
-        return [length == self._object_bytes for length in lengths]
-
-    def get(self, names: Sequence[str]) -> list[bytes | None]:
-        keys = [self._prefix + name for name in names]
-        # Not GET: what another program has written may be far larger.
-        commands: list[tuple[Any, ...]] = [("GETRANGE", key, 0, self._object_bytes) for key in keys]
-        commands += [("EXPIRE", key, LIFETIME_S) for key in keys]
-        ages = [part for name in names for part in (time.time(), name)]
-        found = self._call([*commands, ("ZADD", self._ages, "XX", *ages)])[: len(keys)]
-        return [one if len(one) == self._object_bytes else None for one in found]
-
-    def put(self, objects: Sequence[tuple[str, bytes]]) -> None:
-        # Its age first: an object without one would not be counted.
-        ages = [part for name, _ in objects for part in (time.time(), name)]
-        commands: list[tuple[Any, ...]] = [("ZADD", self._ages, *ages), ("EXPIRE", self._ages, 2 * LIFETIME_S)]
-        commands += [("SET", self._prefix + name, contents, "EX", LIFETIME_S) for name, contents in objects]
-        try:
-            self._call(commands)
-        except OSError as error:
-            if error.errno in FULL:
-                self._is_full = True
-                self.delete(name for name, _ in objects)  # some may be there without an age
-            raise
-
-    def make_room(self) -> None:
-        [count] = self._call([("ZCARD", self._ages)])
-        excess = max(count - self._most, count // 8 + 1 if self._is_full else 0)
-        while excess > 0:
-            [oldest] = self._call([("ZRANGE", self._ages, 0, min(excess, MOST_REMOVED) - 1)])
-            if not oldest:
-                break
-            self.delete(name.decode() for name in oldest)
-            excess -= len(oldest)
-        self._is_full = False
-
-    def delete(self, names: Iterable[str]) -> None:
-        listed = list(names)
-        self._call(
-            [("UNLINK", *(self._prefix + name for name in listed)), ("ZREM", self._ages, *listed)] if listed else []
-        )
-
-    def close(self) -> None:
-        with contextlib.suppress(*self._errors):
-            self._client.close()
-
-    def _call(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The answers, of one round trip."""
-        if not commands:
-            return []
-        try:
-            with self._client.pipeline(transaction=False) as pipeline:
-                for command in commands:
-                    pipeline.execute_command(*command)
-                return list(pipeline.execute())
-        except self._full_error as error:
-            raise OSError(errno.ENOSPC, without_credentials(str(error), self._url)) from None
-        except self._errors as error:
-            raise OSError(without_credentials(str(error), self._url)) from None
-
-
-# --- files --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -513,41 +361,3 @@ class FsspecStore(FileStore):
             raise
         except Exception as error:  # each file system has its own
             raise OSError(without_credentials(f"{type(error).__name__}: {error}", self._url)) from None
-
-
-# --- by URL -------------------------------------------------------------------------------------------------------
-
-
-def open_object_store(url: str, room: str, object_bytes: int, most_bytes: int) -> ObjectStore:
-    """Raises ConfigError. Objects of different rooms are not found by each other's workers."""
-    scheme, separator, _ = url.partition("://")
-    shown = hide_password(url)
-    if not separator or not scheme:
-        raise ConfigError("kv_store", shown, "a URL: redis://HOST:PORT/DB, file:///FOLDER or s3://BUCKET/PATH")
-    if object_bytes > most_bytes:
-        raise ConfigError("kv_store_bytes", most_bytes, f"at least {object_bytes}, for one block of this model")
-    if scheme in REDIS_SCHEMES:
-        return RedisStore(url, room, object_bytes, most_bytes)
-    if scheme != "file":
-        return FsspecStore(url, room, object_bytes, most_bytes)
-    try:
-        parts = urlsplit(url)
-    except ValueError as error:
-        raise ConfigError("kv_store", shown, f"a valid URL ({without_credentials(str(error), url)})") from None
-    path = Path(unquote(parts.path))
-    if parts.netloc not in ("", "localhost") or path == Path("/") or not path.is_absolute():
-        raise ConfigError("kv_store", shown, "file:///FOLDER, an absolute path on this host")
-    try:
-        return FolderStore(path, room, object_bytes, most_bytes)
-    except OSError as error:
-        raise ConfigError("kv_store", shown, f"a folder that this user can write to ({error.strerror})") from None
-
-
-def without_credentials(text: str, url: str) -> str:
-    """`text` without the user and password of `url`, which errors of some clients contain."""
-    userinfo = url.partition("://")[2].rpartition("@")[0]  # not by urlsplit, which refuses some URLs
-    password = userinfo.partition(":")[2]
-    for word in (url, userinfo, password, unquote(password)):
-        if word:
-            text = text.replace(word, "***")
-    return hide_password(text)
