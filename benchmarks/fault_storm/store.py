@@ -34,8 +34,9 @@ from benchmarks.fault_storm.tiers import (
 from pdserve.engine.memory.host import HostCopies
 from pdserve.engine.memory.object_stores import open_object_store
 from pdserve.engine.memory.object_stores.interface import ObjectStore
+from pdserve.engine.memory.sealed_objects import NONCE_BYTES, TAG_BYTES, Seal
 from pdserve.engine.memory.slow_tier import ReadSpeed, SlowTier
-from pdserve.engine.memory.store import NONCE_BYTES, TAG_BYTES, Seal, StoreTier
+from pdserve.engine.memory.store import StoreTier
 from pdserve.prefix.embedded import EmbeddedRedis
 
 SECRET: Final = "the secret of the storm's cluster"

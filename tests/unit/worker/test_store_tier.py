@@ -22,6 +22,7 @@ from pdserve.engine.memory import store as store_module
 from pdserve.engine.memory.block_files import BlockFiles
 from pdserve.engine.memory.object_stores.files import FolderStore
 from pdserve.engine.memory.object_stores.interface import ROOM
+from pdserve.engine.memory.sealed_objects import Seal
 from pdserve.engine.memory.slow_tier import ReadSpeed
 from pdserve.engine.memory.store import StoreTier
 from pdserve.engine.toy import answer
@@ -203,8 +204,8 @@ async def test_another_secret_finds_nothing(start: Any, attach: Any, ask: Any, f
     spec = first.program.engine.spec
     contents = store_module.contents_of(spec, Path("toy"))
     for other in (
-        store_module.Seal("another secret of a cluster", contents, spec.block_bytes),
-        store_module.Seal(first.program.context.config.cluster_secret, b"another model", spec.block_bytes),
+        Seal("another secret of a cluster", contents, spec.block_bytes),
+        Seal(first.program.context.config.cluster_secret, b"another model", spec.block_bytes),
     ):
         assert other.name(same) != seal.name(same)
         assert other.room != seal.room
