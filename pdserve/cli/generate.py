@@ -19,7 +19,8 @@ from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_text
 from pdserve.build import FULL_VERSION
 from pdserve.cli import Command
 from pdserve.client.beam import EarlyStopping
-from pdserve.client.request import MAX_TOKENS_PER_CALL, SAMPLING_SCALARS, Prompt, Scalar
+from pdserve.client.options import SAMPLING_SCALARS, Scalar
+from pdserve.client.request import MAX_TOKENS_PER_CALL, Prompt
 from pdserve.client.results import Completion, Token, TokenLogprob
 from pdserve.client.sync import Client, Stream
 from pdserve.client.target_flags import add_target_flags, connect

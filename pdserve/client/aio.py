@@ -18,7 +18,8 @@ from pdserve.client import base, beam
 from pdserve.client import base as calls
 from pdserve.client.base import AnswerBuilder, BaseClient, BaseStream, UnaryCall, scored_tokens
 from pdserve.client.beam import Beam, EarlyStopping, Tops
-from pdserve.client.request import Options, Prompt, role_request, roll_request, scale_request, token_ids_of
+from pdserve.client.options import Options
+from pdserve.client.request import Prompt, role_request, roll_request, scale_request, token_ids_of
 from pdserve.client.results import (
     CHANGE_STEP,
     ChangeStep,

@@ -12,9 +12,9 @@ from typing import Any, Final, Generic, Self, TypeVar, cast
 from pdserve.client import connect, results
 from pdserve.client.beam import BeamSearch, EarlyStopping
 from pdserve.client.connect import ClientTransport, GrpcTransport, Tls, TlsPath
+from pdserve.client.options import Options
 from pdserve.client.request import (
     Messages,
-    Options,
     Prompt,
     checked_timeout_s,
     detokenize_request,

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, final
 
-from pdserve.client.request import Options
+from pdserve.client.options import Options
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.types import MAX_LOGPROBS, FinishReason
 

@@ -13,7 +13,7 @@ from starlette.routing import BaseRoute, Route
 
 from pdserve.build import FULL_VERSION
 from pdserve.client.aio import AsyncClient
-from pdserve.client.request import Options
+from pdserve.client.options import Options
 from pdserve.client.results import Model
 from pdserve.config import GatewayConfig
 from pdserve.core.access.shares import BYTES_WEIGHT, CONTROL, COUNT_WEIGHT, OPERATOR, HeldBody, Shares, kept_of

@@ -11,7 +11,7 @@ from typing import Any, Final, final
 
 from pdserve.client.aio import AsyncClient
 from pdserve.client.connect import Tls
-from pdserve.client.request import Options
+from pdserve.client.options import Options
 from pdserve.client.results import Explanation
 from pdserve.client.retries import Retries
 from pdserve.core.errors import ConfigError, DeadlineExceeded, NotFound, Overloaded, PdserveError

@@ -16,7 +16,7 @@ from pdserve.core.types import MAX_SESSION_ID_CHARS
 from pdserve.telemetry import trace_context
 
 if TYPE_CHECKING:
-    from pdserve.client.request import Options
+    from pdserve.client.options import Options
 
 REQUEST_ID: Final = "x-request-id"
 SESSION_ID: Final = "x-session-id"

@@ -14,7 +14,7 @@ from typing import Any, Final, cast, final
 
 import jiter
 
-from pdserve.client.request import Options
+from pdserve.client.options import Options
 from pdserve.client.results import Completion, Model, Piece
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.results import Usage

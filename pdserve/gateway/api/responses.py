@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, final
 
-from pdserve.client.request import Options
+from pdserve.client.options import Options
 from pdserve.client.results import Completion, Model, Piece, TokenLogprob
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.types import RESPONSE_ID_PREFIX, FinishReason

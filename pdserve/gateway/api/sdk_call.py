@@ -11,7 +11,8 @@ from typing import Any, Final, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 
-from pdserve.client.request import Options, Prompt
+from pdserve.client.options import Options
+from pdserve.client.request import Prompt
 from pdserve.client.results import Model
 from pdserve.core.errors import InvalidRequest, UnknownModel
 from pdserve.core.grammar import Grammar, GrammarKind, choice

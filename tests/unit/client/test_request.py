@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from pdserve.client.request import Options, detokenize_request, generate_request, token_ids_of, tokenize_request
+from pdserve.client.options import Options
+from pdserve.client.request import detokenize_request, generate_request, token_ids_of, tokenize_request
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.types import Slo
 from pdserve.v1 import inference_pb2

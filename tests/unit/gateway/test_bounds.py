@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.client.request import SAMPLING_SCALARS
+from pdserve.client.options import SAMPLING_SCALARS
 from pdserve.core.errors import PdserveError
 from pdserve.gateway.api.field_support import MODELS, Endpoint
 from tests.unit.gateway.conftest import Served
