@@ -22,18 +22,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Final, cast
 
-from benchmarks.fault_storm.tiers import (
-    BLOCK_BYTES,
-    END_S,
-    LONGEST,
-    NUM_BLOCKS,
-    StormPool,
-    TierResult,
-    TierStorm,
-    content_of,
-    hash_of,
-    lost_threads,
-)
+from benchmarks.fault_storm.tier_pool import BLOCK_BYTES, NUM_BLOCKS, StormPool, content_of, hash_of
+from benchmarks.fault_storm.tiers import END_S, LONGEST, TierResult, TierStorm, lost_threads
 from benchmarks.harness import table
 from kvtransfer.faults.injector import FaultInjector, with_faults
 from kvtransfer.faults.plan import FaultPlan

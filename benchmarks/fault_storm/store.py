@@ -21,16 +21,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.fault_storm.tiers import (
-    BLOCK_BYTES,
-    CONTENTS,
-    FEW,
-    TierResult,
-    TierStorm,
-    content_of,
-    hash_of,
-    lost_threads,
-)
+from benchmarks.fault_storm.tier_pool import BLOCK_BYTES, CONTENTS, FEW, content_of, hash_of
+from benchmarks.fault_storm.tiers import TierResult, TierStorm, lost_threads
 from pdserve.engine.memory.host import HostCopies
 from pdserve.engine.memory.object_stores import open_object_store
 from pdserve.engine.memory.object_stores.interface import ObjectStore

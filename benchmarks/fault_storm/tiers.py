@@ -2,7 +2,7 @@
 
 Prompts take blocks from a small pool over the real allocator, host tier, fetch stage, disk tier and files, in this
 process. The bytes of each block follow from its hash, and every block that a prompt gets from a cache is compared. The
-calls that read and write files fail at random (`Faults`): torn, with flipped bits, late, short, with EIO or ENOSPC. The
+calls that read and write files fail at random (files.py): torn, with flipped bits, late, short, with EIO or ENOSPC. The
 worker is killed in the middle of writes and starts again from its files, its clock jumps, and blocks turn out to be
 wrong. Other processes write to files until they are killed for real, some with a limit on the size of files.
 """
@@ -10,14 +10,10 @@ wrong. Other processes write to files until they are killed for real, some with 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import queue
 import random
-import resource
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -27,11 +23,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from hashlib import blake2b, shake_128
+from hashlib import blake2b
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
+from benchmarks.fault_storm.files import Faults, kill_writers
+from benchmarks.fault_storm.tier_pool import BLOCK_BYTES, CONTENTS, NUM_BLOCKS, NUM_FILE_BYTES, StormPool, content_of
 from benchmarks.harness import table
 from pdserve.core.attempt import Attempt, AttemptKey
 from pdserve.core.kv.blocks import BlockAllocator
@@ -39,134 +37,16 @@ from pdserve.core.kv.cache import KvCache
 from pdserve.core.kv.fetch import FetchAborted, Fetches, FetchStarted
 from pdserve.core.kv.host_tier import HostTier, LoadRule, LowerTiers
 from pdserve.core.types import Sampling
-from pdserve.engine.memory.block_files import BlockFiles, FileCalls
+from pdserve.engine.memory.block_files import BlockFiles
 from pdserve.engine.memory.disk import DiskTier
 from pdserve.engine.memory.host import HostCopies
 from pdserve.engine.memory.slow_tier import SlowTier
 from pdserve.worker.tiers import FetchSource
 
-BLOCK_BYTES: Final = 512
-NUM_BLOCKS: Final = 96
 HOST_BLOCKS: Final = 64
-NUM_FILE_BYTES: Final = 2**20
 TEXTS: Final = 96
 LONGEST: Final = 24  # blocks of a text
-CONTENTS: Final = b"storm"
 END_S: Final = 30.0
-
-
-class StormPool:
-    """Two runs of bytes for each block."""
-
-    num_blocks = NUM_BLOCKS
-    block_bytes = BLOCK_BYTES
-    runs_per_block = 2
-    is_on_host = True
-    descriptor = None
-
-    def __init__(self) -> None:
-        self.buffer = memoryview(bytearray(NUM_BLOCKS * BLOCK_BYTES))
-        self._run = BLOCK_BYTES // 2
-
-    def read(self, block: int) -> bytes:
-        run, count = self._run, NUM_BLOCKS * self._run
-        first, second = self.buffer[block * run :][:run], self.buffer[count + block * run :][:run]
-        return bytes(first) + bytes(second)
-
-    def write(self, block: int, content: bytes) -> None:
-        run, count = self._run, NUM_BLOCKS * self._run
-        self.buffer[block * run : (block + 1) * run] = content[:run]
-        self.buffer[count + block * run : count + (block + 1) * run] = content[run:]
-
-
-def content_of(block_hash: bytes) -> bytes:
-    return shake_128(block_hash).digest(BLOCK_BYTES)
-
-
-class Faults(FileCalls):
-    """The system's calls, of which a share fails. After `kill`, nothing reaches the files."""
-
-    def __init__(self, rng: random.Random, share: float, counts: Counter[str]) -> None:
-        self._rng, self._share, self._counts = rng, share, counts
-        self._is_dead = False
-        self._dies_in = -1  # bytes until the process "dies" in a write
-
-    def kill(self) -> None:
-        """Dies in the middle of a later write, or before it."""
-        self._dies_in = self._rng.randrange(3 * BLOCK_BYTES)
-
-    def die(self) -> None:
-        self._is_dead = True
-
-    def _draw(self, kinds: Sequence[str]) -> str:
-        if self._rng.random() >= self._share:
-            return ""
-        kind = self._rng.choice(kinds)
-        self._counts[kind] += 1
-        return kind
-
-    def read(self, descriptor: int, parts: Sequence[Any], offset: int) -> int:
-        match self._draw(["slow read", "EIO in a read", "short read", "flipped bit in a read", "nothing is read"]):
-            case "slow read":
-                time.sleep(self._rng.choice([0.0005, 0.005]))
-            case "EIO in a read":
-                raise OSError(errno.EIO, "injected")
-            case "short read":
-                return super().read(
-                    descriptor, [memoryview(parts[0])[: self._rng.randrange(1, len(parts[0]) + 1)]], offset
-                )
-            case "nothing is read":
-                return 0
-            case "flipped bit in a read":
-                count = super().read(descriptor, parts, offset)
-                part = memoryview(self._rng.choice(parts)).cast("B")
-                part[self._rng.randrange(len(part))] ^= 1 << self._rng.randrange(8)
-                return count
-        return super().read(descriptor, parts, offset)
-
-    def write(self, descriptor: int, parts: Sequence[Any], offset: int) -> int:
-        data = b"".join(bytes(part) for part in parts)
-        if self._dies_in >= 0:
-            self._is_dead, cut = True, min(self._dies_in, len(data))
-            self._dies_in = -1
-            self._counts["killed in a write"] += 1
-            if cut:
-                super().write(descriptor, [data[:cut]], offset)
-            return len(data)
-        if self._is_dead:
-            return len(data)
-        match self._draw(
-            ["slow write", "EIO in a write", "disk full", "torn write", "flipped bit", "lost write", "short"]
-        ):
-            case "slow write":
-                time.sleep(self._rng.choice([0.0005, 0.005]))
-            case "EIO in a write":
-                raise OSError(errno.EIO, "injected")
-            case "disk full":
-                super().write(descriptor, [data[: self._rng.randrange(1, len(data) + 1)]], offset)
-                raise OSError(errno.ENOSPC, "injected")
-            case "torn write":  # the system said that it was written
-                super().write(descriptor, [data[: self._rng.randrange(1, len(data) + 1)]], offset)
-                return len(data)
-            case "lost write":
-                return len(data)
-            case "short":
-                return super().write(descriptor, [data[: self._rng.randrange(1, len(data) + 1)]], offset)
-            case "flipped bit":
-                flipped = bytearray(data)
-                flipped[self._rng.randrange(len(flipped))] ^= 1 << self._rng.randrange(8)
-                return super().write(descriptor, [flipped], offset)
-        return super().write(descriptor, parts, offset)
-
-    def sync(self, descriptor: int) -> None:
-        if self._draw(["EIO in a sync"]):
-            raise OSError(errno.EIO, "injected")
-
-    def reserve(self, descriptor: int, num_bytes: int) -> None:
-        if self._draw(["disk full"]):
-            raise OSError(errno.ENOSPC, "injected")
-        if not self._is_dead:
-            os.ftruncate(descriptor, num_bytes)
 
 
 @dataclass
@@ -406,59 +286,6 @@ class TierStorm:
         return self.result
 
 
-# --- processes that are killed ----------------------------------------------------------------------------------
-
-FEW: Final = 400
-
-
-def hash_of(number: int) -> bytes:
-    return blake2b(number.to_bytes(8, "little"), digest_size=16).digest()
-
-
-def open_files(folder: Path) -> BlockFiles:
-    return BlockFiles(
-        folder, "w", block_bytes=BLOCK_BYTES, num_bytes=NUM_FILE_BYTES, most_slots=10**6, contents=CONTENTS
-    )
-
-
-def write_until_killed(folder: Path, seed: int, limit: int) -> None:
-    """Ends only if it is killed."""
-    if limit:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    files, rng = open_files(folder), random.Random(seed)
-    print("ready", flush=True)
-    while True:
-        count = rng.randrange(1, min(20, files.room) + 1)
-        hashes = {hash_of(rng.randrange(FEW)) for _ in range(count)}
-        try:
-            files.write([(one, memoryview(content_of(one))) for one in hashes])
-        except OSError:
-            time.sleep(0.001)
-
-
-def kill_writers(folder: Path, seed: int, num_kills: int) -> tuple[int, list[str]]:
-    """The number of blocks that were read from the files of killed processes, and what was wrong."""
-    rng, num_read, wrong = random.Random(seed), 0, list[str]()
-    for number in range(num_kills):
-        limit = rng.choice([0, 0, 20_000])
-        command = [sys.executable, "-m", "benchmarks.fault_storm.tiers", str(folder), str(seed + number), str(limit)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
-            assert writer.stdout is not None
-            writer.stdout.readline()
-            time.sleep(rng.random() * 0.05)
-            writer.kill()
-        files = open_files(folder)
-        for name in map(hash_of, range(FEW)):
-            into = memoryview(bytearray(BLOCK_BYTES))
-            for group in files.groups([name], 1):
-                num_read += 1
-                if files.read(group, [[into]]) == [True] and bytes(into) != content_of(name):
-                    wrong.append(f"a wrong block after kill {number + 1}")
-        files.close()
-    return num_read, wrong
-
-
 def storm(num_operations: int, seed: int, num_kills: int, progress: Callable[[TierResult], None]) -> TierResult:
     former = set(threading.enumerate())
     with tempfile.TemporaryDirectory() as folder:
@@ -513,7 +340,3 @@ def progress(result: TierResult) -> None:
         file=sys.stderr,
         flush=True,
     )
-
-
-if __name__ == "__main__":
-    write_until_killed(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from benchmarks.fault_storm import store
-from benchmarks.fault_storm.tiers import CONTENTS, content_of, hash_of, storm
+from benchmarks.fault_storm.tier_pool import CONTENTS, content_of, hash_of
+from benchmarks.fault_storm.tiers import storm
 from pdserve.core.errors import ConfigError
 from pdserve.engine.memory import block_files
 from pdserve.engine.memory.block_files import PAGE, BlockFiles, FileCalls

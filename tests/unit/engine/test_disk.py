@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.fault_storm.tiers import BLOCK_BYTES, CONTENTS, StormPool, content_of, hash_of
+from benchmarks.fault_storm.tier_pool import BLOCK_BYTES, CONTENTS, StormPool, content_of, hash_of
 from pdserve.core.attempt import Attempt, AttemptKey
 from pdserve.core.kv.fetch import Fetch
 from pdserve.core.types import Sampling

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import pytest
 
 from benchmarks.fault_storm.store import SEAL
-from benchmarks.fault_storm.tiers import BLOCK_BYTES, StormPool, content_of, hash_of
+from benchmarks.fault_storm.tier_pool import BLOCK_BYTES, StormPool, content_of, hash_of
 from pdserve.core.attempt import Attempt, AttemptKey
 from pdserve.core.kv.fetch import Fetch
 from pdserve.core.types import Sampling
