@@ -26,17 +26,12 @@ from typing import Final, final
 from pdserve.core.cost.latency import LinkModel
 from router.policy.availability import LONGEST_WAIT_S, clamped_wait_s, not_avoided
 from router.policy.candidates import (
-    NOTHING_CACHED,
     OPTIONS_SHOWN,
     PATIENCE,
     WORTH_WAITING,
     PlacementOption,
-    StepRule,
     local_options,
-    rank_decodes,
     remote_options,
-    reported_step_s,
-    tandem_step_s,
 )
 from router.policy.interface import (
     RULES,
@@ -49,6 +44,7 @@ from router.policy.interface import (
     PolicyInput,
     ReadChoice,
 )
+from router.policy.ranking import NOTHING_CACHED, StepRule, rank_decodes, reported_step_s, tandem_step_s
 from router.state.view import WorkerView
 
 _COST: Final = attrgetter("cost")

@@ -14,20 +14,22 @@ from pdserve.core.cost.step_rule import TARGET_SHARE
 from pdserve.core.types import Slo
 from router.policy.availability import can_start, opens_in_s
 from router.policy.candidates import (
-    DECODES_PAIRED,
     EARLY_SHARE,
-    LOCALS_PRICED,
-    PREFILLS_PAIRED,
     WORK_WEIGHT,
     WORTH_WAITING,
     PlacementOption,
     local_options,
-    rank_decodes,
     remote_options,
+)
+from router.policy.interface import PolicyInput
+from router.policy.ranking import (
+    DECODES_PAIRED,
+    LOCALS_PRICED,
+    PREFILLS_PAIRED,
+    rank_decodes,
     reported_step_s,
     tandem_step_s,
 )
-from router.policy.interface import PolicyInput
 from router.state.load import DecodeLoad
 from router.state.view import WorkerView
 from tests.unit.router.test_goodput import FAST, SLOW, ask, view, with_queue, with_rows

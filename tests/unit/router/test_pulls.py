@@ -13,11 +13,12 @@ from pdserve.core.attempt import PULLS_GIVEN, PULLS_TAKEN, AttemptKey, PrefixSou
 from pdserve.core.cost.latency import CostPrior, LinkModel
 from pdserve.core.protocol import Load, Prefill, PullEnded, Reserve
 from pdserve.core.types import Role, Slo
-from router.policy.candidates import LOCALS_PRICED, local_options, rank_decodes, remote_options
-from router.policy.candidates import tandem_step_s as step_of
+from router.policy.candidates import local_options, remote_options
 from router.policy.interface import Choice, PolicyInput, PullChoice
 from router.policy.policies.goodput import Goodput
 from router.policy.pulls import PULL_SHARE, WORK_WEIGHT, pull_of, source_of
+from router.policy.ranking import LOCALS_PRICED, rank_decodes
+from router.policy.ranking import tandem_step_s as step_of
 from router.state.fleet import Fleet
 from router.state.interface import RouterSettings
 from router.state.view import FIRST_PULL_S, FIRST_REST_S, LONGEST_REST_S, WorkerView
