@@ -31,8 +31,7 @@ from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.v1 import worker_pb2
 from pdserve.wire.codec import Codec
 from pdserve.wire.protocol import COST, FINGERPRINT, decode_response
-from router.service.adapters import ClusterAdapters, read_report
-from router.service.model import ModelFacts, difference, facts_of
+from router.service.model import ClusterAdapters, ModelFacts, difference, facts_of, read_report
 from router.service.worker_reports import KvLinks, WorkerLogs
 from router.service.worker_stream import SILENCE_S, WorkerPacing, WorkerStream
 from router.state.interface import AdaptersChanged, Event, WorkerConnected, WorkerForgotten, WorkerLost
