@@ -9,9 +9,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Self, final
+from typing import Any, Final, final
 
 import grpc.aio
 from google.protobuf.message import Message
@@ -22,7 +22,6 @@ from pdserve.core.access.shares import COUNT_WEIGHT, Shares, caller_of
 from pdserve.core.attempt import Attempt, AttemptKey
 from pdserve.core.errors import (
     NONE_YET,
-    Cancelled,
     IdInUse,
     InternalError,
     InvalidRequest,
@@ -48,7 +47,7 @@ from router.service.auth import current_tenant
 from router.service.fair_queue import ClientKey, client_of
 from router.service.measure import Measure, RequestFacts
 from router.service.model import ClusterAdapters, ModelFacts
-from router.service.runtime import Runtime
+from router.service.runtime import Runtime, write_answer
 from router.service.tenants import CallClaim, Quotas
 from router.state.conversations import Conversation, Session
 from router.state.interface import RequestArrived, SessionEnded
@@ -551,65 +550,3 @@ def _finish_of(prepared: Prepared, index: int, answer: Answer) -> FinishReason |
     if not prepared.resumed:
         return None
     return FinishReason.STOP if answer.has_stopped else prepared.resumed[index].finish
-
-
-async def write_answer(
-    answer: Answer | Group,
-    write: Callable[[Message], Awaitable[None]],
-    write_s: float,
-    accepted: Callable[[], None] = lambda: None,
-) -> None:
-    """Writes messages as they come. `accepted` is called before each write. Raises the answer's error, and Cancelled if
-    a write takes longer than `write_s`."""
-    changed = answer.changed
-    try:
-        async with asyncio.timeout(None) as limit:
-            with _WriteWatch(limit, write_s) as watch:
-                while True:
-                    await changed.wait()
-                    messages_out = answer.drain()
-                    if answer.error is not None:
-                        raise answer.error
-                    accepted()
-                    watch.begin()
-                    for message in messages_out:
-                        await write(message)
-                    watch.end()
-                    if answer.is_over and not changed.is_set():
-                        return
-    except TimeoutError:
-        raise Cancelled(f"the reader took nothing for {write_s:g} s") from None
-
-
-@final
-class _WriteWatch:
-    """Lets `limit` expire when a write takes longer than `most_s`. One timer for the whole stream, because setting one
-    for each write would take as long as the write."""
-
-    def __init__(self, limit: asyncio.Timeout, most_s: float) -> None:
-        self._limit, self._most_s = limit, most_s
-        self._now_s = asyncio.get_running_loop().time
-        self._began_s: float | None = None  # of the present write
-
-    def begin(self) -> None:
-        self._began_s = self._now_s()
-
-    def end(self) -> None:
-        self._began_s = None
-
-    def __enter__(self) -> Self:
-        self._look_after(self._most_s)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._timer.cancel()
-
-    def _look_after(self, seconds: float) -> None:
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
-
-    def _look(self) -> None:
-        spent_s = 0.0 if self._began_s is None else self._now_s() - self._began_s
-        if spent_s < self._most_s:
-            self._look_after(self._most_s - spent_s)
-        else:
-            self._limit.reschedule(self._now_s())
