@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, final
 
@@ -18,13 +18,12 @@ from google.protobuf.message import Message
 
 from pdserve.build import FULL_VERSION
 from pdserve.core.access.key_file import Tenant
-from pdserve.core.access.shares import COUNT_WEIGHT, Shares, caller_of
+from pdserve.core.access.shares import Shares, caller_of
 from pdserve.core.attempt import Attempt, AttemptKey
 from pdserve.core.errors import (
     NONE_YET,
     IdInUse,
     InternalError,
-    InvalidRequest,
     NoWorkers,
     Overloaded,
     PdserveError,
@@ -33,14 +32,14 @@ from pdserve.core.errors import (
 )
 from pdserve.core.kv.kv_shape import TOY_LAYOUT
 from pdserve.core.protocol import NamedAdapter
-from pdserve.core.types import FinishReason, RequestAttributes, Slo, require_at_most
+from pdserve.core.types import FinishReason, Slo
 from pdserve.load_gate import EnteredRequest, LoadGate
 from pdserve.prefix.index import PrefixDepths, PrefixLookup
 from pdserve.telemetry import names, trace_context
 from pdserve.telemetry.tracing import OpenSpan
 from pdserve.v1 import inference_pb2, inference_pb2_grpc
 from pdserve.wire import status
-from pdserve.wire.protocol import SAMPLING_DEFAULTS, SEQUENCE, SESSION
+from pdserve.wire.protocol import SAMPLING_DEFAULTS, SEQUENCE
 from router.service.admission import Admission, Prepared, least_tokens
 from router.service.answer import MAX_PENDING_TOKENS, Answer, Group, is_shared
 from router.service.auth import current_tenant
@@ -48,20 +47,14 @@ from router.service.fair_queue import ClientKey, client_of
 from router.service.measure import Measure, RequestFacts
 from router.service.model import ClusterAdapters, ModelFacts
 from router.service.runtime import Runtime, write_answer
+from router.service.sessions import SessionCalls
 from router.service.tenants import CallClaim, Quotas
-from router.state.conversations import Conversation, Session
-from router.state.interface import RequestArrived, SessionEnded
+from router.state.interface import RequestArrived
 
 log = logging.getLogger(__name__)
 
 WRITE_S: Final = 30.0  # a client that reads nothing for this long is treated as disconnected
 MAX_SAME_ID: Final = 16  # concurrent requests with the same id
-SESSIONS_OF_PAGE: Final = 20
-MAX_SESSIONS_OF_PAGE: Final = 100
-SESSION_ROWS_OF_PAGE: Final = 100  # conversations; a page has at least one session
-SESSION_LOOKUPS_S: Final = 1.0  # for all lookups of one page
-SESSION_WAIT_S: Final = 2.0  # while others list sessions
-MAX_SESSION_LISTS: Final = 8  # that wait or are made
 BASE: Final = NamedAdapter(name="")  # the model alone
 
 
@@ -76,6 +69,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         lookup: PrefixLookup,
         measure: Measure,
         quotas: Quotas,
+        sessions: SessionCalls,
         *,
         models: Callable[[], Sequence[ModelFacts]],
         prefix_lookup_s: float,
@@ -94,13 +88,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._lookup = lookup
         self._measure = measure
         self._quotas = quotas
+        self._sessions = sessions
         self._prefix_lookup_s = prefix_lookup_s
         self._held = held
         self._gate = gate
         self._streaming = streaming
         self._write_s = write_s
-        self._listing = asyncio.Lock()  # one list of sessions at a time
-        self._lists = Shares(MAX_SESSION_LISTS, COUNT_WEIGHT)  # so that no tenant takes all places
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
         tenant = self._let_in(request, context)
@@ -198,12 +191,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.ListSessionsResponse:
         try:
             tenant = current_tenant()
-            limit = request.limit or SESSIONS_OF_PAGE
-            require_at_most("limit", "sessions", limit, MAX_SESSIONS_OF_PAGE)
             with self._claim(tenant):
-                async with self._alone(caller_of(tenant.name)):
-                    # Without a tenant, the caller is the operator, or there are no tenants.
-                    return await self._sessions(tenant.name or None, request.after, limit)
+                return await self._sessions.page(tenant.name, request.after, request.limit)
         except PdserveError as error:
             self._measure.rejected(error)
             return await status.abort(context, error)
@@ -211,73 +200,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def EndSession(
         self, request: inference_pb2.EndSessionRequest, context: Any
     ) -> inference_pb2.EndSessionResponse:
+        # No quota: a client that has used it up may also end its sessions, and an end that was told costs nothing.
         try:
-            tenant, name = current_tenant().name, request.session_id
-            if not name:
-                raise InvalidRequest("session_id", "none", "the id of a session")
-            RequestAttributes(session_id=name)
+            is_known = self._sessions.end(current_tenant().name, request.session_id)
         except PdserveError as error:
             self._measure.rejected(error)
             return await status.abort(context, error)
-        # No quota: a client that has used it up may also end its sessions, and an end that was told costs nothing.
-        is_known = self._runtime.state.sessions.find(tenant, name) is not None
-        if is_known:
-            self._runtime.submit(SessionEnded(tenant=tenant, session_id=name))
         return inference_pb2.EndSessionResponse(is_known=is_known)
 
     # ------------------------------------------------------------------------------------------------------------
-
-    @contextlib.asynccontextmanager
-    async def _alone(self, caller: str) -> AsyncIterator[None]:
-        """Raises Overloaded if others list sessions for long, or the caller has its share of the places to wait."""
-        busy = Overloaded("other calls are listing sessions", 1.0)
-        if not self._lists.fits(caller, 1):
-            raise busy
-        self._lists.add(caller, 1)
-        try:
-            try:
-                async with asyncio.timeout(SESSION_WAIT_S):
-                    await self._listing.acquire()
-            except TimeoutError:
-                raise busy from None
-            try:
-                yield
-            finally:
-                self._listing.release()
-        finally:
-            self._lists.add(caller, -1)
-
-    async def _sessions(self, tenant: str | None, after: int, limit: int) -> inference_pb2.ListSessionsResponse:
-        """Made in small parts, because requests are routed on the same event loop."""
-        state, page = self._runtime.state, inference_pb2.ListSessionsResponse()
-        found: list[tuple[Session, int]] = []  # with their place, which changes when they are used
-        num_rows = 0
-        for session in state.sessions.page(tenant, after, limit + 1):
-            num_rows += len(session.conversations)
-            if len(found) == limit or (found and num_rows > SESSION_ROWS_OF_PAGE):
-                page.has_more = True
-                break
-            found.append((session, session.serial))
-        cached = await self._cached_by_conversation([row for one, _ in found for row in one.conversations.values()])
-        since_1970_s = time.time() - time.monotonic()
-        for session, serial in found:
-            view = state.sessions.view(session, cached, state.block_size_of, since_1970_s)
-            page.sessions.append(SESSION.encode(replace(view, cursor=serial)))
-            await asyncio.sleep(0.0)
-        return page
-
-    async def _cached_by_conversation(self, conversations: Sequence[Conversation]) -> dict[int, Mapping[str, int]]:
-        """Leading ones of `hashes` by worker, by the conversation's number. It lacks those for which the index has not
-        answered in time."""
-        cached: dict[int, Mapping[str, int]] = {}
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(SESSION_LOOKUPS_S):
-                for one in conversations:
-                    found = await self._lookup.inspect(one.hashes) if one.hashes else PrefixDepths()
-                    if found is not None:
-                        cached[one.number] = found
-                    await asyncio.sleep(0.0)
-        return cached
 
     @contextlib.contextmanager
     def _claim(self, tenant: Tenant, least_tokens: int = 0) -> Iterator[CallClaim]:

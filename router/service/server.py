@@ -50,6 +50,7 @@ from router.service.inference import InferenceServicer
 from router.service.measure import Gauges, Measure
 from router.service.router_group import RouterGroup, SharedCountsFile, check_private, socket_of
 from router.service.runtime import Runtime
+from router.service.sessions import SessionCalls
 from router.service.tenants import Quotas
 from router.service.text.child_pool import GrammarCheck
 from router.service.text.tokenizing import launching_child
@@ -353,14 +354,16 @@ class RouterServer:
             raise ShuttingDown
 
     def _add_services(self, admission: Admission) -> None:
+        lookup = self._lookup()
         servicer = InferenceServicer(
             self._runtime,
             admission,
             lambda: self._workers.model_with(self._runtime.state.next_weights),
             self._workers.adapters,
-            self._lookup(),
+            lookup,
             self._measure,
             self._tenants.quotas,
+            SessionCalls(self._runtime, lookup),
             models=lambda: self._workers.models,
             prefix_lookup_s=self._config.prefix_lookup_s,
             held=self._held,

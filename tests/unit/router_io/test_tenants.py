@@ -24,7 +24,7 @@ from pdserve.telemetry.metrics import Metrics
 from pdserve.v1 import inference_pb2
 from pdserve.wire import status
 from router.recording.replay import decode_step, replay
-from router.service import auth, inference
+from router.service import auth, sessions
 from router.service.auth import Tenants, authorised
 from router.state.interface import RequestArrived
 from tests.unit.router_io.conftest import Connect, Front, until
@@ -497,7 +497,7 @@ async def test_a_list_of_sessions_lets_the_router_work(
     assert len((await front.client.sessions()).sessions) == 3
     working.cancel()
     assert turns[0] < turns[1] < turns[2]
-    monkeypatch.setattr(inference, "SESSION_ROWS_OF_PAGE", 2)
+    monkeypatch.setattr(sessions, "MAX_ROWS", 2)
     page = await front.client.sessions()
     assert ([one.session_id for one in page.sessions], page.has_more) == (["c", "b"], True)
     page = await front.client.sessions(after=page.sessions[-1].cursor)
@@ -510,8 +510,8 @@ async def test_a_list_of_sessions_lets_the_router_work(
         return {}
 
     monkeypatch.setattr(MemoryLookup, "inspect", hang)
-    monkeypatch.setattr(inference, "SESSION_LOOKUPS_S", 60.0)
-    monkeypatch.setattr(inference, "SESSION_WAIT_S", 0.05)
+    monkeypatch.setattr(sessions, "LOOKUPS_S", 60.0)
+    monkeypatch.setattr(sessions, "WAIT_S", 0.05)
     first = asyncio.create_task(front.client.sessions())
     await begun.wait()
     with pytest.raises(Overloaded, match="other calls"):
@@ -533,8 +533,8 @@ async def test_a_tenant_that_lists_sessions_leaves_places_to_others(
         return {}
 
     monkeypatch.setattr(MemoryLookup, "inspect", hang)
-    monkeypatch.setattr(inference, "SESSION_LOOKUPS_S", 60.0)
-    monkeypatch.setattr(inference, "SESSION_WAIT_S", 60.0)
+    monkeypatch.setattr(sessions, "LOOKUPS_S", 60.0)
+    monkeypatch.setattr(sessions, "WAIT_S", 60.0)
     async with presenting(front, ACME) as acme, presenting(front, BETA) as other:
         await acme.generate("a prompt of some blocks " * 8, max_tokens=4)
         many = [asyncio.create_task(acme.sessions()) for _ in range(20)]
