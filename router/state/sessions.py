@@ -235,7 +235,7 @@ class Sessions:
     # ------------------------------------------------------------------------------------------------------------
 
     def _begin(self, tenant: Tenant, facts: RequestArrived, now_s: float) -> Conversation:
-        self._serial += 1
+        self._advance_serial(now_s)
         name = facts.session_id or f"~{facts.block_hashes[0].hex()[:8]}-{self._serial}"
         is_named = bool(facts.session_id)
         key = (is_named, name)
@@ -250,6 +250,11 @@ class Sessions:
         self._conversations[conversation.number] = conversation
         self._count_turn(conversation)
         return conversation
+
+    def _advance_serial(self, now_s: float) -> None:
+        """To the time in microseconds, so that the serials of all routers of a host have one order. Two of them have
+        the same one only if they place requests in the same microsecond."""
+        self._serial = max(self._serial + 1, int(now_s * 1e6))
 
     def _continue(self, tenant: Tenant, conversation: Conversation, facts: RequestArrived, now_s: float) -> None:
         self._alarms.clear(conversation.number)
@@ -292,7 +297,7 @@ class Sessions:
         conversation.is_ending = False
         self._set_active(conversation, is_active=True)
         conversation.used_s = session.used_s = now_s
-        self._serial += 1
+        self._advance_serial(now_s)
         session.serial = self._serial
         self._sessions.move_to_end((session.tenant, session.key))
         session.conversations[conversation.number] = session.conversations.pop(conversation.number)

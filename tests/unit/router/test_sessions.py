@@ -96,6 +96,17 @@ def test_a_name_counts_within_its_tenant() -> None:
     assert [one.tenant for one in world.sessions.page("x", 0, 9)] == ["x"]
 
 
+def test_serials_of_several_routers_have_one_order() -> None:
+    worlds, found = (World(), World()), []
+    for number in range(6):
+        world = worlds[number % 2]
+        world.now_s = number / 1e3
+        for text in ("one", "at once"):
+            found.append(world.begin(block_hashes=(b"system", f"{text} {number}".encode())).session)
+    assert [one.serial for one in found] == sorted({one.serial for one in found})
+    assert len({one.session_id for one in found}) == len(found)
+
+
 def test_prompts_without_a_full_block_need_a_name() -> None:
     world = World()
     facts = arrival("r", block_hashes=())
