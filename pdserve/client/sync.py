@@ -136,14 +136,14 @@ class Client(BaseClient):
         )
 
     def sessions(self, limit: int = 0, after: int = 0) -> SessionPage:
-        """The sessions of the caller's tenant that the router of this connection knows, the last used one first; with
-        the operator's token those of all tenants. `limit`: at most 100 (0: 20). `after`: the `cursor` of the last
+        """The sessions of the caller's tenant that the routers of this address know, the last used one first; with the
+        operator's token those of all tenants. `limit`: at most 100 (0: 20). `after`: the `cursor` of the last
         session of the page before."""
         return self._ask(calls.sessions(limit, after))
 
     def end_session(self, session_id: str) -> bool:
-        """Says that no request of the session follows: its cached prefixes leave first. False: the router of this
-        connection does not know it as one of the caller's tenant."""
+        """Says that no request of the session follows: its cached prefixes leave first. False: no router of
+        this address knows it as one of the caller's tenant."""
         return self._ask(calls.end_session(session_id))
 
     def detokenize(self, token_ids: Sequence[int], prompt: Sequence[int] = ()) -> str:

@@ -202,12 +202,14 @@ class SessionView:
     conversations: tuple[ConversationView, ...]  # the least recently used first
     cursor: int  # for the page after it
     task: TaskView | None = None  # the last one
+    router_id: str = ""  # that placed these turns; a session has an entry for each such router
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionPage:
     sessions: tuple[SessionView, ...]  # the last used first
     has_more: bool
+    is_partial: bool = False  # a router that shares the port has not answered
 
 
 # --- percentiles ----------------------------------------------------------------------------------------------

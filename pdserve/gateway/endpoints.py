@@ -171,7 +171,7 @@ async def sessions(client: AsyncClient, query: bytes) -> dict[str, Any]:
     """A page in OpenAI's form of lists. Raises InvalidRequest."""
     page = await client.sessions(**page_query(query))
     data = [{"object": "session", **asdict(one)} for one in page.sessions]
-    return {"object": "list", "data": data, "has_more": page.has_more}
+    return {"object": "list", "data": data, "has_more": page.has_more, "is_partial": page.is_partial}
 
 
 async def end_session(client: AsyncClient, session_id: str) -> dict[str, Any]:

@@ -501,15 +501,17 @@ class EndSessionResponse(_message.Message):
     def __init__(self, is_known: _Optional[bool] = ...) -> None: ...
 
 class ListSessionsResponse(_message.Message):
-    __slots__ = ("sessions", "has_more")
+    __slots__ = ("sessions", "has_more", "is_partial")
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     HAS_MORE_FIELD_NUMBER: _ClassVar[int]
+    IS_PARTIAL_FIELD_NUMBER: _ClassVar[int]
     sessions: _containers.RepeatedCompositeFieldContainer[SessionView]
     has_more: bool
-    def __init__(self, sessions: _Optional[_Iterable[_Union[SessionView, _Mapping]]] = ..., has_more: _Optional[bool] = ...) -> None: ...
+    is_partial: bool
+    def __init__(self, sessions: _Optional[_Iterable[_Union[SessionView, _Mapping]]] = ..., has_more: _Optional[bool] = ..., is_partial: _Optional[bool] = ...) -> None: ...
 
 class SessionView(_message.Message):
-    __slots__ = ("session_id", "tenant", "is_named", "turns", "began_at_s", "used_at_s", "conversations", "cursor", "task")
+    __slots__ = ("session_id", "tenant", "is_named", "turns", "began_at_s", "used_at_s", "conversations", "cursor", "task", "router_id")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     IS_NAMED_FIELD_NUMBER: _ClassVar[int]
@@ -519,6 +521,7 @@ class SessionView(_message.Message):
     CONVERSATIONS_FIELD_NUMBER: _ClassVar[int]
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     tenant: str
     is_named: bool
@@ -528,7 +531,8 @@ class SessionView(_message.Message):
     conversations: _containers.RepeatedCompositeFieldContainer[ConversationView]
     cursor: int
     task: TaskView
-    def __init__(self, session_id: _Optional[str] = ..., tenant: _Optional[str] = ..., is_named: _Optional[bool] = ..., turns: _Optional[int] = ..., began_at_s: _Optional[float] = ..., used_at_s: _Optional[float] = ..., conversations: _Optional[_Iterable[_Union[ConversationView, _Mapping]]] = ..., cursor: _Optional[int] = ..., task: _Optional[_Union[TaskView, _Mapping]] = ...) -> None: ...
+    router_id: str
+    def __init__(self, session_id: _Optional[str] = ..., tenant: _Optional[str] = ..., is_named: _Optional[bool] = ..., turns: _Optional[int] = ..., began_at_s: _Optional[float] = ..., used_at_s: _Optional[float] = ..., conversations: _Optional[_Iterable[_Union[ConversationView, _Mapping]]] = ..., cursor: _Optional[int] = ..., task: _Optional[_Union[TaskView, _Mapping]] = ..., router_id: _Optional[str] = ...) -> None: ...
 
 class TaskView(_message.Message):
     __slots__ = ("state", "began_at_s", "due_at_s", "turns", "turns_left", "ttft_s", "tpot_s")

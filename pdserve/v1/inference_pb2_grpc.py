@@ -107,7 +107,8 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListSessions(self, request, context):
-        """The sessions that this router knows of the caller's tenant, the last used one first; of all tenants for the operator.
+        """The sessions of the caller's tenant, the last used one first; of all tenants for the operator. The asked router also
+        asks those with which it shares a port.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -59,6 +59,8 @@ POLICY: Final[Mapping[str, Access]] = {
     "/pdserve.v1.ClusterService/ChangeWorkers": Access.OPERATOR,
     "/pdserve.v1.ClusterService/GetDemand": Access.OPERATOR,
     "/pdserve.v1.ClusterService/GetScaling": Access.OPERATOR,
+    "/pdserve.v1.RouterGroupService/EndTenantSession": Access.OPERATOR,
+    "/pdserve.v1.RouterGroupService/ListTenantSessions": Access.OPERATOR,
 }
 MAX_VERSIONS: Final = 64  # of clients, that are told apart
 _SCHEME: Final = "bearer "

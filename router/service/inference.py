@@ -200,9 +200,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def EndSession(
         self, request: inference_pb2.EndSessionRequest, context: Any
     ) -> inference_pb2.EndSessionResponse:
-        # No quota: a client that has used it up may also end its sessions, and an end that was told costs nothing.
+        # No quota: a client that has used it up may also end its sessions.
         try:
-            is_known = self._sessions.end(current_tenant().name, request.session_id)
+            is_known = await self._sessions.end(current_tenant().name, request.session_id)
         except PdserveError as error:
             self._measure.rejected(error)
             return await status.abort(context, error)

@@ -3,8 +3,8 @@ they count what tenants use together.
 
 The kernel gives a connection to any of them. Each therefore also listens on a unix socket in a folder of the launcher,
 which only this user can enter, and finds the others there by their numbers. A router that does not answer within
-ANSWER_S is left out of live views and counts; an explanation that nobody has then fails as Unavailable, because that
-router may have it.
+ANSWER_S is left out of live views, counts and lists; an explanation that nobody has then fails as Unavailable, because
+that router may have it, and so does the end of a session that nobody knows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,13 @@ from pdserve.config import MAX_ROUTERS, member_socket
 from pdserve.core.errors import ConfigError, Overloaded
 from pdserve.outage_log import OutageLog
 from pdserve.owned_folder import is_private, open_private
-from pdserve.v1 import cluster_pb2, cluster_pb2_grpc
+from pdserve.v1 import (
+    cluster_pb2,
+    cluster_pb2_grpc,
+    inference_pb2,
+    router_group_pb2,
+    router_group_pb2_grpc,
+)
 from pdserve.wire import status
 from router.service.tenants import TenantCounts
 from router.state.cluster_state import MAX_IN_PROGRESS
@@ -70,7 +76,7 @@ class RouterGroup:
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._channels: dict[int, grpc.aio.Channel] = {}
 
-    def others(self) -> dict[int, Any]:
+    def others(self, stub: Callable[[Any], Any] = cluster_pb2_grpc.ClusterServiceStub) -> dict[int, Any]:
         """A stub of each other router, by its number. Calls fail at once while it has no socket."""
         if self._folder is None:
             return {}
@@ -78,7 +84,7 @@ class RouterGroup:
             if member not in self._channels:
                 target = f"unix:{socket_of(self._folder, member)}"
                 self._channels[member] = grpc.aio.insecure_channel(target, _OPTIONS)
-        return {one: cluster_pb2_grpc.ClusterServiceStub(self._channels[one]) for one in self._others}
+        return {one: stub(self._channels[one]) for one in self._others}
 
     @property
     def num_others(self) -> int:
@@ -104,6 +110,24 @@ class RouterGroup:
         answers, _ = await self._ask(lambda stub: stub.GetDemand(cluster_pb2.GetDemandRequest(), **self.call))
         return answers
 
+    async def sessions(
+        self, tenant: str, after: int, limit: int
+    ) -> tuple[list[inference_pb2.ListSessionsResponse], bool]:
+        """A page of each other router that has answered, and whether all have."""
+        request = router_group_pb2.ListTenantSessionsRequest(tenant=tenant, after=after, limit=limit)
+        answers, failures = await self._ask(
+            lambda stub: stub.ListTenantSessions(request, **self.call), router_group_pb2_grpc.RouterGroupServiceStub
+        )
+        return [one.page for one in answers], not failures
+
+    async def end_session(self, tenant: str, session_id: str) -> tuple[bool, bool]:
+        """Whether another router knows the session, and whether all have answered."""
+        request = router_group_pb2.EndTenantSessionRequest(tenant=tenant, session_id=session_id)
+        answers, failures = await self._ask(
+            lambda stub: stub.EndTenantSession(request, **self.call), router_group_pb2_grpc.RouterGroupServiceStub
+        )
+        return any(one.is_known for one in answers), not failures
+
     @property
     def call(self) -> dict[str, Any]:
         return {"timeout": ANSWER_S, "metadata": self._metadata}
@@ -116,9 +140,13 @@ class RouterGroup:
         for channel in self._channels.values():
             await channel.close()
 
-    async def _ask(self, call: Callable[[Any], Awaitable[Answer]]) -> tuple[list[Answer], list[grpc.StatusCode]]:
+    async def _ask(
+        self,
+        call: Callable[[Any], Awaitable[Answer]],
+        stub: Callable[[Any], Any] = cluster_pb2_grpc.ClusterServiceStub,
+    ) -> tuple[list[Answer], list[grpc.StatusCode]]:
         """The answers of the other routers, and the codes of those that have none."""
-        results = await asyncio.gather(*map(call, self.others().values()), return_exceptions=True)
+        results = await asyncio.gather(*map(call, self.others(stub).values()), return_exceptions=True)
         answers, failures = [], []
         for one in results:
             if isinstance(one, grpc.aio.AioRpcError):

@@ -35,7 +35,7 @@ from pdserve.text.chat import TOY_TEMPLATES, TemplateSources, read_templates
 from pdserve.text.sampling_defaults import read_sampling_defaults
 from pdserve.text.tokenizer import load_tokenizer
 from pdserve.tls.certificates import certificates_of
-from pdserve.v1 import cluster_pb2_grpc, inference_pb2_grpc, worker_pb2
+from pdserve.v1 import cluster_pb2_grpc, inference_pb2_grpc, router_group_pb2_grpc, worker_pb2
 from pdserve.wire import status
 from pdserve.wire.local_channel import LocalServer, LocalTransport
 from pdserve.wire.peer_server import age_options, caller_port, make_health_servicer, port_options
@@ -50,7 +50,7 @@ from router.service.inference import InferenceServicer
 from router.service.measure import Gauges, Measure
 from router.service.router_group import RouterGroup, SharedCountsFile, check_private, socket_of
 from router.service.runtime import Runtime
-from router.service.sessions import SessionCalls
+from router.service.sessions import RouterGroupServicer, SessionCalls
 from router.service.tenants import Quotas
 from router.service.text.child_pool import GrammarCheck
 from router.service.text.tokenizing import launching_child
@@ -355,6 +355,7 @@ class RouterServer:
 
     def _add_services(self, admission: Admission) -> None:
         lookup = self._lookup()
+        sessions = SessionCalls(self._runtime, lookup, self._group, self._config.router_id)
         servicer = InferenceServicer(
             self._runtime,
             admission,
@@ -363,7 +364,7 @@ class RouterServer:
             lookup,
             self._measure,
             self._tenants.quotas,
-            SessionCalls(self._runtime, lookup),
+            sessions,
             models=lambda: self._workers.models,
             prefix_lookup_s=self._config.prefix_lookup_s,
             held=self._held,
@@ -385,6 +386,9 @@ class RouterServer:
             inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
             cluster_pb2_grpc.add_ClusterServiceServicer_to_server(cluster, server)
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        if self._group_server is not None:
+            group = RouterGroupServicer(sessions)
+            router_group_pb2_grpc.add_RouterGroupServiceServicer_to_server(group, self._group_server)
         services = (INFERENCE, CLUSTER, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(services, self._server)
 

@@ -1,20 +1,24 @@
-"""Lists and ends the sessions that this router knows (docs/sessions.md)."""
+"""Lists and ends sessions (docs/sessions.md). A router knows those whose requests it has placed, so it also asks the
+others that share its port. What they ask is about the asked router alone: no call is passed on twice.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Final, final
+from typing import Any, Final, final
 
 from pdserve.core.access.shares import COUNT_WEIGHT, Shares, caller_of
-from pdserve.core.errors import InvalidRequest, Overloaded
+from pdserve.core.errors import InvalidRequest, Overloaded, PdserveError, Unavailable
 from pdserve.core.types import RequestAttributes, require_at_most
 from pdserve.prefix.index import PrefixDepths, PrefixLookup
-from pdserve.v1 import inference_pb2
+from pdserve.v1 import inference_pb2, router_group_pb2, router_group_pb2_grpc
+from pdserve.wire import status
 from pdserve.wire.protocol import SESSION
+from router.service.router_group import ANSWER_S, RouterGroup
 from router.service.runtime import Runtime
 from router.state.conversations import Conversation, Session
 from router.state.interface import SessionEnded
@@ -23,28 +27,58 @@ DEFAULT_LIMIT: Final = 20  # sessions of a page
 MAX_LIMIT: Final = 100
 MAX_ROWS: Final = 100  # conversations of a page; it has at least one session
 LOOKUPS_S: Final = 1.0  # for all lookups of one page
+ASKED_LOOKUPS_S: Final = ANSWER_S / 2  # for another router, which waits for ANSWER_S
 WAIT_S: Final = 2.0  # while others list sessions
-MAX_LISTS: Final = 8  # that wait or are made
+MAX_LISTS: Final = 8  # that wait or are made; as many again for other routers
+MAX_ENDS: Final = 32  # that other routers are told at a time
 
 
 @final
 class SessionCalls:
     """Lives on one event loop."""
 
-    def __init__(self, runtime: Runtime, lookup: PrefixLookup) -> None:
-        self._runtime, self._lookup = runtime, lookup
+    def __init__(self, runtime: Runtime, lookup: PrefixLookup, group: RouterGroup, router_id: str) -> None:
+        self._runtime, self._lookup, self._group, self._router_id = runtime, lookup, group, router_id
         self._listing = asyncio.Lock()  # one list of sessions at a time
-        self._lists = Shares(MAX_LISTS, COUNT_WEIGHT)  # so that no tenant takes all places
+        # So that no tenant takes all places. Lists for other routers have places of their own, because routers may ask
+        # each other at the same time.
+        self._lists, self._asked = Shares(MAX_LISTS, COUNT_WEIGHT), Shares(MAX_LISTS, COUNT_WEIGHT)
+        self._ends = Shares(MAX_ENDS, COUNT_WEIGHT)
 
     async def page(self, tenant: str, after: int, limit: int) -> inference_pb2.ListSessionsResponse:
         """Of the tenant; without one, of all: the caller is then the operator, or there are no tenants. Raises
         InvalidRequest and Overloaded."""
         limit = limit or DEFAULT_LIMIT
         require_at_most("limit", "sessions", limit, MAX_LIMIT)
-        async with self._alone(caller_of(tenant)):
-            return await self._page(tenant or None, after, limit)
+        with _place(self._lists, tenant, "listing sessions"):
+            async with self._alone():
+                own = await self._page(tenant or None, after, limit, LOOKUPS_S)
+            # Without the lock: another router may ask this one meanwhile.
+            others, is_complete = await self._group.sessions(tenant, after, limit)
+        page = merged([own, *others], limit)
+        page.is_partial = not is_complete
+        return page
 
-    def end(self, tenant: str, session_id: str) -> bool:
+    async def own_page(self, tenant: str, after: int, limit: int) -> inference_pb2.ListSessionsResponse:
+        """Of this router, for another one. Raises InvalidRequest and Overloaded."""
+        require_at_most("limit", "sessions", limit, MAX_LIMIT)
+        with _place(self._asked, tenant, "listing sessions"):
+            async with self._alone():
+                return await self._page(tenant or None, after, limit, ASKED_LOOKUPS_S)
+
+    async def end(self, tenant: str, session_id: str) -> bool:
+        """Whether a router knows the session. Raises InvalidRequest, Overloaded, and Unavailable if a router that may
+        know it has not answered."""
+        is_known = self.end_own(tenant, session_id)
+        if not self._group.num_others:
+            return is_known
+        with _place(self._ends, tenant, "ending sessions"):
+            is_known_to_others, have_all_answered = await self._group.end_session(tenant, session_id)
+        if not (is_known or is_known_to_others or have_all_answered):
+            raise Unavailable(f"this router does not know session {session_id}, and another router does not answer")
+        return is_known or is_known_to_others
+
+    def end_own(self, tenant: str, session_id: str) -> bool:
         """Whether this router knows the session. Raises InvalidRequest."""
         if not session_id:
             raise InvalidRequest("session_id", "none", "the id of a session")
@@ -55,26 +89,21 @@ class SessionCalls:
         return is_known
 
     @contextlib.asynccontextmanager
-    async def _alone(self, caller: str) -> AsyncIterator[None]:
-        """Raises Overloaded if others list sessions for long, or the caller has its share of the places to wait."""
-        busy = Overloaded("other calls are listing sessions", 1.0)
-        if not self._lists.fits(caller, 1):
-            raise busy
-        self._lists.add(caller, 1)
+    async def _alone(self) -> AsyncIterator[None]:
+        """Raises Overloaded if others list sessions for long."""
         try:
-            try:
-                async with asyncio.timeout(WAIT_S):
-                    await self._listing.acquire()
-            except TimeoutError:
-                raise busy from None
-            try:
-                yield
-            finally:
-                self._listing.release()
+            async with asyncio.timeout(WAIT_S):
+                await self._listing.acquire()
+        except TimeoutError:
+            raise _busy("listing sessions") from None
+        try:
+            yield
         finally:
-            self._lists.add(caller, -1)
+            self._listing.release()
 
-    async def _page(self, tenant: str | None, after: int, limit: int) -> inference_pb2.ListSessionsResponse:
+    async def _page(
+        self, tenant: str | None, after: int, limit: int, lookups_s: float
+    ) -> inference_pb2.ListSessionsResponse:
         """Made in small parts, because requests are routed on the same event loop."""
         state, page = self._runtime.state, inference_pb2.ListSessionsResponse()
         found: list[tuple[Session, int]] = []  # with their place, which changes when they are used
@@ -85,23 +114,88 @@ class SessionCalls:
                 page.has_more = True
                 break
             found.append((session, session.serial))
-        cached = await self._cached_by_conversation([row for one, _ in found for row in one.conversations.values()])
+        rows = [row for one, _ in found for row in one.conversations.values()]
+        cached = await self._cached_by_conversation(rows, lookups_s)
         since_1970_s = time.time() - time.monotonic()
         for session, serial in found:
             view = state.sessions.view(session, cached, state.block_size_of, since_1970_s)
-            page.sessions.append(SESSION.encode(replace(view, cursor=serial)))
+            page.sessions.append(SESSION.encode(replace(view, cursor=serial, router_id=self._router_id)))
             await asyncio.sleep(0.0)
         return page
 
-    async def _cached_by_conversation(self, conversations: Sequence[Conversation]) -> dict[int, Mapping[str, int]]:
+    async def _cached_by_conversation(
+        self, conversations: Sequence[Conversation], lookups_s: float
+    ) -> dict[int, Mapping[str, int]]:
         """Leading ones of `hashes` by worker, by the conversation's number. It lacks those for which the index has not
         answered in time."""
         cached: dict[int, Mapping[str, int]] = {}
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LOOKUPS_S):
+            async with asyncio.timeout(lookups_s):
                 for one in conversations:
                     found = await self._lookup.inspect(one.hashes) if one.hashes else PrefixDepths()
                     if found is not None:
                         cached[one.number] = found
                     await asyncio.sleep(0.0)
         return cached
+
+
+@final
+class RouterGroupServicer(router_group_pb2_grpc.RouterGroupServiceServicer):
+    """For the other routers that share the port. They say for which tenant they have authorised a call, so no other
+    caller may reach this service."""
+
+    def __init__(self, sessions: SessionCalls) -> None:
+        self._sessions = sessions
+
+    async def EndTenantSession(
+        self, request: router_group_pb2.EndTenantSessionRequest, context: Any
+    ) -> router_group_pb2.EndTenantSessionResponse:
+        try:
+            is_known = self._sessions.end_own(request.tenant, request.session_id)
+        except PdserveError as error:
+            return await status.abort(context, error)
+        return router_group_pb2.EndTenantSessionResponse(is_known=is_known)
+
+    async def ListTenantSessions(
+        self, request: router_group_pb2.ListTenantSessionsRequest, context: Any
+    ) -> router_group_pb2.ListTenantSessionsResponse:
+        try:
+            page = await self._sessions.own_page(request.tenant, request.after, request.limit)
+        except PdserveError as error:
+            return await status.abort(context, error)
+        return router_group_pb2.ListTenantSessionsResponse(page=page)
+
+
+def merged(pages: Sequence[inference_pb2.ListSessionsResponse], limit: int) -> inference_pb2.ListSessionsResponse:
+    """One page of the sessions of all routers, the last used first. Pure.
+
+    Where a page goes on, the sessions that follow it may have been used before those of another page. So the result
+    ends where the first such page does.
+    """
+    last = max((one.sessions[-1].cursor for one in pages if one.has_more and one.sessions), default=0)
+    sessions = sorted((one for page in pages for one in page.sessions), key=lambda one: one.cursor, reverse=True)
+    result, num_rows = inference_pb2.ListSessionsResponse(has_more=any(one.has_more for one in pages)), 0
+    for session in sessions:
+        num_rows += len(session.conversations)
+        if len(result.sessions) == limit or session.cursor < last or (result.sessions and num_rows > MAX_ROWS):
+            result.has_more = True
+            break
+        result.sessions.append(session)
+    return result
+
+
+@contextlib.contextmanager
+def _place(places: Shares, tenant: str, doing: str) -> Iterator[None]:
+    """Raises Overloaded if the caller has its share of the places."""
+    caller = caller_of(tenant)
+    if not places.fits(caller, 1):
+        raise _busy(doing)
+    places.add(caller, 1)
+    try:
+        yield
+    finally:
+        places.add(caller, -1)
+
+
+def _busy(doing: str) -> Overloaded:
+    return Overloaded(f"other calls are {doing}", 1.0)

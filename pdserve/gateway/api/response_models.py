@@ -246,12 +246,14 @@ class SessionAnswer(Answer):
     conversations: list[ConversationAnswer]
     cursor: int
     task: TaskAnswer | None
+    router_id: str
 
 
 class SessionsAnswer(Answer):
     object: Literal["list"]
     data: list[SessionAnswer]
     has_more: bool
+    is_partial: bool
 
 
 class SessionEndedAnswer(Answer):

@@ -157,7 +157,7 @@ export function createSessionTable(body, none, read) {
     const shown = sessions.flatMap((session) => session.conversations.map((one, at) => ({ session, one, at })));
     shown.sort((a, b) => b.one.used_at_s - a.one.used_at_s);
     reconcile(body, shown.slice(0, MAX_CONVERSATIONS), {
-      key: ({ session, at }) => `${session.tenant}/${session.session_id}/${at}`,
+      key: ({ session, at }) => `${session.router_id}/${session.tenant}/${session.session_id}/${at}`,
       create: () => tableRow([1, 2, 3, 4, 5], 7),
       update: (row, { session, one }) => {
         const next = one.running ? "running" : one.is_over ? "over" : one.until_s === null ? "–" : seconds(Math.max(one.until_s - nowS, 0));

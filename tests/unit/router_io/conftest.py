@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pdserve import AsyncClient
 from pdserve.client.retries import Retries
 from pdserve.config import RouterConfig
+from pdserve.owned_folder import OwnedFolder
 from pdserve.telemetry.metrics import Metrics
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
 from router.service.server import RouterServer
@@ -23,6 +25,7 @@ from tests.support.cluster_secret import TEXT
 from tests.unit.router_io.processes import Program, Start, programs
 
 SLOW_STEP_S = 0.02
+PATIENT: dict[str, Any] = {"slo_ttft_s": 100.0, "slo_tpot_s": 10.0}  # targets that a busy machine meets
 
 
 @pytest.fixture(scope="package")
@@ -115,6 +118,37 @@ async def connect() -> AsyncIterator[Connect]:
         await front.channel.close()
         await front.server.stop()
         front.server.runtime.state.check()
+
+
+ConnectTwo = Callable[..., Awaitable[list[Front]]]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    made = OwnedFolder.for_socket("test", "router-0.sock")
+    yield made.path
+    made.remove()
+
+
+@pytest.fixture
+async def connect_two(connect: Connect, folder: Path) -> ConnectTwo:
+    async def start(*workers: Program, **settings: Any) -> list[Front]:
+        return [
+            await connect(
+                *workers,
+                **{
+                    "group": str(folder),
+                    "member": one,
+                    "members": 2,
+                    "router_id": f"router-{one}",
+                    **PATIENT,
+                    **settings,
+                },
+            )
+            for one in range(2)
+        ]
+
+    return start
 
 
 async def until(holds: Callable[[], Any], timeout_s: float = 60.0) -> None:

@@ -39,7 +39,7 @@ SERVICES = ("pdserve.v1.InferenceService", "pdserve.v1.ClusterService", "grpc.he
 def test_every_method_that_is_served_has_a_policy() -> None:
     import router.service.server  # noqa: F401 - puts the descriptors into the pool
 
-    names = (*SERVICES, "grpc.reflection.v1alpha.ServerReflection")
+    names = (*SERVICES, "pdserve.v1.RouterGroupService", "grpc.reflection.v1alpha.ServerReflection")
     served = {
         f"/{service}/{method.name}" for service in names for method in Default().FindServiceByName(service).methods
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
@@ -15,50 +15,24 @@ from pdserve import AsyncClient
 from pdserve.cli.operate import render
 from pdserve.client.retries import Retries
 from pdserve.config import RouterConfig
-from pdserve.core.errors import ConfigError, NotFound, QuotaExceeded, ShuttingDown, Unavailable
+from pdserve.core.errors import (
+    ConfigError,
+    NotFound,
+    QuotaExceeded,
+    ShuttingDown,
+    Unavailable,
+)
 from pdserve.core.live import LiveFrame
 from pdserve.launch.ports import HeldPorts, free_ports
 from pdserve.listening import HELD_ENV
-from pdserve.owned_folder import OwnedFolder
 from pdserve.v1 import cluster_pb2
 from router.service.router_group import FramesOfRouter, socket_of
 from router.service.server import RouterServer
 from router.state.history import MAX_ENDED
 from tests.support.cluster_secret import TEXT
-from tests.unit.router_io.conftest import Connect, Front, until
+from tests.unit.router_io.conftest import PATIENT, ConnectTwo, until
 from tests.unit.router_io.processes import Program
 from tests.unit.router_io.test_quotas_live import ACME, file_of, presenting
-
-PATIENT: dict[str, Any] = {"slo_ttft_s": 100.0, "slo_tpot_s": 10.0}
-ConnectTwo = Callable[..., Awaitable[list[Front]]]
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    made = OwnedFolder.for_socket("test", "router-0.sock")
-    yield made.path
-    made.remove()
-
-
-@pytest.fixture
-async def connect_two(connect: Connect, folder: Path) -> ConnectTwo:
-    async def start(*workers: Program, **settings: Any) -> list[Front]:
-        return [
-            await connect(
-                *workers,
-                **{
-                    "group": str(folder),
-                    "member": one,
-                    "members": 2,
-                    "router_id": f"router-{one}",
-                    **PATIENT,
-                    **settings,
-                },
-            )
-            for one in range(2)
-        ]
-
-    return start
 
 
 async def frame_with(client: AsyncClient, holds: Callable[[LiveFrame], bool]) -> LiveFrame:
