@@ -27,7 +27,8 @@ from pdserve.core.kv.blocks import BlockAllocator
 from pdserve.core.kv.cache import KvCache
 from simulator.model import Trace
 from simulator.traces.files import FileTrace
-from simulator.traces.workloads import Reshaped, assisted_agents, coding_agents, jittered
+from simulator.traces.reshaped import Reshaped, jittered
+from simulator.traces.workloads import assisted_agents, coding_agents
 
 SHARES: Final = (0.05, 0.1, 0.2, 0.4, 0.8)
 BAR: Final = 0.9

@@ -36,7 +36,7 @@ from simulator.search.bound import upper_bound
 from simulator.search.goodput import TARGET, TRICKLE, HighestRate, TraceWindow, cut
 from simulator.search.plan import CHUNK_TOKENS, Question, climb, demand, measure
 from simulator.traces.files import FileTrace
-from simulator.traces.workloads import Joined, Reshaped, Step, first, jittered, rate_scaled
+from simulator.traces.reshaped import Joined, Reshaped, Step, first, jittered, rate_scaled
 
 PROFILE: Final = "h100-sxm.llama-3.1-8b.bf16"
 LINK: Final = "ib400"  # sixteen workers are two hosts

@@ -39,8 +39,8 @@ from simulator.commands.flags import COMPARE_TOKEN_ENV
 from simulator.commands.simulation import check_writable
 from simulator.model import Trace
 from simulator.traces.files import FileTrace
+from simulator.traces.reshaped import Reshaped, jittered
 from simulator.traces.rows import MAX_TOKENS
-from simulator.traces.workloads import Reshaped, jittered
 
 # --- progress on stderr ---------------------------------------------------------------------------------------
 

@@ -32,7 +32,8 @@ from simulator.report.time_charts import PlannedLayout, plan_figure
 from simulator.search.goodput import ENOUGH, SPANS, HighestRate, Shortage, TraceWindow, cut
 from simulator.search.plan import MARGIN, Plan, Question, demand, measure, sweep, workers_for
 from simulator.traces.files import FileTrace
-from simulator.traces.workloads import DEFAULT_RATE_RPS, Poisson, Step, first, jittered, log_normal, make_workload
+from simulator.traces.reshaped import Step, first, jittered
+from simulator.traces.workloads import DEFAULT_RATE_RPS, Poisson, log_normal, make_workload
 
 # --- requests -------------------------------------------------------------------------------------------------
 # The first ones of a trace, or of a built-in workload that is made as long as a verdict needs.

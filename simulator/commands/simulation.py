@@ -35,7 +35,8 @@ from simulator.search.bound import Bound, upper_bound
 from simulator.search.layouts import make_workers
 from simulator.traces.files import FileTrace
 from simulator.traces.recorded import RecordedCluster
-from simulator.traces.workloads import Reshaped, Step, first, jittered, make_workload, rate_scaled
+from simulator.traces.reshaped import Reshaped, Step, first, jittered, rate_scaled
+from simulator.traces.workloads import make_workload
 
 # --- input ----------------------------------------------------------------------------------------------------
 # The trace, the cluster and its settings. A recording contains its cluster, policy and targets. A flag about the

@@ -24,7 +24,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.results import nearest_rank
 from simulator.metrics import LATE_TOKENS, miss
 from simulator.model import RequestRow, SimConfig, Simulate, Trace, TraceRequest
-from simulator.traces.workloads import Reshaped, Step, rate_scaled
+from simulator.traces.reshaped import Reshaped, Step, rate_scaled
 
 # --- length of a run ------------------------------------------------------------------------------------------
 # A run begins and ends with an empty cluster, and few requests give only a rough attainment. So a run supports a

@@ -1,4 +1,4 @@
-"""Synthetic traces: the workloads of `pdserve simulate --workload NAME`, and traces made from other traces. Pure.
+"""Synthetic traces: the workloads of `pdserve simulate --workload NAME`. Pure.
 
 chat       conversations with eight system prompts
 long-tail short prompts, and occasionally a prompt of up to 100,000 tokens
@@ -14,10 +14,10 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import count, groupby, islice
-from typing import Final, final
+from itertools import count, islice
+from typing import Final
 
 from pdserve.core.errors import ConfigError
 from simulator.model import Trace, TraceRequest
@@ -388,112 +388,3 @@ def _check(workload: object, *fields: str) -> None:
         value = getattr(workload, field)
         if not 0.0 < value < math.inf:
             raise ConfigError(field, value, "a finite number above 0")
-
-
-# --- traces made from other traces ----------------------------------------------------------------------------
-# Steps change the rate, spread arrivals, cut and join. Each step reads and yields requests in order of arrival, one by
-# one, so that steps can be chained without holding a trace in memory. Reshaped applies them at each iteration; equal
-# seeds give equal traces.
-
-Step = Callable[[Iterable[TraceRequest]], Iterator[TraceRequest]]
-
-
-@final
-class Reshaped:
-    """`trace` with `steps` applied in their order."""
-
-    def __init__(self, trace: Trace, *steps: Step, name: str = "") -> None:
-        self._trace = trace
-        self._steps = steps
-        self.name = name or trace.name
-        self.block_tokens = trace.block_tokens
-
-    def __iter__(self) -> Iterator[TraceRequest]:
-        requests = iter(self._trace)
-        for step in self._steps:
-            requests = step(requests)
-        return requests
-
-
-def rate_scaled(rate_scale: float) -> Step:
-    """Multiplies the arrival rate; the requests stay the same."""
-    _check_reshaped("rate_scale", rate_scale, 0.0 < rate_scale < math.inf, "a finite number above 0")
-    return lambda requests: (replace(one, arrival_s=one.arrival_s / rate_scale) for one in requests)
-
-
-def jittered(seed: int, quantum_s: float) -> Step:
-    """Spreads each group of equal arrivals uniformly over `quantum_s`, or up to the next group if that is earlier.
-
-    Otherwise a trace with rounded timestamps would send whole groups at once, which the clients did not.
-    """
-    _check_reshaped("quantum_s", quantum_s, 0.0 < quantum_s < math.inf, "a finite number above 0")
-
-    def step(requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
-        rng = random.Random(seed)
-        group: list[TraceRequest] = []
-        for _, members in groupby(requests, key=lambda one: one.arrival_s):
-            arrived = list(members)
-            if group:
-                yield from _spread(group, min(quantum_s, arrived[0].arrival_s - group[0].arrival_s), rng)
-            group = arrived
-        if group:
-            yield from _spread(group, quantum_s, rng)
-
-    return step
-
-
-def _spread(group: list[TraceRequest], width_s: float, rng: random.Random) -> Iterator[TraceRequest]:
-    offsets_s = sorted(rng.random() * width_s for _ in group)
-    for one, offset_s in zip(group, offsets_s, strict=True):
-        yield replace(one, arrival_s=one.arrival_s + offset_s)
-
-
-def first(limit: int) -> Step:
-    """The first `limit` requests."""
-    _check_reshaped("limit", limit, limit >= 1, "at least 1")
-    return lambda requests: islice(requests, limit)
-
-
-def window(start_s: float, end_s: float) -> Step:
-    """The requests that arrive in [start_s, end_s); times are relative to start_s."""
-    _check_reshaped("window", f"[{start_s}, {end_s})", 0.0 <= start_s < end_s, "0 <= start < end")
-
-    def step(requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
-        for one in requests:
-            if one.arrival_s >= end_s:
-                return
-            if one.arrival_s >= start_s:
-                yield replace(one, arrival_s=one.arrival_s - start_s, follows=None)  # numbers have changed
-
-    return step
-
-
-@final
-class Joined:
-    """`before` until `at_s`, from then on `after` from its beginning: a change of traffic at a known time.
-
-    The two share no prefixes: ids of one become even, of the other odd.
-    """
-
-    def __init__(self, before: Trace, after: Trace, at_s: float) -> None:
-        _check_reshaped("at_s", at_s, 0.0 <= at_s < math.inf, "a finite number, at least 0")
-        sizes = {one.block_tokens for one in (before, after)} - {0}
-        if len(sizes) > 1:
-            raise ConfigError("block_tokens", " and ".join(map(str, sorted(sizes))), "the same in both traces")
-        self._before, self._after, self._at_s = before, after, at_s
-        self.name = f"{before.name} then {after.name}"
-        self.block_tokens = max(sizes, default=0)
-
-    def __iter__(self) -> Iterator[TraceRequest]:
-        for one in self._before:
-            if one.arrival_s >= self._at_s:
-                break
-            yield replace(one, block_ids=tuple(2 * held for held in one.block_ids), follows=None)
-        for one in self._after:
-            ids = tuple(2 * held + 1 for held in one.block_ids)
-            yield replace(one, arrival_s=one.arrival_s + self._at_s, block_ids=ids, follows=None)
-
-
-def _check_reshaped(field: str, seen: object, holds: bool, expected: str) -> None:
-    if not holds:
-        raise ConfigError(field, seen, expected)

@@ -30,7 +30,8 @@ from simulator.report.time_charts import (
 )
 from simulator.search.goodput import HighestRate, Probe
 from simulator.search.layouts import make_workers
-from simulator.traces.workloads import Reshaped, chat, first, rate_scaled
+from simulator.traces.reshaped import Reshaped, first, rate_scaled
+from simulator.traces.workloads import chat
 from tests.unit.simulator.test_report import SLO, run
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -25,7 +25,7 @@ from simulator.search.goodput import (
     shortage,
     surely_misses,
 )
-from simulator.traces.workloads import first
+from simulator.traces.reshaped import first
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.1)
 CONFIG = SimConfig(workers=(WorkerShape(worker_id="d0", role=Role.DECODE, cost=CostPrior()),), slo=SLO)

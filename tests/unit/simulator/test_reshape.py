@@ -10,17 +10,8 @@ import pytest
 
 from pdserve.core.errors import ConfigError
 from simulator.model import TraceRequest
-from simulator.traces.workloads import (
-    Joined,
-    Poisson,
-    Reshaped,
-    chat,
-    first,
-    jittered,
-    log_normal,
-    rate_scaled,
-    window,
-)
+from simulator.traces.reshaped import Joined, Reshaped, first, jittered, rate_scaled, window
+from simulator.traces.workloads import Poisson, chat, log_normal
 
 
 class Listed:
