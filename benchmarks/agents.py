@@ -8,6 +8,7 @@ Of a prompt, the leading full blocks that an earlier prompt had are *reusable*; 
 compute. Bars: at least 97 % of the reusable tokens served, and the 90th percentile of a request's time per output token
 2.5 times better with tiers. `python -m benchmarks.tiers` shows the same on a live cluster.
 
+With `--ends`, it compares clients that say that a session has ended with those that do not, in pools without tiers.
 With `--choice`, it compares the choice between loading and computing with fixed rules (benchmarks/choice.py), with
 `--tasks`, deadlines of whole tasks with ordinary targets, and with `--off`, workers without tiers with those of an
 earlier commit (benchmarks/off.py).
@@ -166,6 +167,40 @@ def report_tasks(seed: int) -> None:
     print(table([head, *rows]))
 
 
+# --- ends of sessions -----------------------------------------------------------------------------------------
+
+ENDED_SHARES: Final = (0.0, 0.5, 1.0)  # of the sessions, whose client says that they have ended
+POOLS: Final = (2.0, 4.0)  # working sets of this many pools
+
+
+def report_ends(seeds: Sequence[int]) -> None:
+    """Sessions begin for as long as most of them take, so that some have ended while others run."""
+    worker = make_workers(load_profile(PROFILE), 0, 1)[0]
+    rows = [["working set", "ends told", "reusable tokens served", "(each seed)", "request", "per output token, p90"]]
+    for times in POOLS:
+        for share in ENDED_SHARES:
+            found = []
+            for seed in seeds:
+                trace = replace(coding_agents(rate_rps=2.0, duration_s=900.0, seed=seed, scale=0.25), ended_share=share)
+                requests = list(trace)
+                pool = replace(worker, kv_capacity_tokens=int(working_tokens(requests) / times), pulls_kv=False)
+                config = SimConfig(workers=(pool,), slo=PATIENT, block_size=BLOCK_SIZE, seed=seed)
+                found.append(run(trace, requests, config))
+                print(f"{times:g} pools, {100 * share:.0f} % told, seed {seed}", found[-1], flush=True)
+            served = [one.served for one in found]
+            rows.append(
+                [
+                    f"{times:g} pools",
+                    f"{100 * share:.0f} %",
+                    f"{100 * statistics.mean(served):.1f} %",
+                    ", ".join(f"{100 * one:.1f}" for one in served),
+                    f"{statistics.mean(one.mean_s for one in found):.2f} s",
+                    f"{statistics.mean(one.per_token_s for one in found):.4f} s",
+                ]
+            )
+    print(table(rows))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=1)
@@ -181,6 +216,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=100)
     parser.add_argument("--choice", action="store_true", help="compare load rules, over mixes of tiers and loads")
     parser.add_argument("--tasks", action="store_true", help="compare deadlines of tasks with ordinary targets")
+    parser.add_argument("--ends", action="store_true", help="compare sessions whose ends are told with others")
+    parser.add_argument("--seeds", type=int, default=3, help="traces of each row with --ends")
     parser.add_argument("--requests", type=int, default=100, help="of each run with --choice")
     parser.add_argument("--off", action="store_true", help="compare workers without tiers with another commit")
     parser.add_argument("--before", default=off.BEFORE_TIERS, metavar="COMMIT", help="that commit, with --off")
@@ -189,6 +226,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.tasks:
         report_tasks(arguments.seed)
+        return
+    if arguments.ends:
+        report_ends(range(arguments.seed, arguments.seed + arguments.seeds))
         return
     if arguments.off:
         off.report(arguments.before, arguments.rounds)

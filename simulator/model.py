@@ -37,6 +37,8 @@ class TraceRequest:
     #: It arrives this long after the end of an earlier request, by its number in the trace, and not before `arrival_s`.
     follows: int | None = None
     pause_s: float = 0.0
+    session: str = ""  # the name that its client gives its session; empty: none
+    ends_session: bool = False  # once it has ended, however, its client says that the session has ended
 
 
 NumberedLine = tuple[int, str]  # lines count from 1, as editors do

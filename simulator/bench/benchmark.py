@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,8 @@ from simulator.bench.server import BenchAnswer, BenchOutcome, BenchServer, Serve
 from simulator.bench.sessions import SessionAgenda, SessionPrompts, SessionTurn, planned_turns
 from simulator.bench.statistics import BenchResult, BenchTurn, LevelResult
 from simulator.model import TraceRequest
+
+log = logging.getLogger(__name__)
 
 # --- one turn of load -----------------------------------------------------------------------------------------
 # An open loop, whose arrivals do not wait for answers, a closed loop of callers, or sessions, whose turns wait for the
@@ -110,6 +113,7 @@ class _Turn:
         self._answers: list[BenchAnswer] = []
         self._delays_s: list[float] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_end_missed = False
 
     def begin(self) -> None:
         self._begin_s = time.perf_counter()
@@ -148,9 +152,12 @@ class _Turn:
         ready: dict[int, _Prepared] = {}
         changed = asyncio.Event()  # a turn has ended
 
+        def session_id(turn: SessionTurn) -> str:
+            return f"{name}-{turn.task}"
+
         def prepare(turn: SessionTurn) -> _Prepared:
             token_ids, reusable = prompts.prompt(turn)
-            body = self._server.prepare(token_ids, turn.request.output_tokens, f"{name}-{turn.task}")
+            body = self._server.prepare(token_ids, turn.request.output_tokens, session_id(turn))
             return _Prepared(
                 number=turn.number,
                 request=turn.request,
@@ -165,6 +172,8 @@ class _Turn:
             prompts.answered(turn, prepared.token_ids, reply.token_ids)
             for one in agenda.ended(turn, self._now_s()):
                 ready[one.number] = prepare(one)
+            if turn.request.ends_session:
+                await self._end_session(session_id(turn))
 
         failed: list[BaseException] = []
 
@@ -218,6 +227,12 @@ class _Turn:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    async def _end_session(self, session_id: str) -> None:
+        why = await self._server.end_session(session_id)
+        if why and not self._is_end_missed:
+            self._is_end_missed = True  # the others are like it
+            log.warning("%s was not told that a session had ended: %s", self._server.name, why)
 
     async def _one(self, prepared: _Prepared, due_s: float | None) -> ServerReply:
         reply = ServerReply(chunk_s=[])

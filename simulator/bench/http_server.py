@@ -266,6 +266,15 @@ class HttpServer:
         else:
             reply.fail("stream ended early", "neither a finish reason nor [DONE] came")
 
+    async def end_session(self, session_id: str) -> str:
+        """A call of pdserve, which OpenAI's API does not have."""
+        try:
+            async with self._opened().delete(f"{self.address}/sessions/{session_id}") as answer:
+                said = _words(await _body_of(answer))
+                return "" if answer.status == 200 else f"HTTP {answer.status}, {said}"
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            return _cause(error)
+
     async def with_predictions(self, answers: Sequence[BenchAnswer]) -> Sequence[BenchAnswer]:
         """OpenAI's API has none."""
         return answers

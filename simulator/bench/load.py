@@ -81,18 +81,22 @@ class AgentLoad:
     """The simulator's workload of coding agents, with the same sessions at every rate."""
 
     num_sessions: int | None  # of each turn of a level; None: endless
+    ended_share: float = 0.0  # of the sessions, whose ends the server is told
     seed: int = 0
 
     def __post_init__(self) -> None:
         """Raises ConfigError."""
         if self.num_sessions is not None and not 1 <= self.num_sessions <= MAX_SESSIONS:
             raise ConfigError("sessions", self.num_sessions, f"1 to {MAX_SESSIONS}")
+        if not 0.0 <= self.ended_share <= 1.0:
+            raise ConfigError("ended-sessions", self.ended_share, "0 to 1")
 
     @property
     def trace(self) -> Agents:
         """About one turn per second."""
         most = math.inf if self.num_sessions is None else self.num_sessions
-        return replace(agents(rate_rps=1.0, duration_s=_ENDLESS_S, seed=self.seed), most_sessions=most)
+        made = agents(rate_rps=1.0, duration_s=_ENDLESS_S, seed=self.seed)
+        return replace(made, most_sessions=most, ended_share=self.ended_share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,6 +93,12 @@ class GrpcServer:
             reply.prefill_worker, reply.decode_worker = done.timings.prefill_worker, done.timings.decode_worker
             reply.complete()
 
+    async def end_session(self, session_id: str) -> str:
+        try:
+            return "" if await self._clients[0].end_session(session_id) else "it does not know the session"
+        except PdserveError as error:
+            return error.message
+
     async def with_predictions(self, answers: Sequence[BenchAnswer]) -> Sequence[BenchAnswer]:
         """Only for the last completed requests, because a router remembers a limited number, and for one answer per
         call."""

@@ -146,6 +146,11 @@ class BenchServer(Protocol):
         """Sends it and fills in the reply. Raises nothing but CancelledError."""
         ...
 
+    async def end_session(self, session_id: str) -> str:
+        """Says that no request of it follows. Returns why that could not be said; empty: it was. Raises nothing but
+        CancelledError."""
+        ...
+
     async def with_predictions(self, answers: Sequence[BenchAnswer]) -> Sequence[BenchAnswer]:
         """The same answers, with the times that the server predicted, if it reports them. Raises nothing but
         CancelledError."""

@@ -86,6 +86,7 @@ class Front:
             deadline_s=self._config.deadline_s,
             priority=request.priority,
             tenant=request.tenant,
+            session_id=request.session,
             block_hashes=names.prompt,
             cached_blocks=cached,
             cached_tiers=cached.tiers,

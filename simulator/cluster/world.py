@@ -16,7 +16,15 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.kv.blocks import CacheChange
 from pdserve.core.types import Role
 from pdserve.prefix.index import PrefixDepths, PrefixIndex
-from router.state.interface import Command, DrainRequested, Event, UndrainRequested, WorkerForgotten, WorkerLost
+from router.state.interface import (
+    Command,
+    DrainRequested,
+    Event,
+    SessionEnded,
+    UndrainRequested,
+    WorkerForgotten,
+    WorkerLost,
+)
 from simulator.cluster.agenda import Agenda
 from simulator.cluster.decoder import DecodeMachine
 from simulator.cluster.elastic import Elastic, Scaler
@@ -184,6 +192,7 @@ class World:
         self._pending: set[int] = set()  # numbers of the requests that are due and have not ended
         self._following: dict[int, list[tuple[int, TraceRequest]]] = {}  # requests that wait for the end of another
         self._ended_s: OrderedDict[int, float] = OrderedDict()  # of the last requests, by number
+        self._last_turns: dict[int, TraceRequest] = {}  # that have not ended, and end their session
         self._has_more = True
         self._is_stopped = False
         self._last_word_s = 0.0
@@ -354,11 +363,18 @@ class World:
         self._ended_s[row.number] = self.agenda.now_s
         if len(self._ended_s) > MOST_ENDED:
             self._ended_s.popitem(last=False)
+        if (last := self._last_turns.pop(row.number, None)) is not None:
+            self.agenda.after(0.0, self._end_session, SessionEnded(tenant=last.tenant, session_id=last.session))
         for number, request in self._following.pop(row.number, ()):
             self._follow(number, request, self.agenda.now_s)
         self._last_word_s = self.agenda.now_s
         if self._on_ended is not None and not self._is_stopped and not self._on_ended(row):
             self._is_stopped = True
+
+    def _end_session(self, event: SessionEnded) -> None:
+        """The router that the client asks tells the others."""
+        for number in self._env.routers:
+            self.fronts[number].submit(event)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -378,6 +394,8 @@ class World:
                     raise ConfigError(f"{where}.{field}", getattr(request, field), "at least 1")
             if request.cancel_after_s is not None and not request.cancel_after_s >= 0.0:
                 raise ConfigError(f"{where}.cancel_after_s", request.cancel_after_s, "at least 0")
+            if request.ends_session and not request.session:
+                raise ConfigError(f"{where}.ends_session", True, "false for a request without a session")
             if request.block_ids and not self._block_tokens:
                 raise ConfigError(f"{where}.block_ids", "ids", "a trace with the number of tokens per id")
             yield number, request
@@ -422,6 +440,8 @@ class World:
         if self._keeps_rows:
             self.rows.append(row)
         self._pending.add(number)
+        if request.ends_session:
+            self._last_turns[number] = request
         names = block_names(number, request, self._block_tokens, self.config.block_size)
         self._send_request(request, row, names)
 

@@ -11,7 +11,7 @@ import argparse
 from pdserve.client.target_flags import add_target_flags
 from pdserve.config_flags import read_as
 from pdserve.plot_flag import add_plot_flag
-from simulator.commands.flags import COMPARE_TOKEN_ENV
+from simulator.commands.flags import COMPARE_TOKEN_ENV, add_ends_flag
 from simulator.commands.simulate import FORMAT_NAMES
 
 HELP = "measure the latency and throughput of a running server"
@@ -81,6 +81,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         choices=["agents"],
         help="sessions of coding agents, as in `simulate`; --rate counts their turns, --concurrency the sessions",
     )
+    add_ends_flag(load)
     load.add_argument("--sessions", type=int, metavar="N", help="number of sessions of --workload in each turn (8)")
     load.add_argument("--speed", type=float, default=1.0, metavar="X", help="divide arrival times and pauses by X (1)")
     load.add_argument(

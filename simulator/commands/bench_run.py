@@ -158,6 +158,8 @@ def _check_sessions(args: argparse.Namespace, *, has_sessions: bool, is_agents: 
     """Raises ConfigError about a flag that this load does not have."""
     if args.sessions is not None and not is_agents:
         raise ConfigError("sessions", args.sessions, "--workload agents beside it")
+    if args.ended_sessions is not None and not is_agents:
+        raise ConfigError("ended-sessions", args.ended_sessions, "--workload agents beside it")
     if args.slo_task is not None:
         if not has_sessions:
             raise ConfigError("slo-task", args.slo_task, "--workload agents or a trace of sessions beside it")
@@ -174,7 +176,7 @@ def _source(args: argparse.Namespace) -> SyntheticLoad | AgentLoad | Trace:
             raise ConfigError(given.replace("_", "-"), "a value", f"no --workload {args.workload} beside it")
         is_bounded = args.requests or (args.duration and args.rate)
         sessions = args.sessions if args.sessions is not None or is_bounded else _SESSIONS
-        return AgentLoad(num_sessions=sessions, seed=args.seed)
+        return AgentLoad(num_sessions=sessions, ended_share=args.ended_sessions or 0.0, seed=args.seed)
     if args.trace:
         for flag, value in (
             *((name, getattr(args, name)) for name, _ in _SYNTHETIC),

@@ -40,6 +40,16 @@ _KINDS: Final = {
 _SHAPE: Final = re.compile(r"(?P<worker>[^@]+)@(?P<at>[\d.]+)(?::(?P<for>[\d.]+))?(?:x(?P<factor>[\d.]+))?")
 
 
+def add_ends_flag(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--ended-sessions",
+        type=float,
+        metavar="SHARE",
+        help="share of the sessions of --workload agents whose client says after the last turn that they have ended "
+        "(0, as with Claude Code)",
+    )
+
+
 def add_fault_flags(parser: argparse._ActionsContainer) -> None:
     for name, form in _FORMS.items():
         parser.add_argument(f"--{name}", action="append", default=[], metavar=form, help=_HELP[name])

@@ -14,7 +14,7 @@ from pdserve.config import POLICIES
 from pdserve.config_flags import read_as
 from pdserve.plot_flag import add_plot_flag
 from simulator.commands import flags
-from simulator.commands.flags import add_fault_flags
+from simulator.commands.flags import add_ends_flag, add_fault_flags
 
 HELP = "simulate a cluster on a trace"
 POLICY_NAMES: Final = ", ".join(POLICIES)
@@ -39,6 +39,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--trace", metavar="FILE", help=f"trace: {FORMAT_NAMES} (a built-in workload)")
     what.add_argument("--workload", metavar="NAME", help=f"built-in workload: {WORKLOAD_NAMES} (chat)")
     what.add_argument("--duration", type=float, metavar="S", help="duration of the built-in workload in seconds (100)")
+    add_ends_flag(what)
     what.add_argument("--limit", type=int, metavar="N", help="use only the first N requests")
     what.add_argument(
         "--jitter",

@@ -36,7 +36,7 @@ from simulator.search.layouts import make_workers
 from simulator.traces.files import FileTrace
 from simulator.traces.recorded import RecordedCluster
 from simulator.traces.reshaped import Reshaped, Step, first, jittered, rate_scaled
-from simulator.traces.workloads import make_workload
+from simulator.traces.workloads import Agents, make_workload
 
 # --- input ----------------------------------------------------------------------------------------------------
 # The trace, the cluster and its settings. A recording contains its cluster, policy and targets. A flag about the
@@ -96,6 +96,10 @@ def make_input(args: argparse.Namespace, on_read: Callable[[int, int], None]) ->
             if value is not None:
                 raise ConfigError(flag, value, "no --trace beside it: a trace replaces the workload")
     built_in = make_workload(args.workload or "chat", duration_s=args.duration, seed=args.seed)
+    if args.ended_sessions is not None:
+        if file is not None or not isinstance(built_in, Agents):
+            raise ConfigError("ended-sessions", args.ended_sessions, "--workload agents beside it")
+        built_in = dataclasses.replace(built_in, ended_share=args.ended_sessions)
     trace = Reshaped(file or built_in, *_steps(args, file))
     tiers = _tiers(args)
     cluster_flags = (args.profile, args.prefill, args.decode, args.link)

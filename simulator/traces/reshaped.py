@@ -94,7 +94,7 @@ def window(start_s: float, end_s: float) -> Step:
 class Joined:
     """`before` until `at_s`, from then on `after` from its beginning: a change of traffic at a known time.
 
-    The two share no prefixes: ids of one become even, of the other odd.
+    The two share no prefixes and no sessions: ids of one become even, of the other odd.
     """
 
     def __init__(self, before: Trace, after: Trace, at_s: float) -> None:
@@ -110,10 +110,18 @@ class Joined:
         for one in self._before:
             if one.arrival_s >= self._at_s:
                 break
-            yield replace(one, block_ids=tuple(2 * held for held in one.block_ids), follows=None)
+            yield self._of_one(one, 0, 0.0)
         for one in self._after:
-            ids = tuple(2 * held + 1 for held in one.block_ids)
-            yield replace(one, arrival_s=one.arrival_s + self._at_s, block_ids=ids, follows=None)
+            yield self._of_one(one, 1, self._at_s)
+
+    def _of_one(self, request: TraceRequest, number: int, begin_s: float) -> TraceRequest:
+        return replace(
+            request,
+            arrival_s=request.arrival_s + begin_s,
+            block_ids=tuple(2 * held + number for held in request.block_ids),
+            session=request.session and f"{number} {request.session}",
+            follows=None,
+        )
 
 
 def _check(field: str, seen: object, holds: bool, expected: str) -> None:

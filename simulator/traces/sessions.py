@@ -3,10 +3,12 @@
 Sessions JSONL has a row for each turn, in order of time:
   `session` (text), `at_s` (seconds, when the turn began), `input_tokens` (the whole prompt), `output_tokens`;
   `pause_s` (0): since the answer before in the session; `prefix` (text) and `prefix_tokens`: a beginning that sessions
-  share. Only the first turn's `at_s` counts, because later ones depend on the server.
+  share; `ends_session` (false): the client said after the answer that the session had ended. Only the first turn's
+  `at_s` counts, because later ones depend on the server.
 
 Claude Code's JSONL has a row for each message. Several files may be joined to one (`cat *.jsonl`). Only lengths and
-times are read: those of the usage that the service reported, and of the rows before each answer.
+times are read: those of the usage that the service reported, and of the rows before each answer. They do not say that
+a session has ended.
 
 A prompt that is shorter than the one before, such as after a compaction, shares only the prefix with it.
 """
@@ -26,13 +28,14 @@ SESSION_BLOCK_TOKENS: Final = 64
 MAX_SESSION_TURNS: Final = 1_000_000  # of a file: their lengths are held, because turns are sorted
 MAX_NAME_CHARS: Final = 256
 _COLUMNS: Final = ("session", "at_s", "input_tokens", "output_tokens")
-_OTHERS: Final = ("pause_s", "prefix", "prefix_tokens")
+_OTHERS: Final = ("pause_s", "prefix", "prefix_tokens", "ends_session")
 _INPUTS: Final = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
 _OF_CLAUDE: Final = ("sessionId", "uuid", "parentUuid", "isSidechain", "leafUuid")
 
 
 @dataclass(slots=True)
 class _Session:
+    name: str  # made of its number, because clients limit names
     begin_s: float  # of its next turn, if answers took no time
     prefix: str = ""
     prefix_tokens: int = 0
@@ -48,6 +51,7 @@ class _Row:
     input_tokens: int
     output_tokens: int
     pause_s: float
+    ends_session: bool = False
 
 
 def is_sessions(first_line: str) -> bool:
@@ -73,11 +77,15 @@ def read_sessions(lines: Iterable[NumberedLine], name: str) -> Iterator[TraceReq
         key, prefix, prefix_tokens = check.name("session"), check.name("prefix"), check.tokens("prefix_tokens", least=0)
         session = sessions.get(key)
         if session is None:
-            session = sessions[key] = _Session(at_s, prefix, prefix_tokens)
+            session = sessions[key] = _Session(_name(sessions), at_s, prefix, prefix_tokens)
         else:
             session.begin_s += pause_s
-        prompt = check.tokens("input_tokens")
-        rows.append(_Row(session.begin_s, session, prompt, check.tokens("output_tokens"), pause_s))
+        prompt, output, ends_session = (
+            check.tokens("input_tokens"),
+            check.tokens("output_tokens"),
+            check.is_true("ends_session"),
+        )
+        rows.append(_Row(session.begin_s, session, prompt, output, pause_s, ends_session))
         _check_count(rows, name, line)
     yield from _paced(rows)
 
@@ -119,7 +127,7 @@ def read_claude_code(lines: Iterable[NumberedLine], name: str) -> Iterator[Trace
         session = sessions.get(key)
         pause_s = 0.0
         if session is None:
-            session = sessions[key] = _Session(began_s)
+            session = sessions[key] = _Session(_name(sessions), began_s)
         else:
             pause_s = max(0.0, began_s - ended_s[key])
             session.begin_s += pause_s
@@ -152,8 +160,14 @@ def _paced(rows: list[_Row]) -> Iterator[TraceRequest]:
             block_ids=tuple(session.ids),
             follows=session.last,
             pause_s=row.pause_s,
+            session=session.name,
+            ends_session=row.ends_session,
         )
         session.last, session.prompt_tokens = number, row.input_tokens
+
+
+def _name(sessions: Mapping[str, _Session]) -> str:
+    return f"s{len(sessions) + 1}"
 
 
 def _check_count(rows: list[_Row], name: str, line: int) -> None:
@@ -184,4 +198,10 @@ class _Checked:
         value = self.given.get(column, "")
         if not isinstance(value, str) or len(value) > MAX_NAME_CHARS:
             raise TraceError(self.trace, self.line, column, value, f"a text of at most {MAX_NAME_CHARS} characters")
+        return value
+
+    def is_true(self, column: str) -> bool:
+        value = self.given.get(column, False)
+        if not isinstance(value, bool):
+            raise TraceError(self.trace, self.line, column, value, "true or false")
         return value

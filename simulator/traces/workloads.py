@@ -154,6 +154,7 @@ class Bursts:
 class _Agent:
     """A session, or a subagent of it."""
 
+    session: str
     ids: list[int]  # of the blocks of its last prompt
     prompt_tokens: int
     turns_left: int
@@ -188,6 +189,7 @@ class Agents:
     subagent_share: float = 0.44  # of the sessions
     num_prefixes: int = 3
     longest_prompt: int = LONGEST_PROMPT  # a session that would exceed it ends
+    ended_share: float = 0.0  # of the sessions, whose client says after the last turn that they have ended
     most_sessions: float = math.inf
     seed: int = 0
     name: str = "built-in agents"
@@ -198,6 +200,8 @@ class Agents:
         _check(self, "rate_rps", "duration_s", "pause_s", "away_s")
         if not 1.0 <= self.mean_turns < math.inf:
             raise ConfigError("mean_turns", self.mean_turns, "a finite number, at least 1")
+        if not 0.0 <= self.ended_share <= 1.0:
+            raise ConfigError("ended_share", self.ended_share, "0 to 1")
         for field in ("num_prefixes", "block_tokens"):
             if getattr(self, field) < 1:
                 raise ConfigError(field, getattr(self, field), "at least 1")
@@ -207,6 +211,7 @@ class Agents:
         ids = count()
         shared = [list(islice(ids, self.prefix // self.block_tokens)) for _ in range(self.num_prefixes)]
         session_rate = self.rate_rps / self.mean_turns
+        ends = random.Random(f"{self.seed} ends")  # of its own: the requests do not depend on `ended_share`
         coming: list[tuple[float, int, _Agent]] = []  # heap: arrival, a number to break ties, agent
         order, number, sessions = count(), 0, 0
         session_s = rng.expovariate(session_rate)
@@ -217,34 +222,38 @@ class Agents:
                 and (not coming or session_s <= coming[0][0])
             ):
                 sessions += 1
-                heapq.heappush(coming, (session_s, next(order), self._session(rng, rng.choice(shared))))
+                session = self._session(f"s{sessions}", rng, rng.choice(shared))
+                heapq.heappush(coming, (session_s, next(order), session))
                 session_s += rng.expovariate(session_rate)
             if not coming:
                 return
             at_s, _, agent = heapq.heappop(coming)
             agent.ids += islice(ids, -(-agent.prompt_tokens // self.block_tokens) - len(agent.ids))
             output = self.outputs(rng)
-            yield TraceRequest(
+            request = TraceRequest(
                 arrival_s=at_s,
                 prompt_tokens=agent.prompt_tokens,
                 output_tokens=output,
                 block_ids=tuple(agent.ids),
                 follows=agent.last,
                 pause_s=agent.pause_s,
+                session=agent.session,
             )
             agent.last, number = number, number + 1
             agent.turns_left -= 1
             agent.prompt_tokens += output + self.additions(rng)
             following = self._following(rng, agent)
+            is_told = following is None and ends.random() < self.ended_share
+            yield replace(request, ends_session=True) if is_told else request
             if following is not None:
                 heapq.heappush(coming, (at_s + following.pause_s, next(order), following))
 
-    def _session(self, rng: random.Random, prefix: list[int]) -> _Agent:
+    def _session(self, name: str, rng: random.Random, prefix: list[int]) -> _Agent:
         turns = max(1, round(log_mean(rng, self.mean_turns, self.turns_spread)))
         has_subagents = turns > 1 and rng.random() < self.subagent_share
         forks = rng.sample(range(1, turns), min(turns - 1, rng.randint(1, 3))) if has_subagents else []
         prompt = min(self.prefix + self.first_prompts(rng), self.longest_prompt)
-        return _Agent(list(prefix), prompt, turns, prefix=prefix, forks_at=frozenset(forks))
+        return _Agent(name, list(prefix), prompt, turns, prefix=prefix, forks_at=frozenset(forks))
 
     def _following(self, rng: random.Random, agent: _Agent) -> _Agent | None:
         """Who sends the next request when the one of `agent` is answered."""
@@ -252,7 +261,8 @@ class Agents:
             has_context = rng.random() < 0.5
             begin = list(agent.ids if has_context else agent.prefix)
             prompt = len(begin) * self.block_tokens + self.additions(rng)
-            sub = _Agent(begin, prompt, rng.randint(2, 8), prefix=agent.prefix, parent=agent, last=agent.last)
+            turns = rng.randint(2, 8)
+            sub = _Agent(agent.session, begin, prompt, turns, prefix=agent.prefix, parent=agent, last=agent.last)
             if prompt <= self.longest_prompt:
                 return sub
         if agent.turns_left == 0 or agent.prompt_tokens > self.longest_prompt:

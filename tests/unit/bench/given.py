@@ -74,6 +74,9 @@ class ScriptedServer:
         number, self._count = self._count, self._count + 1
         await self.script(number, reply)
 
+    async def end_session(self, session_id: str) -> str:
+        return ""
+
     async def with_predictions(self, answers: Sequence[BenchAnswer]) -> Sequence[BenchAnswer]:
         return [replace(one, predicted_ttft_s=0.5) for one in answers]
 

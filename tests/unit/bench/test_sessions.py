@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -115,15 +116,25 @@ def test_a_long_answer_is_cut_where_the_prompt_ends() -> None:
 # --- the load -----------------------------------------------------------------------------------------------------
 
 
-class Trace:
+class Listed:
     name, block_tokens = "scripted", BLOCK
 
+    def __init__(self, requests: list[TraceRequest]) -> None:
+        self._requests = requests
+
     def __iter__(self) -> Any:
-        return iter([one.request for one in TURNS])
+        return iter(self._requests)
 
 
 async def run(level: LoadLevel, server: ScriptedServer, **fields: Any) -> BenchResult:
-    load = LoadPlan(source=Trace(), num_requests=None, duration_s=None, speed=1000.0, has_sessions=True, **fields)
+    load = LoadPlan(
+        source=Listed([one.request for one in TURNS]),
+        num_requests=None,
+        duration_s=None,
+        speed=1000.0,
+        has_sessions=True,
+        **fields,
+    )
     plan = BenchPlan(load=load, levels=[level], token_ids=DEFAULT_IDS, slo_task_s=1000.0)
     return await Benchmark([server], plan, None).run()
 
@@ -168,6 +179,30 @@ async def test_turns_of_a_session_wait_for_each_other(level: LoadLevel) -> None:
     assert (tasks.tasks, tasks.completed, tasks.met) == (2, 2, 2)
     assert tasks.reusable_tokens == 10 + 23 + 33 + 33 + 10
     assert tasks.reused_tokens == 50
+
+
+async def test_a_server_is_told_that_a_session_has_ended(caplog: pytest.LogCaptureFixture) -> None:
+    class Server(ScriptedServer):
+        def __init__(self) -> None:
+            super().__init__(script)
+            self.ended: list[tuple[int, str]] = []
+
+        async def end_session(self, session_id: str) -> str:
+            self.ended.append((self._count, session_id.rpartition("-")[2]))
+            return "it has no sessions"
+
+    async def script(number: int, reply: ServerReply) -> None:
+        reply.chunk_s.append(time.perf_counter())
+        reply.complete()
+
+    server, last = Server(), {4: True, 5: True}
+    turns = [replace(one.request, session="s", ends_session=last.get(one.number, False)) for one in TURNS]
+    load = LoadPlan(source=Listed(turns), num_requests=None, duration_s=None, speed=1000.0, has_sessions=True)
+    plan = BenchPlan(load=load, levels=[LoadLevel(concurrency=1)], token_ids=DEFAULT_IDS)
+    await Benchmark([server], plan, None).run()
+    assert server.ended == [(4, "0"), (6, "1")]
+    warned = [one.getMessage() for one in caplog.records if "had ended" in one.getMessage()]
+    assert warned == ["scripted was not told that a session had ended: it has no sessions"]
 
 
 async def test_an_error_ends_the_load() -> None:
@@ -230,7 +265,7 @@ def test_agents_load_a_server(toy: Served, capsys: pytest.CaptureFixture[str], t
             (0.0, "a", 100, {"prefix": "tools", "prefix_tokens": 64}),
             (1.0, "b", 120, {"prefix": "tools", "prefix_tokens": 64}),
             (2.0, "a", 200, {}),
-            (3.0, "a", 290, {}),
+            (3.0, "a", 290, {"ends_session": True}),
         ]
     ]
     file = tmp_path / "sessions.jsonl"
@@ -243,8 +278,8 @@ def test_agents_load_a_server(toy: Served, capsys: pytest.CaptureFixture[str], t
     assert (found["completed"], found["tasks"], found["tasks_completed"], found["task_attainment"]) == (4, 2, 2, 1.0)
     assert found["total_reusable_tokens"] == 64 + 104 + 204
     assert found["total_reused_tokens"] > 200
-    named = [one for one in toy.sdk.sessions().sessions if one.session_id.startswith("bench-") and one.turns == 3]
-    assert named
+    seen = [one for one in toy.sdk.sessions().sessions if one.session_id.startswith("bench-")][:2]
+    assert {one.turns: [row.is_over for row in one.conversations] for one in seen} == {3: [True], 1: [False]}
 
 
 @pytest.mark.parametrize(
@@ -254,6 +289,8 @@ def test_agents_load_a_server(toy: Served, capsys: pytest.CaptureFixture[str], t
         (("--workload", "agents", "--input-tokens", "5"), "input-tokens"),
         (("--workload", "agents", "--sessions", "0"), "sessions: got 0"),
         (("--sessions", "3"), "sessions: got 3"),
+        (("--ended-sessions", "1"), "ended-sessions: got 1"),
+        (("--workload", "agents", "--ended-sessions", "2"), "ended-sessions: got 2"),
         (("--slo-task", "3"), "slo-task: got 3"),
         (("--workload", "agents", "--slo-task", "-3"), "slo-task: got -3"),
         (("--workload", "agents", "--speed", "0"), "speed: got 0"),

@@ -32,16 +32,23 @@ def test_turns_follow_each_other(tmp_path: Path) -> None:
         row("b", 101.0, 150, prefix="tools", prefix_tokens=130),
         row("a", 103.0, 300, pause_s=0.5),
         row("b", 103.5, 300, pause_s=9.0),
-        row("a", 104.0, 130, pause_s=0.1),  # a compaction
+        row("a", 104.0, 130, pause_s=0.1, ends_session=True),  # a compaction
     )
     assert (trace.block_tokens, trace.format.name, trace.format.has_sessions) == (BLOCK, "sessions JSONL", True)
     found = list(trace)
     assert found[:2] == [
-        TraceRequest(arrival_s=0.0, prompt_tokens=200, output_tokens=5, block_ids=(0, 1, 2, 3)),
+        TraceRequest(arrival_s=0.0, prompt_tokens=200, output_tokens=5, block_ids=(0, 1, 2, 3), session="s1"),
         TraceRequest(
-            arrival_s=0.5, prompt_tokens=300, output_tokens=5, block_ids=(0, 1, 2, 3, 4), follows=0, pause_s=0.5
+            arrival_s=0.5,
+            prompt_tokens=300,
+            output_tokens=5,
+            block_ids=(0, 1, 2, 3, 4),
+            follows=0,
+            pause_s=0.5,
+            session="s1",
         ),
     ]
+    assert [(one.session, one.ends_session) for one in found[2:]] == [("s1", True), ("s2", False), ("s2", False)]
     shortened = found[2]
     assert (shortened.arrival_s, shortened.follows, shortened.pause_s) == (pytest.approx(0.6), 1, 0.1)
     assert shortened.block_ids[:2] == (0, 1)
@@ -64,6 +71,7 @@ def test_turns_follow_each_other(tmp_path: Path) -> None:
         (row("a" * 300, 1.0, 5), "session"),
         (row("a", 1.0, 10**9), "input_tokens"),
         (row("a", 1.0, 5, text="x"), "text"),
+        (row("a", 1.0, 5, ends_session=1), "ends_session"),
         ({"session": "a", "at_s": 1.0}, "input_tokens"),
         ("[]", "row"),
         ("{" * 5000, "row"),

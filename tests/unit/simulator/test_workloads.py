@@ -57,6 +57,19 @@ def test_a_returning_agent_sends_its_whole_history() -> None:
     assert 0 < num_subagents < 0.2 * num_grown
 
 
+def test_some_clients_say_that_a_session_has_ended() -> None:
+    trace = coding_agents(rate_rps=10.0, duration_s=500.0, seed=3)
+    silent = list(trace)
+    assert not any(one.ends_session for one in silent)
+    last = {one.session: number for number, one in enumerate(silent)}
+    for share, low, high in ((0.5, 0.3, 0.7), (1.0, 1.0, 1.0)):
+        told = list(replace(trace, ended_share=share))
+        assert [replace(one, ends_session=False) for one in told] == silent
+        ends = [number for number, one in enumerate(told) if one.ends_session]
+        assert {*ends} <= {*last.values()}
+        assert low <= len(ends) / len(last) <= high
+
+
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 def test_coding_agents_have_the_published_shape(scale: float) -> None:
     """43 requests of a session, 142,000 tokens in, 444 out, over 96 % seen before (vllm issue 57103)."""
@@ -87,5 +100,7 @@ def test_a_wrong_workload_is_named_with_what_is_allowed() -> None:
         Bursts(rate_rps=1.0, duration_s=1.0, prompts=one, outputs=one, mean_size=0.5)
     with pytest.raises(ConfigError, match="mean_turns"):
         replace(coding_agents(rate_rps=1.0, duration_s=1.0), mean_turns=0.0)
+    with pytest.raises(ConfigError, match="ended_share"):
+        replace(coding_agents(rate_rps=1.0, duration_s=1.0), ended_share=1.5)
     with pytest.raises(ConfigError, match="share"):
         either(1.5, one, one)

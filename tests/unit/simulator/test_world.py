@@ -119,6 +119,23 @@ def test_a_request_follows_the_end_of_another() -> None:
     assert (by_number[2].arrival_s, by_number[4].arrival_s) == (0.6, 50.0)
 
 
+@pytest.mark.parametrize(("ends_session", "num_routers", "cached"), [(False, 1, 0), (True, 1, 1024), (True, 2, 1024)])
+def test_blocks_of_a_session_that_its_client_ends_leave_first(
+    ends_session: bool, num_routers: int, cached: int
+) -> None:
+    """Each prompt leaves two full blocks in a pool of five, and the third needs three."""
+    [worker] = cluster(0, 1).workers
+    rows = [
+        asked(0.0, 1500, 2, block_ids=(1, 2, 3), session="goes on"),
+        asked(5.0, 1500, 2, block_ids=(4, 5, 6), session="ends", ends_session=ends_session),
+        asked(9.0, 1500, 2, block_ids=(7, 8, 9)),
+        asked(13.0, 1500, 2, block_ids=(1, 2, 10), session="goes on"),
+    ]
+    config = replace(cluster(0, 1), workers=(replace(worker, kv_capacity_tokens=5 * 512),), num_routers=num_routers)
+    _, found = run(rows, config, block_tokens=512)
+    assert [one.cached_tokens for one in found] == [0, 0, 0, cached]
+
+
 def test_a_host_tier_is_used_if_it_is_sooner() -> None:
     [worker] = cluster(0, 1).workers
     rows = [
