@@ -457,14 +457,14 @@ async def check_redis(spec: ClusterSpec, report: LauncherReport, limit_s: float 
     deadline_s = time.monotonic() + limit_s
     where, told = place(spec.redis), ""
     while why := await redis_trouble(spec.redis):
+        if why != told:
+            report.say(REDIS, f"{where} does not answer ({why}); waiting for it for at most {limit_s:.0f} s")
+            told = why
         if time.monotonic() >= deadline_s:
             raise Unavailable(
                 f"redis: {where} does not answer ({why}), and with --ray the router finds the workers only there; "
                 "start it, give another URL, or leave --redis out to start one here"
             )
-        if why != told:
-            report.say(REDIS, f"{where} does not answer ({why}); waiting for it for at most {limit_s:.0f} s")
-            told = why
         await asyncio.sleep(REDIS_RETRY_S)
 
 
