@@ -1,19 +1,19 @@
 """Checks the services that a cluster uses: whether they answer, and whether another cluster of its name is in its
-Redis."""
+Redis.
+
+The client of Redis is imported only by a launcher whose Redis is not its own, because its import takes as long as that
+of all else.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Final
 
-from redis.exceptions import AuthenticationError
-
 from pdserve.core.access.hosts import endpoint_of
 from pdserve.core.errors import ConfigError
 from pdserve.core.urls import hide_password
 from pdserve.launch.spec import ClusterSpec, router_config
-from pdserve.prefix.connection import TROUBLE, connect
-from pdserve.prefix.registry import Registry
 
 ANSWER_S: Final = 2.0
 _NO_DATABASE: Final = "DB index"  # in the words of Redis, which redis-py repeats in an error of its own
@@ -37,6 +37,10 @@ async def redis_answers(url: str) -> bool:
 
 async def redis_trouble(url: str) -> str:
     """Why Redis does not answer; empty if it does. Raises ConfigError if it rejects the password or the database."""
+    from redis.exceptions import AuthenticationError
+
+    from pdserve.prefix.connection import TROUBLE, connect
+
     client = connect(url, timeout_s=ANSWER_S, max_connections=1)
     try:
         async with asyncio.timeout(ANSWER_S):
@@ -78,6 +82,9 @@ async def check_alone(spec: ClusterSpec) -> None:
     Only workers that answer count, because the registrations of a killed cluster stay until their lease ends. An
     unreachable Redis does not prevent the start; a rejected password does.
     """
+    from pdserve.prefix.connection import TROUBLE
+    from pdserve.prefix.registry import Registry
+
     if not await redis_answers(spec.redis):
         return
     registry = Registry(spec.redis, spec.cluster)

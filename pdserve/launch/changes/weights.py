@@ -22,7 +22,6 @@ from pdserve.launch.changes.plans import overlaid
 from pdserve.launch.keys import Kind, Settings, Value
 from pdserve.launch.spec import ClusterSpec, Process, router_config
 from pdserve.model_source import TOY, TOY_MODELS, find_model
-from pdserve.text.chat import read_templates
 from pdserve.text.sampling_defaults import read_sampling_defaults
 from pdserve.text.tokenizer import NAMED_TOKENS, named_token, read_tokenizer_config
 
@@ -89,6 +88,8 @@ def check_weights(spec: ClusterSpec, folder: str, workers: Sequence[Process]) ->
 
 def _text(folder: Path, *, has_defaults: bool) -> Mapping[str, Any]:
     """What routers and gateways read in a model's folder, by the name for operators."""
+    from pdserve.text.chat import read_templates  # imports jinja2, which the launcher needs for nothing else
+
     mock, _ = read_mock(str(folder))
     config = read_tokenizer_config(folder)
     return {
