@@ -55,8 +55,8 @@ def cluster(metrics_port: int) -> Iterator[Cluster]:
     """Deterministic mode: answers do not depend on the batch on any processor, so they can be compared."""
     exact = ("--set", "worker.deterministic=on", "--set", "worker.dtype=float32")
     exact += ("--set", f"router.metrics_port={metrics_port}")
-    exact += ("--set", "worker.max_batch_tokens=16", "--set", "prefill_worker.is_prefix_cache_on=false")
-    with Cluster("--model", str(BUNDLED), "--prefill", "1", "--decode", "2", *exact) as cluster:
+    exact += ("--set", "worker.max_batch_tokens=16")
+    with Cluster("--model", str(BUNDLED), "--prefill", "0", "--decode", "2", *exact) as cluster:
         yield cluster
 
 

@@ -58,8 +58,9 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Its worker also prefills, because the gateway cannot see where a prompt is computed."""
     model = str(make_tooled_model(tmp_path_factory.mktemp("models")))
-    with Cluster("--http", "0", "--model", model, "--set", "worker.deterministic=on") as cluster:
+    with Cluster("--http", "0", "--model", model, "--prefill", "0", "--set", "worker.deterministic=on") as cluster:
         yield cluster
 
 
