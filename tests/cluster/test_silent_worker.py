@@ -1,7 +1,8 @@
 """A silent worker delays other requests by at most one step; its own requests continue elsewhere with exact tokens.
 
-A step takes a fifth of a second, so that other work of this machine has little effect on what is measured. The delay
-that this machine causes is measured at the same time.
+The delays are measured only by the slow tests, because they depend on other work of this machine. A step takes a fifth
+of a second there, so that other work has little effect, and the delay that this machine causes is measured at the same
+time.
 """
 
 from __future__ import annotations
@@ -161,17 +162,42 @@ def a_silent_prefill_worker_delays_only_its_own(cluster: Stopping, how: str) -> 
     cluster.wait_until_idle(within_s=60)
 
 
+def test_streams_of_a_stopped_worker_end_elsewhere_while_it_is_silent() -> None:
+    """The others are not placed again."""
+    streams = [Timed(toy_prompt(60 + 9 * i, salt=i), 100, seed=i if i % 2 else None) for i in range(8)]
+    settings = ("--set", "worker.toy_step_s=0.1", "--set", "router.policy=least-loaded")
+
+    async def run(cluster: Stopped) -> None:
+        async with AsyncClient(cluster.target) as client, asyncio.timeout(120):
+            running = [asyncio.create_task(one.follow(client)) for one in streams]
+            await until(streams, 4)
+            placed = [await decode_worker_of(client, one.request_id) for one in streams]
+            await asyncio.to_thread(cluster.silence, placed[0])
+            try:
+                await asyncio.gather(*running)
+            finally:
+                await asyncio.to_thread(cluster.wake, placed[0])
+        assert [one.attempts > 1 for one in streams] == [worker == placed[0] for worker in placed]
+        assert len(set(placed)) == 2
+
+    with Stopped("--model", "toy", "--prefill", "1", "--decode", "2", *settings) as cluster:
+        asyncio.run(run(cluster))
+        check_exact(streams)
+        cluster.wait_until_idle(within_s=60)
+
+
 @pytest.fixture(scope="module")
 def stopping() -> Iterator[Stopped]:
     with Stopped("--model", "toy", "--prefill", "2", "--decode", "2", *WORKERS, *ROUTER) as cluster:
         yield cluster
 
 
+@pytest.mark.slow
 def test_a_decode_worker_that_stops_delays_only_its_own(stopping: Stopped) -> None:
     a_silent_decode_worker_delays_only_its_own(stopping, "stopped")
 
 
-@pytest.mark.slow  # like the test above
+@pytest.mark.slow
 def test_a_prefill_worker_that_stops_delays_only_its_own(stopping: Stopped) -> None:
     a_silent_prefill_worker_delays_only_its_own(stopping, "stopped")
 
