@@ -20,6 +20,7 @@ from router.state.interface import EndCancelled, FailKind, FailRequest, FinishRe
 from tests.unit.telemetry.otlp_sink import OtlpSink, running_sink
 
 SAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+WAIT_S = 60.0  # the collector of a test may be slow to take spans, because the machine is busy
 REQUEST = inference_pb2.GenerateRequest(text="hello", sampling=inference_pb2.SamplingParams(max_tokens=8, top_k=3))
 
 
@@ -82,7 +83,7 @@ def test_a_trace_that_is_kept_later_has_all_of_its_spans(sink: OtlpSink) -> None
     run(measure, "")  # dropped
     run(measure, SAMPLED, ttft_s=2.0)
     run(measure, "", ttft_s=2.0)  # over its target
-    tracing.close()
+    tracing.close(WAIT_S)
     first, second = sink.named(names.SPAN_REQUEST)
     assert first.attributes == second.attributes
     assert first.attributes[names.REQUEST_TOP_K] == 3.0
@@ -122,7 +123,7 @@ def test_spans_have_the_workers_of_their_time(sink: OtlpSink) -> None:
         roles.clear()
         links.clear()
         span.keep()
-    tracing.close()
+    tracing.close(WAIT_S)
     [request], [transfer] = sink.named(names.SPAN_REQUEST), sink.named("pdserve.transfer_wait")
     assert (request.attributes[names.ATTEMPT], request.attributes[names.MIGRATIONS]) == (2, 1)
     for one in (request, transfer):
@@ -150,7 +151,7 @@ def test_a_running_call_does_not_hold_the_hashes_of_its_prompt(sink: OtlpSink) -
         span.keep()
         assert span.attributes[names.REQUEST_ID] == "r"
         assert span.attributes[names.REQUEST_MAX_TOKENS] == 8
-    measure.tracing.close()
+    measure.tracing.close(WAIT_S)
 
 
 def test_a_resumed_answer_has_times_of_its_new_tokens_only() -> None:
