@@ -129,7 +129,7 @@ def cluster_rows() -> Iterator[Sequence[str]]:
     """TOP: the meaning is the flag's where `pdserve up` has one, else that of the setting with the same name."""
     of_config = {one.name: one for kind in (RouterConfig, WorkerConfig, LogLimits) for one in dataclasses.fields(kind)}
     of_spec = {one.name: one for one in dataclasses.fields(ClusterSpec)}
-    flags = {action.dest: action for action in actions(make_parsers()[1]["up"])}
+    flags = {action.dest: action for action in actions(make_parsers(["up"])[1]["up"])}
     for key, kind in TOP.items():
         field = of_config.get(key)
         default = next((one.default for one in (of_spec.get(key), field) if one is not None), "")

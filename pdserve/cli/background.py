@@ -126,3 +126,5 @@ ADOPT: Final = Command(
     _adopt,
 )
 DOWN: Final = Command("drain and end a cluster that runs in the background", _add_flags, _down)
+
+COMMANDS: Final = {"adopt": ADOPT, "down": DOWN}

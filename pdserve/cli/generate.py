@@ -455,3 +455,5 @@ def _lines(prompt: str) -> Iterator[str]:
 
 
 CHAT: Final = Command("chat with the model", _add_chat_flags, _chat)
+
+COMMANDS: Final = {"generate": GENERATE, "chat": CHAT}

@@ -9,9 +9,8 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import Final, Protocol
 
 from pdserve.build import FULL_VERSION
 from pdserve.cli import Command
@@ -20,42 +19,10 @@ from pdserve.core.errors import NONE_YET, NotFound, NoWorkers, PdserveError, Una
 from pdserve.core.installation import missing
 from pdserve.tls.reasons import UNKNOWN_CA
 
-
-def commands() -> dict[str, Command]:
-    """Imported here, because gRPC reads `GRPC_VERBOSITY`, which `main` sets, when it is imported."""
-    from pdserve.cli import background, doctor, explain, generate, keys, operate, rank, up
-    from router.recording import play, replay_command
-    from simulator.commands import bench, plan, simulate
-
-    def of(module: CommandModule) -> Command:
-        return Command(module.HELP, module.add_flags, module.run)
-
-    return {
-        "up": of(up),
-        "serve": replace(of(up), help="the same as `up --http 8000`, as vLLM's command"),
-        "generate": generate.GENERATE,
-        "chat": generate.CHAT,
-        "topology": operate.TOPOLOGY,
-        "top": operate.TOP,
-        "drain": operate.DRAIN,
-        "undrain": operate.UNDRAIN,
-        "scale": operate.SCALE,
-        "restart": operate.RESTART,
-        "roll": operate.ROLL,
-        "role": operate.ROLE,
-        "lora": operate.LORA,
-        "explain": of(explain),
-        "replay": of(replay_command),
-        "play": of(play),
-        "simulate": of(simulate),
-        "plan": of(plan),
-        "keys": of(keys),
-        "bench": of(bench),
-        "adopt": background.ADOPT,
-        "down": background.DOWN,
-        "rank": of(rank),
-        "doctor": of(doctor),
-    }
+NAMES: Final = (
+    *("up", "serve", "generate", "chat", "topology", "top", "drain", "undrain", "scale", "restart", "roll", "role"),
+    *("lora", "explain", "replay", "play", "simulate", "plan", "keys", "bench", "adopt", "down", "rank", "doctor"),
+)
 
 
 class CommandModule(Protocol):
@@ -68,17 +35,77 @@ class CommandModule(Protocol):
     def run(self, args: argparse.Namespace) -> int: ...
 
 
-def make_parsers() -> tuple[Parser, dict[str, Parser], dict[str, Command]]:
-    """The parser of `pdserve`, and the parser and the code of each command."""
+def load(name: str) -> Command:
+    """Imports the module of one command, because importing those of all would take 0.2 CPU seconds."""
+    module: CommandModule
+    match name:
+        case "generate" | "chat":
+            from pdserve.cli import generate
+
+            return generate.COMMANDS[name]
+        case "adopt" | "down":
+            from pdserve.cli import background
+
+            return background.COMMANDS[name]
+        case "up" | "serve":
+            from pdserve.cli import up
+
+            module = up
+        case "explain":
+            from pdserve.cli import explain
+
+            module = explain
+        case "replay":
+            from router.recording import replay_command
+
+            module = replay_command
+        case "play":
+            from router.recording import play
+
+            module = play
+        case "simulate":
+            from simulator.commands import simulate
+
+            module = simulate
+        case "plan":
+            from simulator.commands import plan
+
+            module = plan
+        case "keys":
+            from pdserve.cli import keys
+
+            module = keys
+        case "bench":
+            from simulator.commands import bench
+
+            module = bench
+        case "rank":
+            from pdserve.cli import rank
+
+            module = rank
+        case "doctor":
+            from pdserve.cli import doctor
+
+            module = doctor
+        case _:
+            from pdserve.cli import operate
+
+            return operate.COMMANDS[name]
+    help_text = "the same as `up --http 8000`, as vLLM's command" if name == "serve" else module.HELP
+    return Command(help_text, module.add_flags, module.run)
+
+
+def make_parsers(names: Iterable[str] = NAMES) -> tuple[Parser, dict[str, Parser], dict[str, Command]]:
+    """The parser of `pdserve` with these commands, and the parser and the code of each."""
     parser = Parser(
         prog="pdserve", description="Serve a large language model with separate prefill and decode workers."
     )
     parser.add_argument("--version", action="version", version=f"pdserve {FULL_VERSION}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
-    loaded = commands()
+    loaded = {name: load(name) for name in names}
     parser_of = {
-        name: subparsers.add_parser(name, help=text, description=text, allow_abbrev=False)
-        for name, text in ((name, command.help) for name, command in loaded.items())
+        name: subparsers.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)
+        for name, command in loaded.items()
     }
     for name, command in loaded.items():
         command.add_flags(parser_of[name])
@@ -87,10 +114,12 @@ def make_parsers() -> tuple[Parser, dict[str, Parser], dict[str, Command]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     _tolerate_any_text()
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC's messages about failed handshakes would repeat our error
-    parser, parser_of, loaded = make_parsers()
-    args, unknown = parser.parse_known_args(argv)
-    args.argv = sys.argv[1:] if argv is None else list(argv)
+    # gRPC's messages about failed handshakes would repeat our error. It reads this when it is imported, by a command.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    words = sys.argv[1:] if argv is None else list(argv)
+    parser, parser_of, loaded = make_parsers(words[:1] if words and words[0] in NAMES else NAMES)
+    args, unknown = parser.parse_known_args(words)
+    args.argv = words
     if args.command is None:
         parser.print_help(sys.stderr)
         return 2

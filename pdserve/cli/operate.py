@@ -272,3 +272,15 @@ def _lora(args: argparse.Namespace) -> int:
 
 
 LORA: Final = Command("list, load and unload LoRA adapters", _add_lora_flags, _lora)
+
+COMMANDS: Final = {
+    "topology": TOPOLOGY,
+    "top": TOP,
+    "drain": DRAIN,
+    "undrain": UNDRAIN,
+    "scale": SCALE,
+    "restart": RESTART,
+    "roll": ROLL,
+    "role": ROLE,
+    "lora": LORA,
+}

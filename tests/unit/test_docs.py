@@ -163,12 +163,12 @@ def test_every_command_is_valid(page: str) -> None:
 def flags_of(command: str) -> str:
     import argparse
 
-    from pdserve.cli.main import commands
+    from pdserve.cli.main import NAMES, load
 
-    if command not in commands():
+    if command not in NAMES:
         return ""
     parser = argparse.ArgumentParser()
-    commands()[command].add_flags(parser)
+    load(command).add_flags(parser)
     return parser.format_help()
 
 

@@ -131,7 +131,7 @@ def test_page_has_every_key_that_set_accepts() -> None:
 def test_help_of_up_states_the_true_default() -> None:
     of_spec = {one.name: one.default for one in dataclasses.fields(settings.ClusterSpec)}
     of_config = {one.name: one.default for kind in (RouterConfig, WorkerConfig) for one in dataclasses.fields(kind)}
-    for action in reference().actions(reference().make_parsers()[1]["up"]):
+    for action in reference().actions(reference().make_parsers(["up"])[1]["up"]):
         default = of_spec.get(action.dest, of_config.get(action.dest))
         if action.dest in TOP and default not in (None, "", (), False, dataclasses.MISSING):
             assert action.help.endswith(f" ({default})"), action.dest

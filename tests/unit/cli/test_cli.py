@@ -366,8 +366,7 @@ def test_a_flag_of_another_server_or_a_setting_is_translated(
 
 def test_translated_flags_exist() -> None:
     """Each names a flag of `up`, or a setting; and none translates a flag that `up` has."""
-    _, parser_of, _ = make_parsers()
-    parser = parser_of["up"]
+    parser = make_parsers(["up"])[1]["up"]
     settings = {f"worker.{one.name}" for one in fields(WorkerConfig)} | {
         f"router.{one.name}" for one in fields(RouterConfig)
     }

@@ -11,7 +11,7 @@ from typing import Final, NoReturn
 import pytest
 
 from pdserve import Client, Slo
-from pdserve.cli.main import commands, main
+from pdserve.cli.main import NAMES, load, main
 from tests.unit.cli.test_replay import recorded
 
 HOPELESS: Final = "hopeless"  # A request whose targets cannot be met.
@@ -47,9 +47,9 @@ def strict(text: str) -> object:
 
 def with_json() -> set[str]:
     found = set()
-    for name, command in commands().items():
+    for name in NAMES:
         parser = argparse.ArgumentParser()
-        command.add_flags(parser)
+        load(name).add_flags(parser)
         if "--json" in parser._option_string_actions:
             found.add(name)
     return found

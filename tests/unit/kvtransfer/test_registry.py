@@ -40,7 +40,7 @@ from tests.support.transfer_ends import GrpcHost, HostPool, endpoint_config, fin
 from tests.unit.kvtransfer.harness import Heard, Pair
 from pdserve.core.kv.stamps import BlockStamps
 
-[flag] = [one for one in make_parsers()[1]["up"]._actions if "--transport" in one.option_strings]
+[flag] = [one for one in make_parsers(["up"])[1]["up"]._actions if "--transport" in one.option_strings]
 assert "added" in flag.choices
 pools, stamps = (HostPool(4, seed=1), HostPool(4)), (BlockStamps(4), BlockStamps(4))
 sending = endpoint_config(pools[0], fingerprint(), worker_id="p0", incarnation="p0-1", transport="auto")
