@@ -26,12 +26,6 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_runtest_teardown() -> None:
-    """A benchmark unfreezes all objects at its end. Each `gc.collect()` would then look at those of the whole suite."""
-    if not gc.get_freeze_count():
-        gc.freeze()
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--engine", choices=("own", "vllm"), default="own", help="of the tests that use open_either")
 

@@ -71,6 +71,7 @@ async def run_turn(
             prepared.append(_prepare(server, prompts, number, one))
             if number % 64 == 0:
                 await asyncio.sleep(0)  # lets a Ctrl-C through
+    was_frozen = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()  # collections would otherwise traverse all prepared requests during the turn
     sampler = asyncio.create_task(turn.sample_delays())
@@ -91,7 +92,8 @@ async def run_turn(
         await turn.end_requests()
     finally:
         sampler.cancel()
-        gc.unfreeze()
+        if not was_frozen:  # or objects that a caller has frozen would be traversed again
+            gc.unfreeze()
     return turn.result(is_interrupted=is_interrupted)
 
 

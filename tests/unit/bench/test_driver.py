@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from typing import Any
+
+import pytest
 
 from simulator.bench.benchmark import Benchmark, BenchObserver, BenchPlan
 from simulator.bench.load import DEFAULT_IDS, LoadLevel, LoadPlan, SyntheticLoad
@@ -109,3 +112,19 @@ async def test_a_reply_without_tokens_has_failed() -> None:
 
     found = await run(plan(CLOSED, requests=2), ScriptedServer(script))
     assert found.levels[0].summary.errors == {"an answer without tokens": 2}
+
+
+@pytest.mark.parametrize("was_frozen", [False, True])
+async def test_only_what_the_benchmark_froze_is_thawed(was_frozen: bool) -> None:
+    frozen_within = list[bool]()
+
+    async def script(number: int, reply: ServerReply) -> None:
+        frozen_within.append(gc.get_freeze_count() > 0)
+        await complete(number, reply)
+
+    gc.freeze() if was_frozen else gc.unfreeze()
+    try:
+        await run(plan(CLOSED, requests=1), ScriptedServer(script))
+        assert (frozen_within, gc.get_freeze_count() > 0) == ([True], was_frozen)
+    finally:
+        gc.freeze()  # as tests/conftest.py leaves it
