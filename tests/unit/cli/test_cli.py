@@ -58,7 +58,7 @@ def test_generate_json_prints_one_object_with_usage_and_timings(
     assert len(done["token_ids"]) == done["usage"]["completion_tokens"] == 8
     assert done["usage"]["prompt_tokens"] == len(PROMPT)
     assert done["timings"]["path"] in ("remote", "local")
-    assert done["timings"]["decode_worker"] == "d0"
+    assert done["timings"]["decode_worker"] == "decode-0"
     assert done["finish_reason"] == "length"
 
 
@@ -481,7 +481,10 @@ def test_an_error_ends_chat_on_a_pipe(
 def test_topology_lists_the_workers(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["topology", "--target", target]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:3] for line in lines[1:3]] == [["d0", "decode", "connected"], ["p0", "prefill", "connected"]]
+    assert [line.split()[:3] for line in lines[1:3]] == [
+        ["decode-0", "decode", "connected"],
+        ["prefill-0", "prefill", "connected"],
+    ]
     assert lines[-1].endswith(f", version {FULL_VERSION}")
     with Client(target) as client:
         topology = client.topology()
@@ -495,23 +498,25 @@ def test_stats_name_another_version_of_the_command() -> None:
 
 
 def test_a_worker_can_be_drained_and_undrained(target: str, capsys: pytest.CaptureFixture[str]) -> None:
-    def state_of_p0() -> str:
+    def state_of_worker() -> str:
         capsys.readouterr()
         assert main(["topology", "--target", target]) == 0
-        [line] = [one for one in capsys.readouterr().out.splitlines() if one.startswith("p0 ")]
+        [line] = [one for one in capsys.readouterr().out.splitlines() if one.startswith("prefill-0 ")]
         return line.split()[2]
 
-    assert main(["drain", "p0", "--target", target]) == 0
+    assert main(["drain", "prefill-0", "--target", target]) == 0
     first, second = capsys.readouterr().out.splitlines()
-    assert first == "p0 gets no new requests; `pdserve undrain p0` undoes this"
-    assert second == "p0 was the last prefill worker: decode workers also compute the prompts until it is undrained"
+    assert first == "prefill-0 gets no new requests; `pdserve undrain prefill-0` undoes this"
+    assert (
+        second == "prefill-0 was the last prefill worker: decode workers also compute the prompts until it is undrained"
+    )
     try:
-        assert state_of_p0() == "drained"
+        assert state_of_worker() == "drained"
     finally:
-        assert main(["undrain", "p0", "--target", target]) == 0
-    assert capsys.readouterr().out == "p0 gets new requests again\n"
+        assert main(["undrain", "prefill-0", "--target", target]) == 0
+    assert capsys.readouterr().out == "prefill-0 gets new requests again\n"
     ends_s = time.monotonic() + 60.0
-    while state_of_p0() != "connected":
+    while state_of_worker() != "connected":
         assert time.monotonic() < ends_s
         time.sleep(0.05)
 
@@ -536,7 +541,10 @@ def test_topology_shows_transports_and_reasons() -> None:
 
 def test_topology_json_is_one_object(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["topology", "--target", target, "--json"]) == 0
-    assert {worker["worker_id"] for worker in json.loads(capsys.readouterr().out)["workers"]} == {"p0", "d0"}
+    assert {worker["worker_id"] for worker in json.loads(capsys.readouterr().out)["workers"]} == {
+        "prefill-0",
+        "decode-0",
+    }
 
 
 KV_PATHS = ("shm", "tcp", "choice")

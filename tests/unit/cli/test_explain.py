@@ -85,7 +85,7 @@ def test_json_is_one_object_with_predictions_beside_actual_times(
     seen = json.loads(capsys.readouterr().out)
     assert seen["request_id"] == name
     assert seen["decision"] in ("remote", "local")
-    assert [one["decode_worker"] for one in seen["candidates"] if one["is_chosen"]] == ["d0"]
+    assert [one["decode_worker"] for one in seen["candidates"] if one["is_chosen"]] == ["decode-0"]
     for field in ("predicted_ttft_s", "actual_ttft_s", "predicted_tpot_s", "actual_tpot_s"):
         assert 0.0 < seen[field] < 60.0, field
 
@@ -142,9 +142,11 @@ def test_a_request_or_the_number_of_workers_is_explained(
     assert f"error: {field}" in capsys.readouterr().err
 
 
-def test_a_fixed_cluster_explains_no_number_of_workers(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_router_without_a_launcher_explains_no_number_of_workers(
+    target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["explain", "--scaling", "--target", target, "--timeout", "2"]) == 1
-    assert "`up --autoscale` or `--roles auto`" in capsys.readouterr().err
+    assert "error: this router has no launcher" in capsys.readouterr().err
 
 
 def test_predicted_and_actual_times_count_from_arrival() -> None:
