@@ -114,11 +114,11 @@ def hold(path: str, num_tokens: int, each: int = MAX_DELTA_TOKENS, tail: str = "
 @pytest.mark.parametrize("path", FIELDS)
 def test_a_stream_holds_no_more_for_a_longer_answer(path: str) -> None:
     hold(path, 4)  # fills the caches of libraries
-    short, long = hold(path, 8 * MAX_DELTA_TOKENS), hold(path, 24 * MAX_DELTA_TOKENS)
+    short, long = hold(path, 4 * MAX_DELTA_TOKENS), hold(path, 12 * MAX_DELTA_TOKENS)
     assert long.sent > 2.9 * short.sent
     for one in (short, long):
         assert one.charge / 4 < one.most <= one.charge
-    more = 16 * MAX_DELTA_TOKENS * (TOKEN_BYTES + (1 + TOP) * SCORE_BYTES)
+    more = 8 * MAX_DELTA_TOKENS * (TOKEN_BYTES + (1 + TOP) * SCORE_BYTES)
     if path == "/v1/responses":  # whose last events repeat the whole answer
         assert long.charge - short.charge == more
         assert long.most - short.most < more
@@ -153,7 +153,7 @@ def test_a_stream_with_calls_holds_as_much_as_it_is_charged_for(path: str) -> No
     function = FUNCTION if path == "/v1/responses" else {"function": FUNCTION}
     fields: dict[str, Any] = {"tools": [{"type": "function", **function}]}
     hold(path, 4, tail=CALL, **fields)
-    held = hold(path, 24 * MAX_DELTA_TOKENS, tail=CALL, **fields)
+    held = hold(path, 12 * MAX_DELTA_TOKENS, tail=CALL, **fields)
     assert held.most <= held.charge
     assert held.longest < PAUSE_BYTES + LONGEST_PIECE
 
