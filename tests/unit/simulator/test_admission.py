@@ -83,11 +83,10 @@ def measured(result: SimResult) -> list[RequestRow]:
 
 
 @pytest.fixture(scope="module")
-def overloaded() -> list[World]:
-    worlds = [world_at(OVERLOAD_RPS, seed) for seed in range(2)]
-    for world in worlds:
-        world.run()
-    return worlds
+def overloaded() -> World:
+    world = world_at(OVERLOAD_RPS)
+    world.run()
+    return world
 
 
 def rejected_after_s(rows: list[RequestRow]) -> list[float]:
@@ -97,24 +96,22 @@ def rejected_after_s(rows: list[RequestRow]) -> list[float]:
     return sorted(row.ended_s - row.arrival_s for row in gone if row.ended_s is not None)
 
 
-def test_the_simulated_model_error_matches_live_clusters(overloaded: list[World]) -> None:
-    worlds = [world.fronts[0].state._cluster.fleet.workers.values() for world in overloaded]
-    errors = [min(view.cost.prefill_error for view in views) for views in worlds]
-    assert sum(errors) / len(errors) > 0.25
+def test_the_simulated_model_error_matches_live_clusters(overloaded: World) -> None:
+    views = overloaded.fronts[0].state._cluster.fleet.workers.values()
+    assert min(view.cost.prefill_error for view in views) > 0.25
 
 
-def test_an_uncertain_model_rejects_within_milliseconds(overloaded: list[World]) -> None:
-    each_s = [rejected_after_s(measured(world.result())) for world in overloaded]
-    for waits_s in each_s:
-        assert len(waits_s) > 300
-        assert nearest_rank(waits_s, 0.5) <= 0.02
+def test_an_uncertain_model_rejects_within_milliseconds(overloaded: World) -> None:
+    waits_s = rejected_after_s(measured(overloaded.result()))
+    assert len(waits_s) > 300
+    assert nearest_rank(waits_s, 0.5) <= 0.02
     # Those that waited gave way to shorter ones.
-    assert nearest_rank(sorted(one for waits_s in each_s for one in waits_s), 0.95) <= 1.0, "before their target"
+    assert nearest_rank(waits_s, 0.95) <= 1.0, "before their target"
 
 
-def test_an_uncertain_model_keeps_the_capacity(overloaded: list[World]) -> None:
-    rows = [row for world in overloaded for row in measured(world.result())]
-    assert sum(row.has_met_slo for row in rows) / len(overloaded) / (END_S - WARM_S) > 37.0
+def test_an_uncertain_model_keeps_the_capacity(overloaded: World) -> None:
+    rows = measured(overloaded.result())
+    assert sum(row.has_met_slo for row in rows) / (END_S - WARM_S) > 37.0
     assert sum(row.outcome == "late" for row in rows) <= 0.02 * len(rows)
 
 
@@ -152,7 +149,7 @@ def slow_rows(rate_rps: float, seed: int = 0) -> list[RequestRow]:
 @pytest.mark.parametrize("rate_rps", [16.0, pytest.param(50.0, marks=pytest.mark.slow)])
 def test_few_requests_are_late_if_they_start_in_waves(rate_rps: float) -> None:
     """Over several seeds, because one has only 0 to 4 late requests."""
-    rows = [row for seed in range(8) for row in slow_rows(rate_rps, seed)]
+    rows = [row for seed in range(6) for row in slow_rows(rate_rps, seed)]
     assert sum(row.outcome == "late" for row in rows) <= 0.01 * len(rows)
 
 

@@ -30,7 +30,7 @@ PROFILE = Profile(
 )
 
 
-def question(*, prompt: int, output: int, slo: Slo, count: int = 60, workers: int = 3) -> Question:
+def question(*, prompt: int, output: int, slo: Slo, count: int = 40, workers: int = 3) -> Question:
     rng, at_s, requests = random.Random(1), 0.0, []
     for _ in range(count):
         at_s += rng.expovariate(1.0)

@@ -176,7 +176,7 @@ def test_four_routers_with_stale_views_never_over_admit(policy: str) -> None:
 
 
 def test_waits_of_a_single_server_match_theory() -> None:
-    """Each wait follows Lindley's recursion, and their mean that of M/D/1: rate * service^2 / (2 * (1 - load))."""
+    """Each wait follows Lindley's recursion, whose mean is that of M/D/1: rate * service^2 / (2 * (1 - load))."""
     rng, now_s, rows, waits, wait_s = random.Random(1), 0.0, [], [], 0.0
     service_s = 0.01 + 1e-4 * 400
     load = 0.6
@@ -188,8 +188,8 @@ def test_waits_of_a_single_server_match_theory() -> None:
         waits.append(wait_s)
     config = cluster(0, policy="colocated")
     alone = replace(config.workers[0], max_batch_tokens=400, inbox_depth=10_000)
-    _, done = run(rows, replace(config, workers=(alone,)))
-    assert [row.ttft_s for row in done] == pytest.approx([one + service_s + 2 * MESSAGE_S for one in waits])
+    _, done = run(rows[:1000], replace(config, workers=(alone,)))
+    assert [row.ttft_s for row in done] == pytest.approx([one + service_s + 2 * MESSAGE_S for one in waits[:1000]])
     assert sum(waits) / len(waits) == pytest.approx(load * service_s / (2 * (1 - load)), rel=0.05)
 
 
