@@ -18,7 +18,7 @@ from pdserve.engine.cpu.kernels import amx, amx_gemm
 
 ZERO_POINT = 128
 ROWS = (1, 2, 15, 16, 17, 32, 33, 48, 64, 65, 200, 511, 512, 513, 1100)  # parts have 512 rows
-SHAPES = [(64, 64), (192, 768), (64, 1088), (768, 2048)]  # outputs and inputs
+SHAPES = [(64, 64, 1), (192, 768, 2), (64, 1088, 1), (128, 2048, 2)]  # outputs, inputs and threads
 
 needs_bfloat16, needs_int8 = (
     pytest.mark.skipif(not amx.is_supported(kind), reason="this CPU has no AMX, or kernels may not use it")
@@ -26,11 +26,13 @@ needs_bfloat16, needs_int8 = (
 )
 
 
-@pytest.fixture(params=[1, 2], autouse=True)
-def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.fixture(params=SHAPES, ids=lambda one: "-".join(map(str, one)))
+def shape(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
+    """Outputs and inputs of a matrix that is multiplied by so many threads."""
+    num_outputs, num_inputs, num_threads = request.param
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
+    torch.set_num_threads(num_threads)
+    yield num_outputs, num_inputs
     torch.set_num_threads(before)
 
 
@@ -40,8 +42,8 @@ def integers(num_rows: int, num_inputs: int, low: int, high: int) -> Tensor:
 
 
 @needs_int8
-@pytest.mark.parametrize(("num_outputs", "num_inputs"), SHAPES)
-def test_int8_sums_are_exact(num_outputs: int, num_inputs: int) -> None:
+def test_int8_sums_are_exact(shape: tuple[int, int]) -> None:
+    num_outputs, num_inputs = shape
     weight = integers(num_outputs, num_inputs, -127, 127)
     w_scale, x = torch.rand(num_outputs), integers(max(ROWS), num_inputs, 0, 255)
     product = amx_gemm.pack_int8(weight.to(torch.int8), w_scale, ZERO_POINT)
@@ -63,8 +65,8 @@ def test_the_largest_int8_sums_do_not_overflow() -> None:
 
 
 @needs_bfloat16
-@pytest.mark.parametrize(("num_outputs", "num_inputs"), SHAPES)
-def test_bfloat16_sums_are_those_of_float32(num_outputs: int, num_inputs: int) -> None:
+def test_bfloat16_sums_are_those_of_float32(shape: tuple[int, int]) -> None:
+    num_outputs, num_inputs = shape
     generator = torch.Generator().manual_seed(num_inputs)
     weight = torch.randn(num_outputs, num_inputs, generator=generator).bfloat16()
     x = torch.randn(max(ROWS), num_inputs, generator=generator).bfloat16()
@@ -78,9 +80,9 @@ def test_bfloat16_sums_are_those_of_float32(num_outputs: int, num_inputs: int) -
 
 
 @needs_bfloat16
-@pytest.mark.parametrize(("num_outputs", "num_inputs"), SHAPES)
-def test_float32_inputs_are_not_rounded(num_outputs: int, num_inputs: int) -> None:
+def test_float32_inputs_are_not_rounded(shape: tuple[int, int]) -> None:
     """A sum of float32 numbers has an error of 2^-24 for each addition, of which few are as large as the sum."""
+    num_outputs, num_inputs = shape
     generator = torch.Generator().manual_seed(num_inputs)
     weight = torch.randn(num_outputs, num_inputs, generator=generator).bfloat16().float()
     x = torch.randn(max(ROWS), num_inputs, generator=generator)

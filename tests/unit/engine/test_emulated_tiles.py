@@ -47,19 +47,13 @@ def run(command: list[str], cache: Path) -> str:
 
 @pytest.mark.skipif(has_tiles(), reason="this CPU has AMX, so the same tests run on it")
 @pytest.mark.parametrize("which", slow_except([SHORT, ALL], SHORT))
-@pytest.mark.parametrize(
-    "tests",
-    [
-        [f"{FOLDER}/test_amx_gemm.py"],
-        [f"{FOLDER}/test_amx_attention.py", "-k", "not no_tiles"],
-        pytest.param(
-            [f"{FOLDER}/test_int4.py", "-k", "amx and (rounded_numbers or overflow) or any_batch"],
-            marks=pytest.mark.skipif(not has_int4_kernel(), reason="some of them need AVX-512 VNNI or AVX2"),
-        ),
-    ],
-)
-def test_the_kernels_pass_their_tests(tests: list[str], which: str, tmp_path: Path) -> None:
-    said = run(["-m", "pytest", "-q", "-n0", "-p", PLUGIN, "-m", which, *tests], tmp_path)
+def test_the_kernels_pass_their_tests(which: str, tmp_path: Path) -> None:
+    """In one process, because each would import torch and transformers."""
+    chosen = "test_amx_gemm or test_amx_attention and not no_tiles"
+    if has_int4_kernel():  # some tests of int4 need AVX-512 VNNI or AVX2
+        chosen += " or test_int4 and (amx and (rounded_numbers or overflow) or any_batch)"
+    files = [f"{FOLDER}/test_{name}.py" for name in ("amx_gemm", "amx_attention", "int4")]
+    said = run(["-m", "pytest", "-q", "-n0", "-p", PLUGIN, "-m", which, "-k", chosen, *files], tmp_path)
     assert "passed" in said
     assert "skipped" not in said
 

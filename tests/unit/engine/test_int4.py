@@ -61,10 +61,15 @@ def random_groups(num_outputs: int, num_inputs: int, size: int) -> tuple[Tensor,
     return rounded, scale.bfloat16().float(), torch.randint(0, 16, counts, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize(
-    ("num_outputs", "num_inputs", "size"), [(64, 64, 64), (70, 128, 32), (130, 256, 128), (8, 96, 96), (200, 120, 40)]
+    ("num_outputs", "num_inputs", "size", "num_threads", "has_bias"),
+    [
+        (64, 64, 64, 1, True),
+        (70, 128, 32, 2, False),
+        (130, 256, 128, 2, True),
+        (8, 96, 96, 1, False),
+        (200, 120, 40, 2, True),
+    ],
 )
 def test_the_product_is_that_of_the_rounded_numbers(
     num_outputs: int, num_inputs: int, size: int, num_threads: int, has_bias: bool, product: str
