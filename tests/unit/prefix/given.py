@@ -23,9 +23,15 @@ def registration(worker_id: str, incarnation: str = "first", role: Role = Role.D
     return Registration(worker_id=worker_id, incarnation=incarnation, role=role, endpoint="127.0.0.1:4000")
 
 
-def publisher(url: str, worker_id: str, incarnation: str = "first", **settings: Any) -> WorkerPublisher:
-    settings = {"cluster": "test", "hash_seed": SEED, "lease_s": 2.0, **settings}
-    return WorkerPublisher(url, settings.pop("cluster"), registration(worker_id, incarnation), **settings)
+def publisher(
+    url: str, worker_id: str, incarnation: str = "first", heartbeat_s: float | None = None, **settings: Any
+) -> WorkerPublisher:
+    """Its lease does not end on a busy machine. `heartbeat_s`: for tests that wait for heartbeats."""
+    settings = {"cluster": "test", "hash_seed": SEED, "lease_s": 600.0, **settings}
+    one = WorkerPublisher(url, settings.pop("cluster"), registration(worker_id, incarnation), **settings)
+    if heartbeat_s is not None:
+        one._heartbeat_s = heartbeat_s
+    return one
 
 
 @asynccontextmanager
@@ -43,7 +49,7 @@ async def publishing(url: str, worker_id: str, incarnation: str = "first", **set
 @asynccontextmanager
 async def following(url: str, cluster: str = "test", seed: bytes = SEED, **settings: Any) -> AsyncIterator[RedisIndex]:
     """An index with a patience that a crowded machine does not exhaust."""
-    index = RedisIndex(url, cluster, hash_seed=seed, **{"timeout_s": 1.0, "refresh_s": 0.02, **settings})
+    index = RedisIndex(url, cluster, hash_seed=seed, **{"timeout_s": 60.0, "refresh_s": 0.02, **settings})
     await index.start()
     try:
         yield index
