@@ -6,8 +6,10 @@ from __future__ import annotations
 import os
 import pkgutil
 import sys
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
+from math import prod
 from typing import Any, Final
 
 import numpy as np
@@ -46,6 +48,8 @@ def prepare() -> torch.device:
         let_scalars_be_loop_bounds()
         let_comparisons_be_masks()
         patch_the_language_once()
+        skip_sums_for_unused_checks()
+        describe_types_once()
         import_module("triton.experimental.gluon")  # triton imports it late, and it must be interpreted too
         for name in KERNELS:
             import_module(name)
@@ -99,3 +103,46 @@ def patch_the_language_once() -> None:
         return patch(fn)
 
     interpreter._patch_lang = patch_once
+
+
+def skip_sums_for_unused_checks() -> None:
+    """The interpreter computes each sum and product of integers in int64, too, to detect an overflow, which it reports
+    in debug mode only. That is off."""
+    builder: Any = import_module("triton.runtime.interpreter").interpreter_builder
+    assert not builder.options.debug
+    builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+def describe_types_once() -> None:
+    """The interpreter derives numpy's type, shape and size of a value from its type at each operation."""
+    interpreter: Any = import_module("triton.runtime.interpreter")
+    core: Any = import_module("triton.language.core")
+    derive, make_block, found = interpreter._get_np_dtype, core.block_type.__init__, {}
+
+    def numpy_type(one: Any) -> Any:
+        if one.name not in found:
+            found[one.name] = derive(one)
+        return found[one.name]
+
+    @cache
+    def shape_of(sizes: tuple[int, ...]) -> tuple[Any, Any]:
+        return core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(prod(sizes))
+
+    def describe(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shape_of(tuple(type.shape.values) if type.is_block() else ())
+
+    @cache
+    def block_of(sizes: tuple[int, ...]) -> tuple[Any, int, str]:
+        one = core.block_type.__new__(core.block_type)
+        make_block(one, core.int1, list(sizes))
+        return one.shape, one.numel, str(one.shape)
+
+    def describe_block(self: Any, element_ty: Any, shape: Any) -> None:
+        self.element_ty = element_ty
+        self.shape, self.numel, sizes = block_of(tuple(core._unwrap_if_constexpr(size) for size in shape))
+        self.name = f"<{sizes}, {element_ty}>"
+
+    interpreter._get_np_dtype = numpy_type
+    core.tensor.__init__ = describe
+    core.block_type.__init__ = describe_block
