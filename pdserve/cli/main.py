@@ -21,7 +21,8 @@ from pdserve.tls.reasons import UNKNOWN_CA
 
 NAMES: Final = (
     *("up", "serve", "generate", "chat", "topology", "top", "drain", "undrain", "scale", "restart", "roll", "role"),
-    *("lora", "explain", "replay", "play", "simulate", "plan", "keys", "bench", "adopt", "down", "rank", "doctor"),
+    *("lora", "sessions", "explain", "replay", "play", "simulate", "plan", "keys", "bench", "adopt", "down", "rank"),
+    "doctor",
 )
 
 

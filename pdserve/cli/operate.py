@@ -1,11 +1,12 @@
-"""`pdserve topology`, `top`, `drain`, `undrain`, `scale`, `restart`, `roll`, `role` and `lora`: a running cluster as
-its operator sees and changes it."""
+"""`pdserve topology`, `top`, `drain`, `undrain`, `scale`, `restart`, `roll`, `role`, `lora` and `sessions`: a running
+cluster as its operator sees and changes it."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -15,9 +16,11 @@ from pdserve.cli import Command, table
 from pdserve.client.results import ChangeStep, Topology, Worker
 from pdserve.client.sync import Client
 from pdserve.client.target_flags import add_target_flags, async_client, connect
+from pdserve.core.errors import NotFound
 from pdserve.core.installation import versions_text
 from pdserve.core.json_text import to_json
 from pdserve.core.live import FIRST_REVISION
+from pdserve.core.results import ConversationView, SessionPage, SessionView
 from pdserve.core.types import Role
 from pdserve.model_source import TOY_MODELS
 from pdserve.progress import require_terminal
@@ -273,6 +276,64 @@ def _lora(args: argparse.Namespace) -> int:
 
 LORA: Final = Command("list, load and unload LoRA adapters", _add_lora_flags, _lora)
 
+# --- sessions -------------------------------------------------------------------------------------------------
+
+
+def _add_sessions_flags(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    listing = actions.add_parser("list", help="show the last used sessions, and where their prefixes are cached")
+    listing.add_argument("--limit", type=int, default=0, metavar="N", help="number of sessions, at most 100 (20)")
+    listing.add_argument(
+        "--after", type=int, default=0, metavar="CURSOR", help="the sessions after a page that ended with CURSOR"
+    )
+    listing.add_argument("--json", action="store_true", help="print one JSON object")
+    end = actions.add_parser("end", help="say that no request of a session follows: its cached prefixes leave first")
+    end.add_argument("session", metavar="ID", help="its id, as in `pdserve sessions list`")
+    for one in (listing, end):
+        add_target_flags(one)
+
+
+def _sessions(args: argparse.Namespace) -> int:
+    with connect(args) as client:
+        if args.action == "list":
+            page = client.sessions(args.limit, args.after)
+            print(to_json(page) if args.json else render_sessions(page, time.time()))
+        elif client.end_session(args.session):
+            print(f"session {args.session} has ended: its cached prefixes leave first")
+        else:
+            raise NotFound("session", args.session)
+    return 0
+
+
+def render_sessions(page: SessionPage, now_s: float) -> str:
+    """Formats a table with a row for each conversation. Pure. `now_s`: since 1970."""
+    head = ("SESSION", "TENANT", "ROUTER", "TURNS", "PROMPT", "USED", "NEXT TURN", "CACHED TOKENS")
+    rows = [_conversation(session, one, now_s) for session in page.sessions for one in session.conversations[::-1]]
+    lines = table([head, *rows]) if rows else ["no sessions"]
+    if page.has_more:
+        lines.append(f"more with --after {page.sessions[-1].cursor}")
+    if page.is_partial:
+        lines.append("another router has not answered: its sessions are not shown")
+    return "\n".join(lines)
+
+
+def _conversation(session: SessionView, one: ConversationView, now_s: float) -> tuple[str, ...]:
+    due = "-" if one.until_s is None else f"within {max(one.until_s - now_s, 0.0):.0f} s"
+    cached = ", ".join(f"{held.worker_id} {held.tokens}" for held in one.cached)
+    return (
+        session.session_id,
+        session.tenant or "-",
+        session.router_id or "-",
+        str(one.turns),
+        str(one.prompt_tokens),
+        f"{max(now_s - one.used_at_s, 0.0):.0f} s ago",
+        "running" if one.running else "over" if one.is_over else due,
+        cached or ("nowhere" if one.is_cached_known else "not known"),
+    )
+
+
+SESSIONS: Final = Command("list sessions and what is cached for them, and end one", _add_sessions_flags, _sessions)
+
 COMMANDS: Final = {
     "topology": TOPOLOGY,
     "top": TOP,
@@ -283,4 +344,5 @@ COMMANDS: Final = {
     "roll": ROLL,
     "role": ROLE,
     "lora": LORA,
+    "sessions": SESSIONS,
 }

@@ -25,13 +25,13 @@ from pdserve.build import FULL_VERSION
 from pdserve.cli import doctor
 from pdserve.cli.generate import logprob_lines, stats_line, truncation_warnings, versions_line
 from pdserve.cli.main import hint, main, make_parsers
-from pdserve.cli.operate import render
+from pdserve.cli.operate import render, render_sessions
 from pdserve.client import results
 from pdserve.client.results import Choice, Completion
 from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
 from pdserve.config_flags import parse_flags
 from pdserve.core.errors import NONE_YET, NoWorkers, Unauthenticated, Unavailable
-from pdserve.core.results import Timings, Usage
+from pdserve.core.results import CachedPrefix, ConversationView, SessionPage, SessionView, Timings, Usage
 from pdserve.core.types import FinishReason
 from pdserve.engine.memory import host
 from pdserve.launch.settings import Asked, SettingsSource
@@ -525,6 +525,54 @@ def test_draining_an_unknown_worker_names_it(target: str, capsys: pytest.Capture
     for command in ("drain", "undrain"):
         assert main([command, "p7", "--target", target]) == 1
         assert capsys.readouterr().err == f"pdserve {command}: error: no worker named 'p7'\n"
+
+
+def test_sessions_are_listed_and_ended(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with Client(target) as client:
+        client.generate("a prompt of some blocks " * 8, max_tokens=2, session_id="by command")
+    capsys.readouterr()
+    assert main(["sessions", "list", "--limit", "1", "--target", target]) == 0
+    head, row, *_ = capsys.readouterr().out.splitlines()
+    assert head.split("  ")[0] == "SESSION"
+    assert re.match(r"by command +- +router\S* +1 +192 +\d+ s ago +- +\S", row), row
+    assert main(["sessions", "end", "by command", "--target", target]) == 0
+    assert capsys.readouterr().out == "session by command has ended: its cached prefixes leave first\n"
+    assert main(["sessions", "list", "--json", "--target", target]) == 0
+    found = {one["session_id"]: one for one in json.loads(capsys.readouterr().out)["sessions"]}
+    assert found["by command"]["conversations"][0]["is_over"]
+    assert main(["sessions", "end", "unknown", "--target", target]) == 1
+    assert capsys.readouterr().err == "pdserve sessions: error: no session named 'unknown'\n"
+
+
+def test_the_table_of_sessions_says_where_prefixes_are_and_until_when() -> None:
+    facts: dict[str, Any] = {"prompt_tokens": 100, "growth_tokens": 0.0, "used_at_s": 60.0, "is_cached_known": True}
+    cached = (CachedPrefix(worker_id="d0", tokens=96), CachedPrefix(worker_id="d1", tokens=64))
+    conversations = (
+        ConversationView(turns=1, running=0, until_s=None, is_over=True, **facts),
+        ConversationView(turns=2, running=0, until_s=130.0, is_over=False, cached=cached, **facts),
+        ConversationView(turns=3, running=1, until_s=None, is_over=False, **{**facts, "is_cached_known": False}),
+    )
+    session = SessionView(
+        session_id="s",
+        tenant="acme",
+        is_named=True,
+        turns=6,
+        began_at_s=0.0,
+        used_at_s=60.0,
+        conversations=conversations,
+        cursor=7,
+        router_id="router-1",
+    )
+    page = SessionPage(sessions=(session,), has_more=True, is_partial=True)
+    assert render_sessions(page, 100.0).splitlines() == [
+        "SESSION  TENANT  ROUTER    TURNS  PROMPT  USED      NEXT TURN    CACHED TOKENS",
+        "s        acme    router-1  3      100     40 s ago  running      not known",
+        "s        acme    router-1  2      100     40 s ago  within 30 s  d0 96, d1 64",
+        "s        acme    router-1  1      100     40 s ago  over         nowhere",
+        "more with --after 7",
+        "another router has not answered: its sessions are not shown",
+    ]
+    assert render_sessions(SessionPage(sessions=(), has_more=False), 0.0) == "no sessions"
 
 
 def test_topology_shows_transports_and_reasons() -> None:
