@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -71,22 +71,9 @@ class DeviceStaging:
         self.num_rows = min(most_rows(pool), MOST_ROWS)
         self.most_read = max(1, min(GROUP_BYTES // pool.block_bytes, MOST_PARTS))
         num_gathered = max(1, min(GATHERED_BYTES // pool.block_bytes, self.num_rows))
-        self._staging = device.staging(num_gathered)
-        try:
-            self._pinned = device.pinned(self.num_rows * pool.block_bytes)
-            try:
-                self._landed = device.pinned(num_readers * self.most_read * pool.block_bytes)
-            except BaseException:
-                self._pinned.close()
-                raise
-        except BaseException:
-            self._staging.close()
-            raise
-        self._rows = np.frombuffer(self._pinned.view, np.uint8).reshape(self.num_rows, -1)
-        self._landings = np.frombuffer(self._landed.view, np.uint8).reshape(num_readers * self.most_read, -1)
-        self.is_aligned = is_aligned(self._landings)
+        num_landings = num_readers * self.most_read
         self._windows: SimpleQueue[int] = SimpleQueue()  # one for each thread that reads
-        for first in range(0, num_readers * self.most_read, self.most_read):
+        for first in range(0, num_landings, self.most_read):
             self._windows.put(first)
         self._free = list(range(num_gathered))
         self._lock = threading.Lock()  # guards the free places
@@ -95,7 +82,20 @@ class DeviceStaging:
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kv-staging", daemon=True)
-        self._thread.start()
+        with ExitStack() as opened:
+            opened.callback(device.unpin)
+            self._staging = opened.enter_context(closing(device.staging(num_gathered)))
+            self._pinned = opened.enter_context(closing(device.pinned(self.num_rows * pool.block_bytes)))
+            self._landed = opened.enter_context(closing(device.pinned(num_landings * pool.block_bytes)))
+            opened.callback(self._forget_memory)
+            self._rows: Any = np.frombuffer(self._pinned.view, np.uint8).reshape(self.num_rows, -1)
+            self._landings: Any = np.frombuffer(self._landed.view, np.uint8).reshape(num_landings, -1)
+            self.is_aligned = is_aligned(self._landings)
+            self._thread.start()
+            self._memory = opened.pop_all()
+
+    def _forget_memory(self) -> None:
+        self._rows = self._landings = None
 
     # -- out of the pool --------------------------------------------------------------------------------------------
 
@@ -222,11 +222,7 @@ class DeviceStaging:
             self._tasks.put(None)
             self._thread.join(within_s)
             if not self._thread.is_alive():  # else the device hangs, and the process ends soon
-                self._staging.close()
-                del self._rows, self._landings
-                self._pinned.close()
-                self._landed.close()
-                self._device.unpin()
+                self._memory.close()
 
 
 @final

@@ -19,6 +19,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -70,13 +71,16 @@ def device_tier(pool: KvPool, num_bytes: int, report: Callable[[int, int], None]
             log.info("there is no host tier", extra={"reason": failed.message})
             return None
         raise ConfigError("kv_host_bytes", num_bytes, f"0 for this pool: {failed.message}") from failed
-    slots = None
-    try:
+    with ExitStack() as opened:
+        opened.callback(device.unpin)
+        opened.callback(staging.close)
         slots = pin_slots(device, pool, num_bytes, report)
-    finally:
+        opened.callback(slots.close)
         if not slots:
-            staging.close()
-    return DeviceTier(device, pool, slots, staging) if slots else None
+            return None
+        tier = DeviceTier(device, pool, slots, staging)
+        opened.pop_all()
+    return tier
 
 
 def num_rows(pool: KvPool, num_bytes: int) -> int:
@@ -138,24 +142,27 @@ def pin_slots(
     piece = max(1, PIECE_BYTES // block_bytes)
     pieces: list[Pinned] = []
     done = 0
-    while done < wanted:
-        count = min(piece, wanted - done)
-        if is_auto and (free() or 0) - count * block_bytes < least:
-            break
-        try:
-            pieces.append(device.pinned(count * block_bytes))
-        except TransferFailed as failed:
-            if is_auto:
+    with ExitStack() as opened:
+        while done < wanted:
+            count = min(piece, wanted - done)
+            if is_auto and (free() or 0) - count * block_bytes < least:
                 break
-            for one in pieces:
-                one.close()
-            raise ConfigError("kv_host_bytes", num_bytes, f"at most {done * block_bytes}: {failed.message}") from failed
-        done += count
-        report(done * block_bytes, wanted * block_bytes)
-    if is_auto and done < wanted:
-        report(wanted * block_bytes, wanted * block_bytes)  # the phase has ended
-        log.info("the host tier is smaller, because the host has less memory left", extra={"bytes": done * block_bytes})
-    return PinnedSlots(pieces, block_bytes)
+            try:
+                pieces.append(opened.enter_context(closing(device.pinned(count * block_bytes))))
+            except TransferFailed as failed:
+                if is_auto:
+                    break
+                expected = f"at most {done * block_bytes}: {failed.message}"
+                raise ConfigError("kv_host_bytes", num_bytes, expected) from failed
+            done += count
+            report(done * block_bytes, wanted * block_bytes)
+        if is_auto and done < wanted:
+            report(wanted * block_bytes, wanted * block_bytes)  # the phase has ended
+            extra = {"bytes": done * block_bytes}
+            log.info("the host tier is smaller, because the host has less memory left", extra=extra)
+        slots = PinnedSlots(pieces, block_bytes)
+        opened.pop_all()
+    return slots
 
 
 # --- copies ---------------------------------------------------------------------------------------------------
@@ -236,11 +243,19 @@ class DeviceTier:
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kv-host-copies", daemon=True)
         self._is_closing = False
+        self._is_drained = True  # False: a copy that nothing waits for may still use the memory
         self._thread.start()
 
     def measure_s(self) -> float:
         """Seconds to copy a block, the mean of both directions. Must be called before the first save; overwrites slots
         and the first blocks of the pool. Raises TransferFailed if a block comes back with other bytes."""
+        try:
+            return self._measured_s()
+        except BaseException:
+            self._is_drained = is_drained(self._device)
+            raise
+
+    def _measured_s(self) -> float:
         device, blocks = self._device, self._blocks
         count = min(blocks.num_blocks, len(self._free_rows), len(self._slots), max(1, TIMED_BYTES // self._block_bytes))
         count = min(count, sum(self._slots.place(slot)[0] == 0 for slot in range(count)))
@@ -361,7 +376,7 @@ class DeviceTier:
             self._is_closing = True
             self._tasks.put(None)
             self._thread.join(JOIN_S)
-            if not self._thread.is_alive():  # else the device hangs, and the process ends soon
+            if not self._thread.is_alive() and self._is_drained:  # else the device hangs, and the process ends soon
                 self._staging.close()
                 self._slots.close()
                 self._device.unpin()  # the worker may go on without the tier
@@ -554,13 +569,18 @@ def run_copies(
 
 def drained(device: Device) -> None:
     """Waits until no work that was queued on the device accesses memory, however long that takes. Never raises."""
-    while True:
-        try:
-            device.drain()
-            return
-        except Exception as error:
-            log.error("the device does not drain", extra={"error": str(error)})
-            time.sleep(LOOK_S)
+    while not is_drained(device):
+        time.sleep(LOOK_S)
+
+
+def is_drained(device: Device) -> bool:
+    """Waits for the work that was queued on the device. False if it has failed, so that some may not have ended."""
+    try:
+        device.drain()
+    except Exception as error:
+        log.error("the device does not drain", extra={"error": str(error)})
+        return False
+    return True
 
 
 def _wait_for(copying: Copying) -> None:

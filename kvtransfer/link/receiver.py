@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from typing import Final, Generic, TypeVar, final
 
 from kvtransfer.link.channel import Gone, Waker
@@ -128,20 +129,22 @@ class PlainReceiver:
         self._sleeps_until_s = 0.0  # when the listening thread looks for timeouts without being woken
         self._connections: dict[int, Inbound] = {}
         self._accepted: dict[int, Accepted] = {}  # by descriptor, oldest first; of the listening thread alone
-        self._selector = selectors.DefaultSelector()  # of that thread, too
         self._ending: list[Inbound] = []  # connections that write no more, but whose threads have not ended yet
         self._is_closed = False
         self._refusals = LogLimit()
         self._lines = PeerLog(log)
         self._senders = OutageLog(log, "kv sender disconnected", "kv connection taken", level=logging.INFO)
         self._number = 0
-        self._listeners = {one: _listen(one, host) for one in config.transports}
-        addresses = {one.kind: one.address(listener) for one, listener in self._listeners.items()}
-        self._gate = Gate(config, host_id(), addresses, self.chunk_bytes, self._table.stats)
-        self.servicer = TransferServicer(self._gate)
-        self._waker = Waker()
         self._thread = threading.Thread(target=self._run, name=f"kv-receiver-{config.worker_id}", daemon=True)
-        self._thread.start()
+        with ExitStack() as opened:
+            self._listeners = {one: opened.enter_context(_listen(one, host)) for one in config.transports}
+            addresses = {one.kind: one.address(listener) for one, listener in self._listeners.items()}
+            self._gate = Gate(config, host_id(), addresses, self.chunk_bytes, self._table.stats)
+            self.servicer = TransferServicer(self._gate)
+            self._waker = opened.enter_context(closing(Waker()))
+            self._selector = opened.enter_context(selectors.DefaultSelector())  # of that thread, too
+            self._thread.start()
+            opened.pop_all()  # they are closed by `close`, and the selector by the thread
 
     # Called by the decode worker.
 
@@ -455,7 +458,9 @@ def _encode(answer: ReplyToSender) -> bytes:
 
 
 def _listen(transport: Transport, host: str) -> socket.socket:
-    listener = transport.listen(host)
-    listener.listen(_BACKLOG)
-    listener.setblocking(False)
+    with ExitStack() as opened:
+        listener = opened.enter_context(transport.listen(host))
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+        opened.pop_all()
     return listener

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Final, Generic, TypeVar, final
 
@@ -342,12 +343,13 @@ def joined_receiver(
     config: EndpointConfig,
 ) -> Receiver:
     """`local` is this process's receiver. Raises ConfigError, and closes `local`, if a rank cannot be reached."""
-    links = _links(local, engine, config, is_sender=False)
-    if not links:
-        return local
-    _send_epochs(engine, config.stamps)
-    ranks: list[RankReceiver] = [local, *(RemoteReceiver(link, config.stamps) for link in links)]
-    return JoinedReceiver(ranks, [link.endpoint for link in links], engine.spec.tp_degree)
+    with ExitStack() as opened:
+        links = _links(local, engine, config, opened, is_sender=False)
+        ranks: list[RankReceiver] = [local, *(RemoteReceiver(link, config.stamps) for link in links)]
+        endpoints = [link.endpoint for link in links]
+        joined = JoinedReceiver(ranks, endpoints, engine.spec.tp_degree) if links else local
+        opened.pop_all()
+    return joined
 
 
 def joined_sender(
@@ -356,27 +358,26 @@ def joined_sender(
     config: EndpointConfig,
 ) -> Sender:
     """`local` is this process's sender. Raises ConfigError, and closes `local`, if a rank cannot be reached."""
-    links = _links(local, engine, config, is_sender=True)
-    if links:
-        _send_epochs(engine, config.stamps)
-    ranks: list[RankSender] = [local, *(RemoteSender(link, config.stamps) for link in links)]
-    return JoinedSender(ranks, config.fingerprint.shape, is_on_host=config.pool.is_on_host)
+    with ExitStack() as opened:
+        links = _links(local, engine, config, opened, is_sender=True)
+        ranks: list[RankSender] = [local, *(RemoteSender(link, config.stamps) for link in links)]
+        joined = JoinedSender(ranks, config.fingerprint.shape, is_on_host=config.pool.is_on_host)
+        opened.pop_all()
+    return joined
 
 
 def _links(
-    local: RankReceiver | RankSender, engine: Engine, config: EndpointConfig, *, is_sender: bool
+    local: RankReceiver | RankSender, engine: Engine, config: EndpointConfig, opened: ExitStack, *, is_sender: bool
 ) -> list[RankLink]:
+    opened.callback(local.close)
     links: list[RankLink] = []
     leader = Identity.of(config.secret, "leader", config.worker_id, config.incarnation)
     opening = rank_pb2.OpenEndpoint(incarnation=config.incarnation, is_sender=is_sender)
-    try:
-        for rank, address in enumerate(getattr(engine, "rank_addresses", ()), 1):
-            links.append(RankLink(rank, address, leader, opening, OPEN_S, config.tls))
-    except BaseException:
-        for link in links:
-            link.close()
-        local.close()
-        raise
+    for rank, address in enumerate(getattr(engine, "rank_addresses", ()), 1):
+        links.append(RankLink(rank, address, leader, opening, OPEN_S, config.tls))
+        opened.callback(links[-1].close)
+    if links:
+        _send_epochs(engine, config.stamps)
     return links
 
 

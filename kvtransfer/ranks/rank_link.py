@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any, Final, final
 
 import grpc
@@ -62,6 +63,7 @@ class RankLink:
         self.rank = rank
         self.endpoint = ""
         self.stats = TransferStats()  # as of the last report
+        self._thread: threading.Thread | None = None
         self.on_report: OnReport = lambda report: None
         self._orders: queue.SimpleQueue[rank_pb2.FollowRequest | None] = queue.SimpleQueue()
         self._is_gone = self._is_closed = False
@@ -69,21 +71,25 @@ class RankLink:
         self._error = ""
         introduction = peers.introduce(identity, peers.FOLLOW, address)
         self._channel = peer_channel(introduction.target, tls, OPTIONS)
-        try:
-            metadata = peers.prove_blocking(self._channel, introduction, DIAL_S)
-            self._call: Any = rank_pb2_grpc.RankServiceStub(self._channel).Follow(self._outgoing(), metadata=metadata)
-            peers.check_call_blocking(introduction, self._call, DIAL_S)
-        except (Unauthenticated, grpc.RpcError) as error:
-            self.close()
-            why = error.message if isinstance(error, PdserveError) else f"{error.code().name}: {error.details()}"  # type: ignore[attr-defined]
-            raise ConfigError("tensor_parallel", f"rank {rank} at {address}: {why}", "a rank that answers") from error
-        self._thread = threading.Thread(target=self._listen, name=f"kv-rank-{rank}", daemon=True)
-        self._thread.start()
-        self.order(rank_pb2.FollowRequest(open=opening))
-        if not self._has_opened.wait(open_s) or self._error:
-            self.close()
-            seen = f"rank {rank}: {self._error or f'no endpoint after {open_s:.0f} s'}"
-            raise ConfigError("tensor_parallel", seen, "a rank that opens its KV endpoint")
+        with ExitStack() as opened:
+            opened.callback(self.close)
+            try:
+                metadata = peers.prove_blocking(self._channel, introduction, DIAL_S)
+                stub = rank_pb2_grpc.RankServiceStub(self._channel)
+                self._call: Any = stub.Follow(self._outgoing(), metadata=metadata)
+                peers.check_call_blocking(introduction, self._call, DIAL_S)
+            except (Unauthenticated, grpc.RpcError) as error:
+                why = error.message if isinstance(error, PdserveError) else f"{error.code().name}: {error.details()}"  # type: ignore[attr-defined]
+                expected = "a rank that answers"
+                raise ConfigError("tensor_parallel", f"rank {rank} at {address}: {why}", expected) from error
+            thread = threading.Thread(target=self._listen, name=f"kv-rank-{rank}", daemon=True)
+            thread.start()
+            self._thread = thread
+            self.order(rank_pb2.FollowRequest(open=opening))
+            if not self._has_opened.wait(open_s) or self._error:
+                seen = f"rank {rank}: {self._error or f'no endpoint after {open_s:.0f} s'}"
+                raise ConfigError("tensor_parallel", seen, "a rank that opens its KV endpoint")
+            opened.pop_all()
 
     @property
     def is_alive(self) -> bool:
@@ -96,9 +102,8 @@ class RankLink:
         """Ends the stream, and with it the rank's endpoint. Do not call it from `on_report`."""
         self._is_closed = True
         self._orders.put(None)
-        thread = getattr(self, "_thread", None)
-        if thread is not None:
-            thread.join(_JOIN_S)
+        if self._thread is not None:
+            self._thread.join(_JOIN_S)
         self._channel.close()
 
     def _outgoing(self) -> Iterator[rank_pb2.FollowRequest]:

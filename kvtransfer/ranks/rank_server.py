@@ -182,14 +182,18 @@ class RankServer:
         self._tls = certificates_of(config, is_mutual=True)
         self._stamps = BlockStamps(pool.num_blocks)
         self._orders = ThreadPoolExecutor(1, "kv-orders", use_device)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="grpc-rank", daemon=True)
-        self._thread.start()
         self._is_led, self._is_over = False, asyncio.Event()
         self._servers: list[Any] = []
         self._rejections = LogLimit()
         self._host = config.advertise or config.host
-        self.address = self._on_loop(self._serve(partial(_add_rank_service, self)))
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="grpc-rank", daemon=True)
+        try:
+            self._thread.start()
+            self.address = self._on_loop(self._serve(partial(_add_rank_service, self)))
+        except BaseException:
+            self.close()
+            raise
 
     def reached(self, blocks: Sequence[tuple[int, int]]) -> None:
         """The leader has reassigned these blocks: (block, epoch)."""
@@ -198,12 +202,22 @@ class RankServer:
 
     def close(self) -> None:
         """Idempotent."""
-        if not self._thread.is_alive():
-            return
-        self._on_loop(self._stop())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_JOIN_S)
-        self._orders.shutdown(wait=False)
+        try:
+            if self._thread.is_alive():
+                self._on_loop(self._stop())
+        finally:
+            self._orders.shutdown(wait=False)
+            if self._thread.is_alive():
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join(_JOIN_S)
+            else:
+                self._loop.close()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
 
     async def follow(self, context: Any) -> None:
         """The leader's stream."""

@@ -167,11 +167,16 @@ class BlockFiles:
         self._next_number = 0
         self._left: list[bytes] = []
         self._guard = threading.Lock()
-        self._folder = open_private_folder(path, name, "kv_disk_path")
-        self._close_folder = weakref.finalize(self, os.close, self._folder)
-        self._lock = lock_folder(self._folder, path / name, "kv_disk_path")
-        self._unlock = weakref.finalize(self, os.close, self._lock)
-        self._scan(report)
+        opened = contextlib.ExitStack()
+        self._release = weakref.finalize(self, opened.close)
+        try:
+            self._folder = open_private_folder(path, name, "kv_disk_path")
+            opened.callback(os.close, self._folder)
+            opened.callback(os.close, lock_folder(self._folder, path / name, "kv_disk_path"))
+            self._scan(report)
+        except BaseException:
+            self.close()
+            raise
 
     def __len__(self) -> int:
         return len(self._places)
@@ -205,8 +210,7 @@ class BlockFiles:
         """Forgets all blocks, and releases the folder for another process. No write may run. Idempotent."""
         with self._guard:
             self._places, self._segments = {}, []
-        self._close_folder()
-        self._unlock()
+        self._release()
 
     # -- reads --------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -140,13 +141,14 @@ def disk_tier(
         raise ConfigError("kv_disk_path", config.kv_disk_path, "no folder while is_prefix_cache_on is false")
     if spec.tp_degree > 1:
         raise ConfigError("kv_disk_path", config.kv_disk_path, "no folder for a worker of several ranks")
-    staging = staging_of(pool, copies, DiskTier.num_readers, open_staging, "kv_disk_path", config.kv_disk_path)
-    try:
+    with ExitStack() as opened:
+        staging = staging_of(pool, copies, DiskTier.num_readers, open_staging, "kv_disk_path", config.kv_disk_path)
+        opened.callback(staging.close, JOIN_S)
         files = _files(engine, config, copies, report, calls, is_aligned=staging.is_aligned)
-        return DiskTier(files, pool, None, write_bytes_s=config.kv_disk_write_bytes_s, staging=staging)
-    except BaseException:
-        staging.close(JOIN_S)
-        raise
+        opened.callback(files.close)
+        tier = DiskTier(files, pool, None, write_bytes_s=config.kv_disk_write_bytes_s, staging=staging)
+        opened.pop_all()
+    return tier
 
 
 def _files(

@@ -159,16 +159,19 @@ class SlowTier(ABC, Generic[ReadPart, Written]):
 
     def _start(self, **others: Callable[[], None]) -> None:
         """Starts the threads, and `others` by their names, which need little of a core. They end with the process, also
-        if the device hangs."""
+        if the device hangs. If one cannot be started, the tier is closed."""
         copying: list[tuple[str, Callable[[], None]]] = [("writer", self._write_all), ("reader", self._read_all)]
         copying += [("reads", self._read_parts)] * self.num_readers
         targets: list[tuple[str, Callable[[], None]]]
         targets = [(purpose, partial(_yielding, target)) for purpose, target in copying]
         for purpose, target in [*targets, *others.items()]:
-            name = f"kv-{self.name}-{purpose}"
-            self._threads.append(threading.Thread(target=target, name=name, daemon=True))
-        for thread in self._threads:
-            thread.start()
+            thread = threading.Thread(target=target, name=f"kv-{self.name}-{purpose}", daemon=True)
+            try:
+                thread.start()
+            except BaseException:
+                self.close()
+                raise
+            self._threads.append(thread)
 
     # -- implemented by each tier -----------------------------------------------------------------------------------
 

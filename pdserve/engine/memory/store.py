@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -358,25 +359,20 @@ def store_tier(
         raise ConfigError("kv_store", shown, "no store while is_prefix_cache_on is false")
     if spec.tp_degree > 1:
         raise ConfigError("kv_store", shown, "no store for a worker of several ranks")
-    staging = staging_of(pool, copies, StoreTier.num_readers, open_staging, "kv_store", shown)
-    try:
-        return _store_tier(engine, config, staging)
-    except BaseException:
-        staging.close(JOIN_S)
-        raise
-
-
-def _store_tier(engine: Engine, config: WorkerConfig, staging: Staging) -> StoreTier:
-    spec, pool, shown = engine.spec, engine.pool, hide_password(config.kv_store)
-    seal = Seal(config.cluster_secret, contents_of(spec, Path(config.model)), pool.block_bytes)
-    object_bytes = pool.block_bytes + NONCE_BYTES + TAG_BYTES
-    store = open_object_store(config.kv_store, seal.room, object_bytes, config.kv_store_bytes)
-    try:
-        return StoreTier(store, seal, pool, None, write_bytes_s=config.kv_store_write_bytes_s, staging=staging)
-    except OSError as error:
-        store.close()
-        expected = f"a store that answers, and that this worker may write to ({str(error) or type(error).__name__})"
-        raise ConfigError("kv_store", shown, expected) from None
+    with ExitStack() as opened:
+        staging = staging_of(pool, copies, StoreTier.num_readers, open_staging, "kv_store", shown)
+        opened.callback(staging.close, JOIN_S)
+        seal = Seal(config.cluster_secret, contents_of(spec, Path(config.model)), pool.block_bytes)
+        object_bytes = pool.block_bytes + NONCE_BYTES + TAG_BYTES
+        store = open_object_store(config.kv_store, seal.room, object_bytes, config.kv_store_bytes)
+        opened.callback(store.close)
+        try:
+            tier = StoreTier(store, seal, pool, None, write_bytes_s=config.kv_store_write_bytes_s, staging=staging)
+        except OSError as error:
+            expected = f"a store that answers, and that this worker may write to ({str(error) or type(error).__name__})"
+            raise ConfigError("kv_store", shown, expected) from None
+        opened.pop_all()
+    return tier
 
 
 def contents_of(spec: EngineSpec, model: Path) -> bytes:

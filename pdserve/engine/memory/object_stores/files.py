@@ -166,12 +166,14 @@ class FolderStore(FileStore):
         super().__init__(room, object_bytes, most_bytes)
         self._root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._is_open = True
-        try:
-            self._make(ROOM)
-        except OSError as error:
-            if error.errno not in FULL:  # else each write tries it
-                os.close(self._root)
-                raise
+        with contextlib.ExitStack() as opened:
+            opened.callback(self.close)
+            try:
+                self._make(ROOM)
+            except OSError as error:
+                if error.errno not in FULL:  # else each write tries it
+                    raise
+            opened.pop_all()
 
     def close(self) -> None:
         if self._is_open:
