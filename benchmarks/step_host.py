@@ -26,7 +26,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
@@ -49,7 +49,7 @@ from pdserve.engine.sampling import grammars
 from pdserve.text.tokenizer import load_tokenizer
 from pdserve.v1 import worker_pb2
 from pdserve.wire.convert import sampling_to_proto
-from pdserve.worker.program import ProgramContext
+from pdserve.worker.context import ProgramContext, parts_of, with_defaults
 
 BUNDLED: Final = next((Path(__file__).parents[1] / "pdserve/models").glob("stdlib-*"))
 LARGE: Final = 128_256  # tokens of the vocabulary
@@ -222,7 +222,8 @@ def opened(folder: Path, most_rows: int, num_blocks: int) -> Iterator[tuple[Deco
             post=lambda call: None,
         )
         receiver: Any = SimpleNamespace(is_healthy=True, close=lambda: None)
-        program = DecodeProgram(context, engine, receiver, lambda server: None)
+        context = with_defaults(context, engine)
+        program = DecodeProgram(context, parts_of(context, engine, None, ExitStack()), receiver, lambda server: None)
         program.attached(SESSION, worker_pb2.RouterHello())
         yield program, stubs
 

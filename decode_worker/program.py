@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
@@ -32,7 +33,6 @@ from pdserve.core.cost.latency import CostModel
 from pdserve.core.effects import DecodeEffect, PlainTokens
 from pdserve.core.errors import PdserveError
 from pdserve.core.kv.kv_shape import Grant, TransferKey
-from pdserve.core.kv.stamps import BlockStamps
 from pdserve.core.protocol import TokenRow
 from pdserve.core.types import Role
 from pdserve.engine.interface import Engine, RowOut
@@ -42,9 +42,10 @@ from pdserve.v1 import worker_pb2
 from pdserve.v1.transfer_pb2_grpc import add_TransferServiceServicer_to_server
 from pdserve.wire.protocol import TOKEN_ROW
 from pdserve.worker import messages
+from pdserve.worker.context import ProgramContext, ProgramParts, engine_of, parts_of, stamps_of, with_defaults
 from pdserve.worker.host import Build, WorkerHost
 from pdserve.worker.messages import key_of
-from pdserve.worker.program import AttemptTransfer, ProgramContext, RoleProgram
+from pdserve.worker.program import AttemptTransfer, RoleProgram
 from pdserve.worker.steps import Begun, RowFailed
 
 # --- token rows -----------------------------------------------------------------------------------------------
@@ -98,17 +99,16 @@ class DecodeProgram(RoleProgram[DecodeStep, DecodeEffect, IncomingTransfer | Out
     def __init__(
         self,
         context: ProgramContext,
-        engine: Engine,
+        parts: ProgramParts,
         receiver: Receiver,
         add_servicers: Callable[[Any], None],
-        stamps: BlockStamps | None = None,
         sender: Sender | None = None,
         peers: Peers | None = None,
     ) -> None:
         """Without a sender, answers leave the worker without their KV. Without `peers`, it neither pulls KV from other
         workers nor gives them its own."""
-        super().__init__(context, engine, receiver, fingerprint_of(engine.spec), stamps)
-        config = self.context.config
+        config, engine = context.config, parts.engine
+        super().__init__(context, parts, receiver, fingerprint_of(engine.spec))
         self._receiver = receiver
         self._sender = sender
         self._add_servicers = add_servicers
@@ -362,20 +362,32 @@ class DecodeProgram(RoleProgram[DecodeStep, DecodeEffect, IncomingTransfer | Out
 
 def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] = load_engine) -> DecodeProgram:
     """Runs on the engine thread. Raises ConfigError and ModelError."""
-    config = context.config
     context = replace(context, device_tier=device_tier, device_staging=device_staging)
-    engine = load(config, context.role) if context.kept is None else context.kept.engine
-    stamps = BlockStamps(engine.spec.num_blocks) if context.kept is None else context.kept.kv.blocks.stamps
-    endpoint = config_of(config, engine.spec, engine.pool, context.incarnation, stamps, context.tls)
-    receiver = make_receiver(endpoint, config.host)
-    add_servicers = partial(add_TransferServiceServicer_to_server, receiver.servicer)
-    joined = joined_receiver(receiver, engine, endpoint)
-    # A sender is idle until the first answer leaves. Sending from pools of several ranks has not been run from a decode
-    # worker.
-    can_send = config.is_prefix_cache_on and engine.spec.tp_degree == 1
-    sender = joined_sender(make_sender(endpoint), engine, endpoint) if can_send else None
-    peers = Peers(endpoint, receiver) if can_pull(config, engine) else None
-    return DecodeProgram(context, engine, joined, add_servicers, stamps, sender, peers)
+    with ExitStack() as opened:
+        engine = engine_of(context, load, opened)
+        context, stamps = with_defaults(context, engine), stamps_of(context, engine)
+        config = context.config
+        endpoint = config_of(config, engine.spec, engine.pool, context.incarnation, stamps, context.tls)
+        receiver = make_receiver(endpoint, config.host)
+        opened.callback(receiver.close)
+        joined = joined_receiver(receiver, engine, endpoint)
+        opened.callback(joined.close)
+        # A sender is idle until the first answer leaves. Sending from pools of several ranks has not been run from a
+        # decode worker.
+        sender = None
+        if config.is_prefix_cache_on and engine.spec.tp_degree == 1:
+            sender = joined_sender(make_sender(endpoint), engine, endpoint)
+            opened.callback(sender.close)
+        program = DecodeProgram(
+            context,
+            parts_of(context, engine, stamps, opened),
+            joined,
+            partial(add_TransferServiceServicer_to_server, receiver.servicer),
+            sender,
+            Peers(endpoint, receiver) if can_pull(config, engine) else None,
+        )
+        opened.pop_all()
+    return program
 
 
 def make_host(config: WorkerConfig, build_prefill: Build | None = None) -> WorkerHost:

@@ -4,6 +4,7 @@ granted blocks."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Final, final
 
@@ -23,14 +24,14 @@ from pdserve.core.cost.latency import CostModel
 from pdserve.core.cost.step_rule import PromptOrder
 from pdserve.core.effects import PrefillEffect
 from pdserve.core.errors import ConfigError
-from pdserve.core.kv.stamps import BlockStamps
 from pdserve.core.types import Role
 from pdserve.engine.interface import Engine, RowOut
 from pdserve.engine.load_engine import load_engine
 from pdserve.v1 import worker_pb2
 from pdserve.v1.transfer_pb2_grpc import add_TransferServiceServicer_to_server
+from pdserve.worker.context import ProgramContext, ProgramParts, engine_of, parts_of, stamps_of, with_defaults
 from pdserve.worker.host import Build, WorkerHost
-from pdserve.worker.program import ProgramContext, RoleProgram
+from pdserve.worker.program import RoleProgram
 from pdserve.worker.steps import Begun, RowFailed
 from prefill_worker.prefill_sequence import PrefillStep
 from prefill_worker.pushing import DEVICE_MESSAGE_S, MAX_GROUPS, MESSAGE_S, PushRule
@@ -46,14 +47,13 @@ class PrefillProgram(RoleProgram[PrefillStep, PrefillEffect, OutgoingTransfer]):
     def __init__(
         self,
         context: ProgramContext,
-        engine: Engine,
+        parts: ProgramParts,
         sender: Sender,
-        stamps: BlockStamps | None = None,
         peers: Peers | None = None,
     ) -> None:
         """Without `peers`, it neither pulls KV from other workers nor gives them its own."""
-        super().__init__(context, engine, sender, fingerprint_of(engine.spec), stamps)
-        config = self.context.config
+        config, engine = context.config, parts.engine
+        super().__init__(context, parts, sender, fingerprint_of(engine.spec))
         self._peers = peers
         add_pulls(self, peers, sender)
         self._sender = sender
@@ -168,18 +168,23 @@ class PrefillProgram(RoleProgram[PrefillStep, PrefillEffect, OutgoingTransfer]):
 def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] = load_engine) -> PrefillProgram:
     """Runs on the engine thread. Raises ModelError, and ConfigError, for instance if `push` asks for groups of layers
     and blocks cannot be divided."""
-    config = context.config
     context = replace(context, device_tier=device_tier, device_staging=device_staging)
-    engine = load(config, context.role) if context.kept is None else context.kept.engine
-    check_movable(engine.spec.tp_degree, 1 + len(getattr(engine, "rank_addresses", ())))
-    stamps = BlockStamps(engine.spec.num_blocks) if context.kept is None else context.kept.kv.blocks.stamps
-    endpoint = config_of(config, engine.spec, engine.pool, context.incarnation, stamps, context.tls)
-    sender = joined_sender(make_sender(endpoint, config.kv_wire), engine, endpoint)
-    peers = Peers(endpoint, make_receiver(endpoint, config.host)) if can_pull(config, engine) else None
-    program = PrefillProgram(context, engine, sender, stamps, peers)
-    if config.push == "layers" and not program.scheduler.pushing.groups:
-        program.close()
-        raise ConfigError("push", config.push, f"auto, end or chunk: {program.why_whole or NO_DIVISOR}")
+    with ExitStack() as opened:
+        engine = engine_of(context, load, opened)
+        context, stamps = with_defaults(context, engine), stamps_of(context, engine)
+        config = context.config
+        check_movable(engine.spec.tp_degree, 1 + len(getattr(engine, "rank_addresses", ())))
+        endpoint = config_of(config, engine.spec, engine.pool, context.incarnation, stamps, context.tls)
+        sender = joined_sender(make_sender(endpoint, config.kv_wire), engine, endpoint)
+        opened.callback(sender.close)
+        peers = None
+        if can_pull(config, engine):
+            peers = Peers(endpoint, make_receiver(endpoint, config.host))
+            opened.callback(peers.receiver.close)
+        program = PrefillProgram(context, parts_of(context, engine, stamps, opened), sender, peers)
+        if config.push == "layers" and not program.scheduler.pushing.groups:
+            raise ConfigError("push", config.push, f"auto, end or chunk: {program.why_whole or NO_DIVISOR}")
+        opened.pop_all()
     return program
 
 

@@ -18,8 +18,9 @@ from pdserve.launch.local import first_answer, tls_to
 from pdserve.listening import ignore_poller_races
 from pdserve.program import Host
 from pdserve.text.tokenizer import load_tokenizer
+from pdserve.worker.context import ProgramContext
 from pdserve.worker.host import WorkerHost
-from pdserve.worker.program import AnyProgram, ProgramContext
+from pdserve.worker.program import AnyProgram
 from router.service.program import RouterHost
 
 MAX_WORKERS: Final = 16  # of each role: a process has few cores, and each worker has three threads

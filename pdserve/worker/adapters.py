@@ -21,9 +21,17 @@ from typing import Final, final
 
 from pdserve.config import WorkerConfig
 from pdserve.core import protocol as pr
-from pdserve.core.adapters import MAX_FOLDER_CHARS, MAX_UNLOADED, Adapter, check_adapter_name, split_adapter
+from pdserve.core.adapters import (
+    MAX_FOLDER_CHARS,
+    MAX_UNLOADED,
+    Adapter,
+    AdapterLimits,
+    check_adapter_name,
+    split_adapter,
+)
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.errors import ConfigError, InvalidRequest, ModelError, PdserveError
+from pdserve.engine.adapters import read_adapter
 from pdserve.engine.interface import AdapterEngine, Engine
 
 log = logging.getLogger(__name__)
@@ -32,7 +40,6 @@ MAX_LOADS: Final = 8  # that wait, beside the one that is read
 # For requests that routers had accepted before a name got other weights, and have not placed yet.
 KEEP_S: Final = 10.0
 
-Read = Callable[[str, Path], Adapter]
 LoadKey = tuple[str, int]  # name and version
 
 
@@ -48,22 +55,13 @@ class _Load:
 
 @final
 class WorkerAdapters:
-    def __init__(
-        self,
-        engine: Engine,
-        config: WorkerConfig,
-        read: Read,
-        *,
-        post: Callable[[Callable[[], None]], None],
-        now: Callable[[], float],
-        on_change: Callable[[], None],
-        answer: Callable[[int, pr.AdapterLoaded], None],
-    ) -> None:
-        """`read` runs on a thread. `on_change` is called after each change of `report`, and `answer` with the number of
-        the router's stream."""
+    def __init__(self, engine: Engine, config: WorkerConfig, now: Callable[[], float]) -> None:
+        """`bind` must follow before the first command."""
         self._engine = engine if isinstance(engine, AdapterEngine) else None
-        self._config, self._read = config, read
-        self._post, self._now, self._on_change, self._answer = post, now, on_change, answer
+        self._config, self._now = config, now
+        self._post: Callable[[Callable[[], None]], None] = lambda call: None
+        self._on_change: Callable[[], None] = lambda: None
+        self._answer: Callable[[int, pr.AdapterLoaded], None] = lambda session, loaded: None
         self._named: dict[str, pr.NamedAdapter] = {}
         self._uses_of: dict[str, int] = {}  # fingerprint in the engine -> its sequences
         self._staged: dict[_Load, str] = {}  # in the engine, and its router has not named it yet
@@ -87,15 +85,15 @@ class WorkerAdapters:
             self._named[name] = pr.NamedAdapter(name=name, fingerprint=adapter.fingerprint, folder=str(folder))
         self._changed()
 
-    def rebind(
+    def bind(
         self,
-        read: Read,
         post: Callable[[Callable[[], None]], None],
         on_change: Callable[[], None],
         answer: Callable[[int, pr.AdapterLoaded], None],
     ) -> None:
-        """For another program of the same engine. No sequence has an adapter, and no router's load is left."""
-        self._read, self._post, self._on_change, self._answer = read, post, on_change, answer
+        """For a new program of the engine. No sequence has an adapter, and no router's load is left. `on_change` is
+        called after each change of `report`, and `answer` with the number of the router's stream."""
+        self._post, self._on_change, self._answer = post, on_change, answer
 
     # -- sequences ------------------------------------------------------------------------------------------------
 
@@ -195,6 +193,10 @@ class WorkerAdapters:
             why = _why(error)
             log.warning("an adapter was not read", extra={"adapter": load.key[0], "why": why})
         self._post(partial(self._was_read, load, adapter, why))
+
+    def _read(self, name: str, folder: Path) -> Adapter:
+        """On any thread. Raises ConfigError."""
+        return read_adapter(name, folder, AdapterLimits(self._config.max_lora_rank, self._config.max_lora_bytes))
 
     def _configured(self, name: str) -> str:
         """The name's folder in the settings, which is permitted for that name; empty: none."""

@@ -41,8 +41,9 @@ from pdserve.tls.certificates import certificates_of
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.wire.convert import role_from_proto
 from pdserve.wire.peer_server import listen, make_health_servicer, make_peer_server, server_options
+from pdserve.worker.context import ProgramContext, ProgramParts
 from pdserve.worker.engine_thread import EngineThread, Watchdog, dump_and_exit
-from pdserve.worker.program import AnyProgram, Kept, ProgramContext
+from pdserve.worker.program import AnyProgram
 from pdserve.worker.role_change import needs_restart, with_settings
 from pdserve.worker.session import WorkerServicer
 
@@ -186,8 +187,8 @@ class WorkerHost:
         """Returns HOST:PORT once the engine has sampled a real token and the server answers. Raises the errors of
         building."""
         logging.getLogger().addHandler(self._recent_log)
-        self._loop_thread.start()
         try:
+            self._loop_thread.start()
             port = self._on_loop(self._bind())
             self.address = f"{self._config.advertise or self._config.host}:{port}"
             self._on_loop(check_id(self._config, self.address))
@@ -195,11 +196,11 @@ class WorkerHost:
             self._on_loop(self._serve(program))
             plan: MemoryPlan | None = getattr(program.engine, "memory", None)
             self.memory = "" if plan is None else plan.to_json()
+            self._watchdog.start()
         except BaseException:
             self.stop()
             raise
         self._is_ready = True
-        self._watchdog.start()
         extra = {"worker_id": self._config.worker_id, "role": self._role.value, "address": self.address}
         log.info("worker is ready", extra=extra)
         return self.address
@@ -231,6 +232,8 @@ class WorkerHost:
             if self._loop_thread.is_alive():
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._loop_thread.join(5.0)
+            else:
+                self._loop.close()
             self._metrics.close()
             logging.getLogger().removeHandler(self._recent_log)
             self._has_ended.set()
@@ -262,7 +265,7 @@ class WorkerHost:
         self._metrics = make_metrics("worker", self._config.metrics_port, self._config.host, self._tls)
         return self._build(self._context())
 
-    def _context(self, kept: Kept | None = None) -> ProgramContext:
+    def _context(self, kept: ProgramParts | None = None) -> ProgramContext:
         incarnation = self._incarnation
 
         def post(call: Callable[[], None]) -> None:

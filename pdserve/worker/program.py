@@ -8,54 +8,40 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar, assert_never, cast
 
 from pdserve.build import FULL_VERSION
-from pdserve.config import WorkerConfig
 from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
-from pdserve.core.adapters import Adapter, AdapterLimits
 from pdserve.core.attempt import Attempt, AttemptKey, AttemptLedger, EndRule, FailureKind, RefusalReason
-from pdserve.core.cost.latency import CostPrior
 from pdserve.core.errors import InternalError, InvalidRequest
 from pdserve.core.kv.blocks import CacheChange
-from pdserve.core.kv.cache import KvCache
 from pdserve.core.kv.fetch import Fetch, FetchAborted, Fetches, FetchStarted, tier_speeds
 from pdserve.core.kv.hashing import hash_seed
 from pdserve.core.kv.kv_shape import Fingerprint, TransferKey
 from pdserve.core.kv.pulls import LONG_QUERIES
-from pdserve.core.kv.stamps import BlockStamps
-from pdserve.core.types import Role
-from pdserve.engine.adapters import read_adapter
-from pdserve.engine.interface import Engine, OnLayer, PlainOuts, Row, RowOut, compacted
+from pdserve.engine.interface import OnLayer, PlainOuts, Row, RowOut, compacted
 from pdserve.engine.memory.disk import DiskTier
-from pdserve.engine.memory.plan import with_device_defaults
-from pdserve.engine.memory.staging import OpenStaging
 from pdserve.engine.memory.store import StoreTier
 from pdserve.engine.ranks.rejected_joins import rejected_joins
 from pdserve.outage_log import PeerLog
 from pdserve.telemetry import metric_names
-from pdserve.telemetry.metrics import Metrics
-from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.v1 import worker_pb2
 from pdserve.wire.convert import role_to_proto
 from pdserve.wire.protocol import ADAPTERS, COST, FINGERPRINT, decode_adapter_command
-from pdserve.worker import calibrate
-from pdserve.worker.adapters import WorkerAdapters
+from pdserve.worker.context import ProgramContext, ProgramParts
 from pdserve.worker.interface import Effect, Scheduler, Step
 from pdserve.worker.messages import AttemptFields, Outbox, SequenceLimits, key_of, read_block_hashes, read_sequence
 from pdserve.worker.reports import StatusReports
 from pdserve.worker.steps import Begun, Isolation, RowFailed, free_row
-from pdserve.worker.tiers import FetchSource, OpenDeviceTier, Tiers
+from pdserve.worker.tiers import FetchSource
 
 log = logging.getLogger(__name__)
 
@@ -70,35 +56,6 @@ class Giver(Protocol):
     def end_given(self) -> None:
         """Stops what is being sent."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """What stays if a worker changes its role. No request uses any of it."""
-
-    engine: Engine
-    kv: KvCache
-    adapters: WorkerAdapters
-    cost: CostPrior
-    tiers: Tiers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProgramContext:
-    """What the host provides."""
-
-    config: WorkerConfig
-    role: Role
-    incarnation: str  # new for each start of the process, and for each role that it takes
-    endpoint: str  # HOST:PORT at which other processes reach this worker's gRPC server
-    post: Callable[[Callable[[], None]], None]  # runs the call on the engine thread; from any thread, never blocks
-    tls: ReloadingCertificates | None = None  # None: plain text
-    now: Callable[[], float] = time.monotonic
-    metrics: Metrics = field(default_factory=Metrics.off)
-    kept: Kept | None = None  # of the worker's program in the other role; None: the process has just started
-    #: Takes the memory of a host tier for a pool on a GPU: so many bytes or AUTO, with progress. None: there is none.
-    device_tier: OpenDeviceTier = lambda *_: None
-    device_staging: OpenStaging | None = None  # how a disk tier and a store reach such a pool
 
 
 class TransferEndpoint(Protocol):
@@ -125,30 +82,21 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
     scheduler: Scheduler[Step, Effect]  # set by each role
 
     def __init__(
-        self,
-        context: ProgramContext,
-        engine: Engine,
-        endpoint: TransferEndpoint,
-        fingerprint: Fingerprint,
-        stamps: BlockStamps | None,
+        self, context: ProgramContext, parts: ProgramParts, endpoint: TransferEndpoint, fingerprint: Fingerprint
     ) -> None:
-        config = with_device_defaults(context.config, context.role, is_gpu=not engine.pool.is_on_host)
+        """Opens nothing that needs an end of its own: an error in here leaves that to `build`, which has opened the
+        parts and the endpoint."""
+        config, engine = context.config, parts.engine
         spec = engine.spec
-        self.context = replace(context, config=config)
-        self.engine = engine
+        self.context = context
+        self.engine, self.cost, self.kv = engine, parts.cost, parts.kv
+        self.tiers, self.adapters = parts.tiers, parts.adapters
         self._endpoint = endpoint
         self.fingerprint = fingerprint
         self.transfers: dict[AttemptKey, Transfer] = {}
         self.counts: Counter[str] = Counter()  # dropped messages by reason
         self.num_steps = 0
         self.received_s = 0.0  # arrival time of the message that is being handled
-        if (kept := context.kept) is None:
-            self.tiers = Tiers(engine, config, context.device_tier, context.device_staging)
-            self.cost = calibrate.calibrate(engine, context.role, config)
-            self.kv = self.tiers.open(self.cost, stamps)
-        else:
-            self.tiers, self.kv = kept.tiers, kept.kv
-            self.cost = calibrate.calibrate_again(engine, context.role, config, kept.cost, kept.kv)
         self.blocks = self.kv.blocks
         self.tiers.bind(context.post)
         # A sequence must fit into the whole pool.
@@ -161,22 +109,7 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         self.isolation = Isolation(engine, partial(free_row, self.kv))
         self._ledger = AttemptLedger()
         self.outbox = Outbox()
-        if kept is None:
-            self.adapters = WorkerAdapters(
-                engine,
-                config,
-                self._read_adapter,
-                post=context.post,
-                now=context.now,
-                on_change=self._adapters_changed,
-                answer=self.outbox.report_adapter_loaded,
-            )
-            self.adapters.load_configured()
-        else:
-            self.adapters = kept.adapters
-            self.adapters.rebind(
-                self._read_adapter, context.post, self._adapters_changed, self.outbox.report_adapter_loaded
-            )
+        self.adapters.bind(context.post, self._adapters_changed, self.outbox.report_adapter_loaded)
         self.is_drained = False  # by an operator, who may undo it
         self.fetches: Fetches | None = None
         self._aborted_s: dict[int, float] = {}  # when each fetch was aborted whose source has not reported its end
@@ -420,7 +353,7 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         for key in self.scheduler.live():
             self.act(self.scheduler.fail(key, FailureKind.INTERNAL, message))
 
-    def hand_over(self) -> Kept:
+    def hand_over(self) -> ProgramParts:
         """Ends this program. What it returns is for the program of the other role. Every router has left before, and no
         attempt is live. Raises InternalError if a block is still used."""
         while self.is_in_flight:  # a step that was launched for attempts which have ended since
@@ -431,13 +364,7 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
             seen = f"{len(self.scheduler.live())} attempts and {self.blocks.num_referenced} blocks in use"
             raise InternalError(f"the worker still has {seen}")
         self.kv.take_changes()  # routers and the index get a snapshot
-        return Kept(
-            engine=self.engine,
-            kv=self.kv,
-            adapters=self.adapters,
-            cost=self.cost,
-            tiers=self.tiers,
-        )
+        return ProgramParts(engine=self.engine, kv=self.kv, adapters=self.adapters, cost=self.cost, tiers=self.tiers)
 
     def take_over(self) -> None:
         """Called once on a program that was made from what another left: counts of the whole process go on."""
@@ -460,11 +387,12 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         self.tiers.save()
 
     def close(self) -> None:
-        """Ends the transfers and the engine."""
-        self.tiers.begin_close()
-        self.close_transfers()
-        self.tiers.close()
-        self.engine.close()
+        """Ends the transfers, the tiers and the engine, each also if another one cannot be ended."""
+        with ExitStack() as closing:  # in the reverse order
+            closing.callback(self.engine.close)
+            closing.callback(self.tiers.close)
+            closing.callback(self.close_transfers)
+            closing.callback(self.tiers.begin_close)
 
     # -- for roles ----------------------------------------------------------------------------------------------
 
@@ -591,11 +519,6 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
         self._ledger.forget(key)
 
     # -- reports ------------------------------------------------------------------------------------------------
-
-    def _read_adapter(self, name: str, folder: Path) -> Adapter:
-        """On any thread. Raises ConfigError."""
-        config = self.context.config
-        return read_adapter(name, folder, AdapterLimits(config.max_lora_rank, config.max_lora_bytes))
 
     def _adapters_changed(self) -> None:
         if self.adapters.report is not None:

@@ -8,6 +8,8 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from itertools import count, islice
 from typing import Final, Protocol, TypeAlias, final
 
@@ -93,7 +95,7 @@ class Tiers:
         open_device_tier: OpenDeviceTier,
         open_staging: OpenStaging | None,
     ) -> None:
-        """Takes the memory of the host tier. `open` must follow. Raises ConfigError."""
+        """Takes the memory of the host tier. `open` must follow, or `close`. Raises ConfigError."""
         self._engine, self._config, self._open_staging = engine, config, open_staging
         self.sources: dict[str, FetchSource] = {}  # by name
         self.fetch_numbers: Iterator[int] = count(1)  # that the sources have not had
@@ -106,15 +108,8 @@ class Tiers:
             self._on_device = open_device_tier(engine.pool, num_bytes, report)
 
     def open(self, cost: CostPrior, stamps: BlockStamps | None) -> KvCache:
-        """Opens the tiers that are worthwhile beside computing. Overwrites the pool. Raises ConfigError. Then none is
-        open."""
-        try:
-            return self._open(cost, stamps)
-        except BaseException:
-            self.close()
-            raise
-
-    def _open(self, cost: CostPrior, stamps: BlockStamps | None) -> KvCache:
+        """Opens the tiers that are worthwhile beside computing. Overwrites the pool. Raises ConfigError. Then some may
+        be open, so `close` must follow."""
         config, spec = self._config, self._engine.spec
         size, prefill_s = spec.block_size, CostModel(cost).prefill_s
         rule = None if self._copies is None else _load_rule(self._copies, cost, size)
@@ -165,23 +160,26 @@ class Tiers:
         disk = disk_tier(
             self._engine, self._config, self._on_device or self._copies, report, open_staging=self._open_staging
         )
-        return disk if disk is not None and self._is_worthwhile(disk, cost) else None
+        if disk is not None:
+            self.sources[disk.name] = disk  # at once, so that it is closed if anything fails
+            self._close_unless_worthwhile(disk, cost)
+        return self.disk
 
     def _store_tier(self, cost: CostPrior) -> StoreTier | None:
         """None if it is off, or if computing is sooner. Its blocks are not announced: all workers can read them."""
         store = store_tier(self._engine, self._config, self._on_device or self._copies, self._open_staging)
-        return store if store is not None and self._is_worthwhile(store, cost) else None
+        if store is not None:
+            self.sources[store.name] = store
+            self._close_unless_worthwhile(store, cost)
+        return self.store
 
-    def _is_worthwhile(self, tier: DiskTier | StoreTier, cost: CostPrior) -> bool:
+    def _close_unless_worthwhile(self, tier: DiskTier | StoreTier, cost: CostPrior) -> None:
         block_size = self._engine.spec.block_size
         num_blocks = long_blocks(block_size)
         computed_s = CostModel(cost).prefill_s(num_blocks * block_size)
         if not is_disk_worthwhile(tier.read_s(num_blocks), computed_s):
             log.warning("a tier is off, because computing takes much less time than reading", extra={"tier": tier.name})
-            tier.close()
-            return False
-        self.sources[tier.name] = tier
-        return True
+            self.sources.pop(tier.name).close()
 
     def _device_rule(self, copies: DeviceTier, cost: CostPrior) -> LoadRule | None:
         """None, and no memory is taken, if copies are not worthwhile or go wrong."""
@@ -240,18 +238,24 @@ class Tiers:
             tier.begin_close()
 
     def close(self) -> None:
-        """Nothing writes to the pool after it, except for a call that hangs."""
+        """Nothing writes to the pool after it, except for a call that hangs. Also of tiers that are partly open."""
         until_s = time.monotonic() + JOIN_S
-        for tier in self._written:
-            tier.close(max(0.0, until_s - time.monotonic()))
-        for source in self.sources.values():
-            source.close()
-        if self._on_device is not None:  # if it is not yet a source
-            self._on_device.close()
+        with ExitStack() as closing:  # each, also if another one raises, and those above the others last
+            if self._on_device is not None:  # it may not be a source yet
+                closing.callback(self._on_device.close)
+            for source in self.sources.values():
+                if not isinstance(source, DiskTier | StoreTier):
+                    closing.callback(source.close)
+            for tier in self._written:
+                closing.callback(partial(_close_until, tier, until_s))
 
     @property
     def _written(self) -> list[DiskTier | StoreTier]:
         return [tier for tier in (self.disk, self.store) if tier is not None]
+
+
+def _close_until(tier: DiskTier | StoreTier, until_s: float) -> None:
+    tier.close(max(0.0, until_s - time.monotonic()))
 
 
 def _load_rule(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from decode_worker.program import DecodeProgram
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Role
 from pdserve.engine.toy import ToyEngine
-from pdserve.worker.program import ProgramContext
+from pdserve.worker.context import ProgramContext, parts_of, with_defaults
 from prefill_worker.program import PrefillProgram
 
 
@@ -34,9 +35,11 @@ def program(role: Role, **settings: Any) -> Any:
     config = WorkerConfig(model="toy", worker_id="w", cluster_secret="0" * 64, **settings)
     context = ProgramContext(config=config, role=role, incarnation="i", endpoint="here", post=lambda call: None)
     engine: Any = DeviceEngine()
+    context = with_defaults(context, engine)
+    parts = parts_of(context, engine, None, ExitStack())
     if role is Role.PREFILL:
-        return PrefillProgram(context, engine, None)  # type: ignore[arg-type]
-    return DecodeProgram(context, engine, None, lambda server: None)  # type: ignore[arg-type]
+        return PrefillProgram(context, parts, None)  # type: ignore[arg-type]
+    return DecodeProgram(context, parts, None, lambda server: None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("role", "chunk"), [(Role.PREFILL, 2048), (Role.DECODE, 512)])
