@@ -31,6 +31,7 @@ from kvtransfer.protocol.device import Blocks, Copying, Device, Fence, Pinned
 from kvtransfer.transports.common.on_device import wake_nobody
 from kvtransfer.transports.common.registry import TRANSPORTS
 from kvtransfer.transports.tcp_staged import TCP_STAGED, TcpStaged, word_sum
+from pdserve.clock import steady
 from pdserve.core.attempt import Attempt
 from pdserve.core.errors import ConfigError, TransferFailed
 from pdserve.core.kv.fetch import Fetch
@@ -223,7 +224,7 @@ class DeviceTier:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_slots, self.most_saved = len(slots), most_saved(pool)
-        self._device, self._blocks, self._slots, self._now = device, device.pool(), slots, now
+        self._device, self._blocks, self._slots, self._now = device, device.pool(), slots, steady(now)
         self._block_bytes = pool.block_bytes
         self._staging = staging
         self._free_rows = list(range(min(staging.num_blocks, len(slots))))

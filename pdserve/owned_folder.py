@@ -142,7 +142,7 @@ def _remove_ownerless(path: Path) -> bool:
         try:
             lock = os.open(_LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
         except FileNotFoundError:
-            if time.time() - facts.st_mtime < _UNLOCKED_S:
+            if abs(time.time() - facts.st_mtime) < _UNLOCKED_S:  # the clock may have gone back
                 return False
             shutil.rmtree(path, ignore_errors=True)
             return True

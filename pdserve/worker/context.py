@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
+from pdserve.clock import steady
 from pdserve.config import WorkerConfig
 from pdserve.core.cost.latency import CostPrior
 from pdserve.core.kv.cache import KvCache
@@ -51,6 +52,9 @@ class ProgramContext:
     #: Takes the memory of a host tier for a pool on a GPU: so many bytes or AUTO, with progress. None: there is none.
     device_tier: OpenDeviceTier = lambda *_: None
     device_staging: OpenStaging | None = None  # how a disk tier and a store reach such a pool
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "now", steady(self.now))  # the durations that workers report are measured by it
 
 
 # --- the start ------------------------------------------------------------------------------------------------

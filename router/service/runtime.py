@@ -16,6 +16,7 @@ from typing import Self, final
 
 from google.protobuf.message import Message
 
+from pdserve.clock import steady
 from pdserve.core.durations import clamped_s
 from pdserve.core.errors import Cancelled
 from pdserve.core.protocol import Admit, Cancel, DrainWorker, EndText, Prefill, Reserve, UndrainWorker
@@ -75,7 +76,7 @@ class Runtime:
         self._send = send
         self._on_step = on_step
         self._on_crash = on_crash
-        self._clock = clock
+        self._clock = steady(clock)
         self._lines = PeerLog(log)
         self._calls: dict[str, OpenCall] = {}
         self._releases = PendingReleases(state.knows)

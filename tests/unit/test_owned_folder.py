@@ -115,13 +115,12 @@ def test_other_folders_are_left(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_a_folder_that_was_never_locked_is_removed_once_it_is_old(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("times", [(0, 0), (2**33, 2**33)])  # long ago, and before the clock has gone back
+def test_a_folder_that_was_never_locked_is_removed_once_it_is_old(tmp_path: Path, times: tuple[int, int]) -> None:
     folder = tmp_path / "pdserve-run-ray-x"
     folder.mkdir(mode=0o700)
     assert sweep(tmp_path) == []
-    os.utime(folder, (0, 0))
+    os.utime(folder, times)
     assert sweep(tmp_path) == [folder]
 
 

@@ -24,6 +24,7 @@ from queue import SimpleQueue
 from typing import Any, ClassVar, Final, Generic, Protocol, TypeVar, final
 
 from pdserve.build import FULL_VERSION
+from pdserve.clock import steady
 from pdserve.core.attempt import Attempt
 from pdserve.core.durations import clamped_s
 from pdserve.core.kv.fetch import Fetch
@@ -126,7 +127,7 @@ class SlowTier(ABC, Generic[ReadPart, Written]):
     ) -> None:
         """`most_staged`: blocks that may wait to be written, at most QUEUE_BYTES. `staging`: None: the pool is on the
         host."""
-        self._now = now
+        self._now = steady(now)
         self._block_bytes = pool.block_bytes
         self._write_bytes_s = write_bytes_s
         self._speed = speed

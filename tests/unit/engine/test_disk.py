@@ -190,6 +190,29 @@ def test_a_read_that_hangs_is_not_waited_for(start: Start) -> None:
     assert tier.tier.read_s(1) > 2 * usual_s
 
 
+def test_a_clock_that_goes_back_stops_nothing(start: Start) -> None:
+    """Neither the end of a pause, nor what is learned of reads: none has taken less than no time."""
+    tier = start()
+    tier.put(0, 1)
+    usual_s = tier.tier.read_s(1)
+    tier.tier._paused_until_s = tier.tier._now() + 60.0
+    tier.now_s -= 1e6
+    assert tier.tier.is_stuck
+    tier.now_s += 61.0
+    assert not tier.tier.is_stuck
+    tier.calls.may_read.clear()
+    tier.calls.reads.clear()
+    tier.begin([0], [10])
+    assert tier.calls.reads.wait(PATIENT_S)
+    tier.now_s += 2.0 * usual_s
+    tier.now_s -= 1e6
+    assert tier.tier._now() >= tier.tier._read_began_s
+    tier.now_s += 2.0 * usual_s
+    tier.calls.may_read.set()
+    assert tier.ended.wait(PATIENT_S)
+    assert tier.tier.read_s(1) >= usual_s
+
+
 def test_a_wrong_block_is_never_found_again(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not while the writer has it, and not by the next process; but it may be written anew."""
     tier = start()

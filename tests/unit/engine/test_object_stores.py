@@ -157,6 +157,18 @@ def test_a_read_renews_the_age(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_read_renews_an_age_of_the_future(tmp_path: Path) -> None:
+    """The clock of the host, or of the file server, has gone back."""
+    store = open_object_store(f"file://{tmp_path}", "room", SIZE, MANY * SIZE)
+    put(store, 0)
+    path = tmp_path / path_of("room", name(0))
+    later_s = time.time() + 1e6
+    os.utime(path, (later_s, later_s))
+    store.get([name(0)])
+    assert path.stat().st_mtime < later_s - 1e5
+    store.close()
+
+
 def test_a_folder_follows_no_links(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+import pytest
+
+from pdserve.core.durations import DAY_S
 from pdserve.core.types import Role
 from pdserve.engine.toy import answer
 from pdserve.v1 import worker_pb2
+from tests.unit.worker.conftest import BUILDS
 
 PROMPT = list(b"The quick brown fox jumps over it")
 
@@ -31,6 +38,37 @@ async def test_the_local_path_gives_the_engines_tokens(start: Any, attach: Any, 
     d = start(Role.DECODE)
     router = await attach(d)
     assert await router.local(ask("r", PROMPT, max_tokens=8)) == answer(PROMPT, 8)
+
+
+async def test_clocks_that_go_back_give_no_negative_duration(
+    start: Any, attach: Any, ask: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Routers refuse a message with one. Each reading is up to 10 s before the last one."""
+    rng = random.Random(1)
+    for role, build in BUILDS.items():
+        monkeypatch.setitem(
+            BUILDS,
+            role,
+            lambda context, load, build=build: build(replace(context, now=lambda: 1e6 - 10.0 * rng.random()), load),
+        )
+    p, d = start(Role.PREFILL), start(Role.DECODE)
+    router = await attach(p, d)
+    assert await router.remote(ask("r", PROMPT)) == answer(PROMPT, 8, prefilled=len(PROMPT))
+    assert await router.local(ask("l", [1, *PROMPT])) == answer([1, *PROMPT], 8)
+    messages = [message for _, kind, message in router.seen if kind != "ended"]
+    found = [named for message in messages for named in durations_of(message)]
+    assert {"grant_s", "prefill_s", "transfer_s"} <= {name for name, _ in found}
+    assert [one for one in found if not 0.0 <= one[1] < DAY_S] == []
+
+
+def durations_of(message: Any) -> Iterator[tuple[str, float]]:
+    """The fields of the message, and of those in it, whose unit is a second."""
+    for field, value in message.ListFields():
+        for one in value if field.is_repeated else [value]:
+            if field.message_type is not None:
+                yield from durations_of(one)
+            elif field.name.endswith("_s"):
+                yield field.name, one
 
 
 async def test_many_requests_at_once_do_not_mix(start: Any, attach: Any, ask: Any) -> None:

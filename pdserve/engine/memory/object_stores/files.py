@@ -222,7 +222,7 @@ class FolderStore(FileStore):
             facts = os.fstat(descriptor)
             if not stat.S_ISREG(facts.st_mode):
                 return None
-            if time.time() - facts.st_mtime > TOUCH_S:
+            if abs(time.time() - facts.st_mtime) > TOUCH_S:  # the clock may have gone back
                 with contextlib.suppress(OSError):
                     os.utime(descriptor)
             parts, left = [], self._object_bytes + 1
