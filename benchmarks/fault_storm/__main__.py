@@ -5,7 +5,8 @@
 Several prefill and decode processes move blocks whose every byte is known. They have the engine's pools and the
 workers' block allocators (worker.py, roles.py). The seed decides which fault a transfer meets (cases.py). This process
 plays the router (storm.py) and restarts every process that was killed. The exit status is 1 if anything was wrong.
-`--tiers 100000` has storms of their own, on the tiers of the KV cache (tiers.py) and on pulls (pulls.py).
+`--tiers 100000` has storms of their own, on the tiers of the KV cache (tiers.py, store.py; device.py for pools on
+devices) and on pulls (pulls.py).
 
 Transports between GPUs run over stand-ins for CUDA and NCCL (tests/support/fake_device.py, fake_nccl.py), or over the
 real libraries with --gpu.
@@ -19,7 +20,7 @@ import sys
 
 import torch
 
-from benchmarks.fault_storm import pulls, store, tiers
+from benchmarks.fault_storm import device, pulls, store, tiers
 from benchmarks.fault_storm.report import LATEST_S, Result, misses, print_result, table
 from benchmarks.fault_storm.storm import ROLES, Storm
 from tests.support.fake_ends import DEVICE_TRANSPORTS
@@ -62,7 +63,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.tiers is not None:
         is_missed = tiers.report(args.tiers, args.seed) | pulls.report(args.tiers, args.seed)
-        return is_missed | tiers.report(args.tiers, args.seed, store.storm, "shared store, and disk in some lives")
+        is_missed |= tiers.report(args.tiers, args.seed, store.storm, "shared store, and disk in some lives")
+        return is_missed | tiers.report(args.tiers, args.seed, device.storm, "disk, then store, of a device (stand-in)")
     if args.gpu and not torch.cuda.is_available():
         parser.error("no CUDA device")
     results = []

@@ -23,7 +23,6 @@ from typing import Any, Final
 
 from benchmarks.fault_storm.tier_pool import BLOCK_BYTES, CONTENTS, FEW, content_of, hash_of
 from benchmarks.fault_storm.tiers import TierResult, TierStorm, lost_threads
-from pdserve.engine.memory.host import HostCopies
 from pdserve.engine.memory.object_stores import open_object_store
 from pdserve.engine.memory.object_stores.interface import ObjectStore
 from pdserve.engine.memory.sealed_objects import NONCE_BYTES, TAG_BYTES, Seal
@@ -151,23 +150,23 @@ class StoreStorm(TierStorm):
         super().__init__(folder / "disk", seed, share=share)
         self._all_files = folder
 
-    def _open_tiers(self, copies: HostCopies) -> dict[str, SlowTier[Any, Any]]:
+    def _open_tiers(self) -> dict[str, SlowTier[Any, Any]]:
         rng = random.Random(self.rng.random())
         store = open_object_store(self._url, SEAL.room, OBJECT_BYTES, MOST_OBJECTS * OBJECT_BYTES)
         self._faulty = FaultyStore(store, rng, self._share, self.result.faults)
         self._store_tier = StoreTier(
             self._faulty,
             SEAL,
-            self.pool,  # type: ignore[arg-type]
-            copies,
+            self.pool,
             write_bytes_s=2.0**34,
-            now=lambda: time.monotonic() + self._clock_s,
+            now=self.now,
             first_pause_s=0.001,
             speed=ReadSpeed(1e6, 0.001),
             lookup_s=0.001,
+            **self._staged(StoreTier.num_readers),
         )
         self._store_tier.looked = lambda: self._calls.put(lambda: self.fetches.looked_up())
-        tiers = super()._open_tiers(copies)
+        tiers = super()._open_tiers()
         if self.rng.random() < 0.7:  # most of what the store has would be on disk too
             tiers.pop("disk").close()
         return {**tiers, "store": self._store_tier}

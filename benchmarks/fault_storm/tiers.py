@@ -47,6 +47,8 @@ HOST_BLOCKS: Final = 64
 TEXTS: Final = 96
 LONGEST: Final = 24  # blocks of a text
 END_S: Final = 30.0
+HOST: Final = "host"  # the tier, as a source of fetches
+SPOILED: Final = b"\xee" * BLOCK_BYTES
 
 
 @dataclass
@@ -110,21 +112,51 @@ class TierStorm:
         return count
 
     def _open(self) -> None:
-        self.pool = StormPool()
-        copies = HostCopies(self.pool, HOST_BLOCKS * BLOCK_BYTES)  # type: ignore[arg-type]
-        self.tiers = self._open_tiers(copies)
-        tier = HostTier(copies, LoadRule(0.0, lambda uncached, cached: 0.0), 32, LowerTiers(*self.tiers.values()))
-        blocks = BlockAllocator(NUM_BLOCKS, tier=tier, lower=LowerTiers(*self.tiers.values()), on_reuse=self._reused)
+        self._open_pool()
+        self.tiers = self._open_tiers()
+        lower = LowerTiers(*self.tiers.values())
+        tier = self._host_tier(lower)
+        blocks = BlockAllocator(NUM_BLOCKS, tier=tier, lower=lower, on_reuse=self._reused)
         if isinstance(disk := self.tiers.get("disk"), DiskTier):
             blocks.lower_changed(disk.files.hashes(), ())
         self.kv = KvCache(blocks, 1)
-        self.fetches = Fetches(self.kv, [*self.tiers.values()], lambda uncached, cached: 1e6)
+        self.fetches = Fetches(self.kv, self._sources(), lambda uncached, cached: 1e6)
         self._waiting: dict[AttemptKey, _Prompt] = {}
+
+    def now(self) -> float:
+        return time.monotonic() + self._clock_s
+
+    # -- what a pool on a device has instead (device.py) ----------------------------------------------------------
+
+    def _open_pool(self) -> None:
+        self.pool: Any = StormPool()
+        self.copies: Any = HostCopies(self.pool, HOST_BLOCKS * BLOCK_BYTES)
+
+    def _staged(self, num_readers: int) -> dict[str, Any]:
+        """How a lower tier reaches the pool and the host tier."""
+        return {"copies": self.copies}
+
+    def _host_tier(self, lower: LowerTiers) -> HostTier | None:
+        return HostTier(self.copies, LoadRule(0.0, lambda uncached, cached: 0.0), 32, lower)
+
+    def _sources(self) -> list[FetchSource]:
+        """Of fetches, the fastest first."""
+        return [*self.tiers.values()]
+
+    def _spoil(self, blocks: Sequence[int]) -> None:
+        """A step that was launched before a fetch writes to its blocks."""
+        for block in blocks:
+            self.pool.write(block, SPOILED)
+
+    def _close_pool(self) -> None:
+        """After the tiers."""
+
+    # -------------------------------------------------------------------------------------------------------------
 
     def _reused(self, hashes: Sequence[bytes], blocks: Sequence[int], holds: Callable[[int, bytes], bool]) -> None:
         """A second text uses the blocks."""
 
-    def _open_tiers(self, copies: HostCopies) -> dict[str, SlowTier[Any, Any]]:
+    def _open_tiers(self) -> dict[str, SlowTier[Any, Any]]:
         self.files_calls = Faults(random.Random(self.rng.random()), self._share, self.result.faults)
         files = BlockFiles(
             self._folder,
@@ -137,11 +169,11 @@ class TierStorm:
         )
         disk = DiskTier(
             files,
-            self.pool,  # type: ignore[arg-type]
-            copies,
+            self.pool,
             write_bytes_s=2.0**34,
-            now=lambda: time.monotonic() + self._clock_s,
+            now=self.now,
             first_pause_s=0.001,
+            **self._staged(DiskTier.num_readers),
         )
         disk.changed = lambda added, removed: self._calls.put(lambda: self.kv.blocks.lower_changed(added, removed))
         return {disk.name: disk}
@@ -161,9 +193,11 @@ class TierStorm:
             match effect:
                 case FetchStarted(fetch):
                     self.result.fetches += 1
-                    for block in fetch.blocks:
-                        self.pool.write(block, b"\xee" * BLOCK_BYTES)
-                    self._source(fetch.source).begin(fetch, partial(self._post_end, fetch.number))
+                    self._spoil(fetch.blocks)
+                    try:
+                        self._source(fetch.source).begin(fetch, partial(self._post_end, fetch.number))
+                    except Exception:  # as in a worker: a broken source is a miss
+                        self._post_end(fetch.number, 0)
                 case FetchAborted(number, source):
                     self._source(source).abort(number)
 
@@ -175,7 +209,7 @@ class TierStorm:
 
     def _end(self, number: int, count: int) -> None:
         fetch = self.fetches.ended(number, count)
-        self.result.filled += count
+        self.result.filled += count if fetch.source != HOST else 0  # which the tier counts
         self.result.missed += len(fetch.blocks) - count
 
     def prompt(self) -> None:
@@ -238,15 +272,15 @@ class TierStorm:
             if self.rng.random() < 0.5:
                 self._pump(0.002)
         self.quiet()
-        tier = self.kv.blocks.tier
-        assert tier is not None
-        self.result.loaded += tier.num_loaded
-        self.result.saved += tier.num_saved
         self.files_calls.die() if is_killed else None
         for lower in self.tiers.values():
             self.result.written += lower.events["written"]
             self.result.faults[f"found damaged, {lower.name}"] += lower.events["damaged"]
             lower.close()
+        self._close_pool()
+        if (tier := self.kv.blocks.tier) is not None:
+            self.result.loaded += tier.num_loaded
+            self.result.saved += tier.num_saved
         self._pump()
         self.check()
         if self.kv.blocks.num_referenced:
@@ -315,7 +349,7 @@ Run = Callable[[int, int, int, Callable[[TierResult], None]], TierResult]
 
 def report(num_operations: int, seed: int, run: Run = storm, tiers: str = "disk") -> int:
     """The exit status. `tiers`: those below memory."""
-    logging.disable(logging.WARNING)  # every injected fault would be a line
+    logging.disable(logging.ERROR)  # every injected fault would be a line
     result = run(num_operations, seed, max(5, num_operations // 2000), progress)
     print(file=sys.stderr)
     rows: list[list[object]] = [

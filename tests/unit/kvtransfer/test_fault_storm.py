@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
+import threading
+from pathlib import Path
 
 import pytest
 
+from benchmarks.fault_storm import device
 from benchmarks.fault_storm.cases import NO_FAULT, WEIGHTS, case_of
+from benchmarks.fault_storm.device import DeviceStoreStorm, DeviceStorm, OnDevice
 from benchmarks.fault_storm.pulls import PullStorm, PullWorker
 from benchmarks.fault_storm.report import Result, misses, table, verdict
 from benchmarks.fault_storm.storage import SHAPES, Storage
 from benchmarks.fault_storm.storm import HANGS_AFTER_S, ROLES, Storm
+from benchmarks.fault_storm.tiers import lost_threads
 from kvtransfer.faults.plan import FaultKind
 from tests.support.fake_ends import DEVICE_TRANSPORTS
 from tests.support.netns import Network, why_not
@@ -142,3 +148,24 @@ def test_a_worker_of_the_storm_keeps_its_port_while_it_restarts(monkeypatch: pyt
         storm._restart(0)
     assert not storm.run(0).wrong
     assert not taken
+
+
+@pytest.mark.parametrize("kind", [DeviceStorm, DeviceStoreStorm])
+def test_a_storm_of_faults_on_the_tiers_of_a_device(
+    kind: type[OnDevice], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Over a stand-in. `python -m benchmarks.fault_storm --tiers` runs it in full."""
+    caplog.set_level(logging.CRITICAL)
+    former = set(threading.enumerate())
+    result = kind(tmp_path / "kv", 5).run(1500)
+    assert result.wrong + lost_threads(former) == []
+    assert min(result.filled, result.written, result.saved, result.restarts) > 0
+    assert {"a call fails", "a call fails that has queued its work", "a copy is overdue"} <= set(+result.faults)
+
+
+@pytest.mark.slow
+def test_a_long_storm_of_faults_on_the_tiers_of_a_device(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    result = device.storm(100_000, 6, 5)
+    assert result.wrong == []
+    assert min(result.faults[f"found damaged, {tier}"] for tier in ("host", "disk", "store")) > 0
