@@ -428,13 +428,11 @@ class DeviceTier:
                     is_to_host=True,
                     behind=gathering,
                 )
-            except Exception as error:  # the device has failed; the slots have no valid copy
+            except Exception as error:  # the device has failed
                 log.warning("KV blocks were not saved", extra={"error": str(error)})
-                drained(self._device)  # of what the call had queued
-                with self._rows_lock:
-                    self._free_rows += taken
-                continue
-            self._moving.append(_Save(gathering, moving, {slot: at_of[slot] for slot in part}, taken))
+                self._lose(part, taken)
+            else:
+                self._moving.append(_Save(gathering, moving, {slot: at_of[slot] for slot in part}, taken))
 
     def _hand_down(self, leaving: Sequence[Leaving]) -> None:
         self._wait_for_slots([slot for slot, _, _ in leaving])
