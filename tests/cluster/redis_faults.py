@@ -1,7 +1,7 @@
 """Requests against a cluster whose Redis answers wrongly, slowly or not at all.
 
 A router and two workers of each role with the toy engine are processes of their own, as on Kubernetes, and find each
-other through Redis. Eight clients send requests without retries, and each answer is compared with the exact one.
+other through Redis. Clients send requests without retries, and each answer is compared with the exact one.
   full       Redis rejects every write, so that each registration expires
   read-only  Redis becomes a replica of a server that does not exist
   evicting   Redis holds almost nothing, and random keys are evicted
@@ -152,13 +152,13 @@ FAULTS: Final[dict[str, Fault]] = {
 }
 
 
-def run(fault: str, seconds: float, *, lease_s: float = 5.0) -> RedisFaultResult:
+def run(fault: str, seconds: float, *, lease_s: float = 5.0, clients: int = CLIENTS) -> RedisFaultResult:
     """Raises AssertionError if the cluster is not whole before and after the fault."""
     server = Server()
     try:
         with programs() as start:
             target = start_cluster(start, server.url, lease_s)
-            return asyncio.run(observe(target, FAULTS[fault](server), seconds))
+            return asyncio.run(observe(target, FAULTS[fault](server), seconds, clients))
     finally:
         server.redis.stop()
 
@@ -172,13 +172,15 @@ def start_cluster(start: Start, redis_url: str, lease_s: float) -> str:
     return start("router", "--model=toy", "--port=0", env=env).address
 
 
-async def observe(target: str, during: AbstractAsyncContextManager[None], seconds: float) -> RedisFaultResult:
+async def observe(
+    target: str, during: AbstractAsyncContextManager[None], seconds: float, clients: int
+) -> RedisFaultResult:
     result = RedisFaultResult()
     async with AsyncClient(target, retries=Retries(limit=0)) as client:
         await until_whole(client)
         async with during:
             until_s = time.monotonic() + seconds
-            await asyncio.gather(*(send(client, result, number, until_s) for number in range(CLIENTS)))
+            await asyncio.gather(*(send(client, result, number, until_s) for number in range(clients)))
         await until_whole(client)
     return result
 

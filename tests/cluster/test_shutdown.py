@@ -23,7 +23,7 @@ WORDS = "the server is shutting down; retry"
 DRAIN_S = 1.0
 EACH = 25  # streams over HTTP, and as many over gRPC
 FLAGS = (
-    *("--model=toy", "--prefill=1", "--decode=1", "--http=0"),
+    *("--model=toy", "--prefill=0", "--decode=1", "--http=0"),
     *("--set", f"router.drain_s={DRAIN_S}", "--set", f"gateway.drain_s={DRAIN_S}", "--set", "worker.toy_step_s=0.02"),
 )
 
@@ -78,31 +78,38 @@ async def ends(cluster: Running, act: Callable[[], None], most_tokens: int = MOS
         return list(await asyncio.gather(*streams))
 
 
-@pytest.mark.parametrize(
-    ("is_hurried", "form"), [(False, ()), pytest.param(True, (), marks=pytest.mark.slow), (True, ("--http-process",))]
-)
-def test_every_stream_ends_complete_or_with_the_error_event(is_hurried: bool, form: tuple[str, ...]) -> None:
-    with Running.start(*FLAGS, *form) as cluster:
-
-        def end() -> None:
-            cluster.process.send_signal(signal.SIGTERM)
-            if is_hurried:
-                cluster.wait_line("draining")
-                cluster.process.send_signal(signal.SIGINT)
-
-        found = asyncio.run(ends(cluster, end))
-        assert set(found) <= {"complete", WORDS}
-        assert WORDS in found[:EACH]
-        assert WORDS in found[EACH:]
-        assert cluster.process.wait(60.0) == 0
+@pytest.mark.parametrize("is_hurried", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_every_stream_ends_complete_or_with_the_error_event(is_hurried: bool) -> None:
+    with Running.start(*FLAGS) as cluster:
+        check_end(cluster, is_hurried=is_hurried)
 
 
-def test_the_calls_of_a_killed_router_that_are_not_resumed_end_with_an_error() -> None:
+def test_calls_end_with_an_error_if_a_router_or_the_cluster_ends() -> None:
+    """The gateway, a process of its own, resumes its calls when the router is killed."""
     with Running.start(*FLAGS, "--http-process") as cluster:
-        found = asyncio.run(ends(cluster, lambda: os.kill(cluster.pid("router"), signal.SIGKILL), most_tokens=100))
+        pid = cluster.pid("router")
+        found = asyncio.run(ends(cluster, lambda: os.kill(pid, signal.SIGKILL), most_tokens=100))
         assert found[:EACH] == ["complete"] * EACH, "the gateway resumes its calls"
         assert "cut" not in found[EACH:], "each has an error"
         assert set(found[EACH:]) != {"complete"}
+        cluster.wait_restarted("router", pid)
+        check_end(cluster, is_hurried=True)
+
+
+def check_end(cluster: Running, *, is_hurried: bool) -> None:
+    """Ends the cluster while streams run. A second signal, if it `is_hurried`, ends it at once."""
+
+    def end() -> None:
+        cluster.process.send_signal(signal.SIGTERM)
+        if is_hurried:
+            cluster.wait_line("draining")
+            cluster.process.send_signal(signal.SIGINT)
+
+    found = asyncio.run(ends(cluster, end))
+    assert set(found) <= {"complete", WORDS}
+    assert WORDS in found[:EACH]
+    assert WORDS in found[EACH:]
+    assert cluster.process.wait(60.0) == 0
 
 
 def test_folders_and_certificates_end_with_the_cluster(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_a_signal_drains_and_ends_all_processes(number: signal.Signals) -> None:
 
 
 def test_a_second_signal_ends_the_cluster_at_once() -> None:
-    with Running.start("--model", "toy", "--set", "worker.toy_step_s=0.2") as cluster:
+    with Running.start("--model", "toy", "--prefill", "0", "--set", "worker.toy_step_s=0.2") as cluster:
         pids = cluster.pids()
         with Client(cluster.target) as client, client.stream(PROMPT, max_tokens=1000) as stream:
             next(stream)
@@ -170,7 +170,7 @@ def test_a_second_signal_ends_the_cluster_at_once() -> None:
 
 def test_a_killed_launcher_leaves_nothing_behind(tmp_path: Path) -> None:
     shared = {path.name for path in Path("/dev/shm").glob("*")}
-    cluster = Running.start("--model", "toy", env={"TMPDIR": str(tmp_path)})
+    cluster = Running.start("--model", "toy", "--prefill", "0", env={"TMPDIR": str(tmp_path)})
     pids = cluster.pids()
     cluster.kill()
     until(lambda: not any(is_alive(pid) for pid in pids.values()))
