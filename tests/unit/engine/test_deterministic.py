@@ -54,9 +54,9 @@ def requests_of(request_of: Any, make_prompt: Callable[..., list[int]], count: i
 @pytest.mark.parametrize(
     ("name", "dtype", "count"),
     [
-        ("llama", "float32", 40),
-        ("qwen3", "int8", 30),
-        ("mistral-window", "bfloat16", 30),
+        ("llama", "float32", 20),
+        ("qwen3", "int8", 16),
+        ("mistral-window", "bfloat16", 16),
         pytest.param("llama", "float32", 100, marks=pytest.mark.slow),
         pytest.param("qwen3", "int8", 70, marks=pytest.mark.slow),
         pytest.param("mistral-window", "float32", 70, marks=pytest.mark.slow),

@@ -57,12 +57,11 @@ def logits_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[TorchEngine, list[Ro
     return get
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [(BUNDLED, "float32"), (BUNDLED, "bfloat16"), (BUNDLED, "int8"), (BUNDLED, "int4"), ("gemma2", "int4"),
-     ("llama-tied-biased", "int4"), ("qwen2-window-by-layer", "bfloat16"), ("qwen3", "int4"),
-     ("qwen3-moe", "float32")],
+    ("name", "dtype", "num_threads"),
+    [(BUNDLED, "float32", 2), (BUNDLED, "bfloat16", 1), (BUNDLED, "int8", 2), (BUNDLED, "int4", 1),
+     ("gemma2", "int4", 2), ("llama-tied-biased", "int4", 1), ("qwen2-window-by-layer", "bfloat16", 2),
+     ("qwen3", "int4", 1), ("qwen3-moe", "float32", 2)],
 )  # fmt: skip
 def test_repeated_steps_match_computed_ones(
     tiny: Callable[[str], Path],
