@@ -23,6 +23,7 @@ from pdserve.core.types import Sampling
 from pdserve.engine.interface import Engine, Row, RowOut
 from pdserve.engine.model import collectives
 from pdserve.engine.model.collectives import Ranks, make_store, memory_file, private_store
+from pdserve.engine.model.config import read_config
 from pdserve.engine.model.parameters import Shard
 from pdserve.engine.ranks import leader as parallel
 from pdserve.engine.ranks.leader import ParallelEngine
@@ -81,12 +82,21 @@ def test_two_ranks_sample_the_same_tokens_as_one(
         alone.close()
 
 
+@pytest.fixture(scope="module")
+def together(open_engine: Callable[..., Any]) -> Iterator[Any]:
+    """Three ranks of the bundled model if they can divide its heads, otherwise two."""
+    engine = open_engine(BUNDLED, tensor_parallel=2 if read_config(BUNDLED).num_kv_heads % 3 else 3)
+    yield engine
+    engine.close()
+
+
 def test_three_ranks_score_and_sample_equally(
-    open_engine: Callable[..., Any], serve: Callable[..., list[list[int]]], oracle_of: Callable[[Path], Oracle]
+    together: Any,
+    open_engine: Callable[..., Any],
+    serve: Callable[..., list[list[int]]],
+    oracle_of: Callable[[Path], Oracle],
 ) -> None:
     alone = open_engine(BUNDLED)
-    size = 2 if alone.pool.shape.num_kv_heads % 3 else 3
-    together = open_engine(BUNDLED, tensor_parallel=size)
     try:
         assert (together.spec.block_bytes, together.spec.tp_degree) == (alone.spec.block_bytes, 1)
         for engine in (together, alone):
@@ -100,30 +110,25 @@ def test_three_ranks_score_and_sample_equally(
         assert all(len(one.top) == 2 for one in mine.scored)
         oracle_of(BUNDLED).assert_logprobs(tokens[:-1], 0, mine.scored)
     finally:
-        together.close()
         alone.close()
 
 
-def test_a_layer_is_reported_after_all_ranks_stored_it(open_engine: Callable[..., Any]) -> None:
+def test_a_layer_is_reported_after_all_ranks_stored_it(together: Any) -> None:
     """After a layer is reported, or a step without sampling has ended, no rank still stores, so KV may be read."""
-    engine = open_engine(BUNDLED, tensor_parallel=2)
-    num_layers, snapshots = engine.spec.num_layers, []
-    try:
-        for turn in range(12):
-            blocks = [2 * turn, 2 * turn + 1]
-            tokens = [(7 * turn + 3 * at) % 4000 + 1 for at in range(2 * engine.spec.block_size)]
+    num_layers, snapshots = together.spec.num_layers, []
+    for turn in range(12):
+        blocks = [2 * turn, 2 * turn + 1]
+        tokens = [(7 * turn + 3 * at) % 4000 + 1 for at in range(2 * together.spec.block_size)]
 
-            def look(count: int, blocks: list[int] = blocks) -> None:
-                snapshots.append((count, blocks, whole(engine)[blocks, :count]))
+        def look(count: int, blocks: list[int] = blocks) -> None:
+            snapshots.append((count, blocks, whole(together)[blocks, :count]))
 
-            engine.step([Row(tokens=tokens, start=0, blocks=blocks)], look)
-            look(num_layers)
-        assert [count for count, *_ in snapshots] == [*range(1, num_layers + 1), num_layers] * 12
-        time.sleep(0.2)
-        for count, blocks, seen in snapshots:
-            assert seen.equal(whole(engine)[blocks, :count]), count
-    finally:
-        engine.close()
+        together.step([Row(tokens=tokens, start=0, blocks=blocks)], look)
+        look(num_layers)
+    assert [count for count, *_ in snapshots] == [*range(1, num_layers + 1), num_layers] * 12
+    time.sleep(0.2)
+    for count, blocks, seen in snapshots:
+        assert seen.equal(whole(together)[blocks, :count]), count
 
 
 def test_a_step_on_devices_is_reported_when_all_ranks_have_stored_it(
