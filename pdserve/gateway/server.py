@@ -73,6 +73,7 @@ class GatewayServer:
         self._listener: socket.socket | None = None
         self._arrivals: Arrivals | None = None
         self._shutdown = Shutdown()
+        self._closing = contextlib.AsyncExitStack()  # of what `start` has opened
         self.address = ""
 
     async def start(self) -> str:
@@ -80,22 +81,31 @@ class GatewayServer:
 
         Raises ConfigError if the port is in use, or if callers off this host would need no token.
         """
+        try:
+            return await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _start(self) -> str:
         config = self._config
-        client = self._client()
+        self._closing.push_async_callback((client := self._client()).close)
         is_local = is_loopback_host(config.host)
         if not is_local:
             await _check_closed(client, config.host)
         if config.metrics_port:
             self._metrics.serve(config.metrics_port, config.metrics_host or config.host, self._tls)
         self._listener = listener = _listen(config.host, config.port)
+        self._closing.callback(listener.close)
         set_options(listener, config.stall_s)
         host, port = listener.getsockname()[:2]
         self._gateway = gateway = Gateway(
             config, client, self._metrics, self._shutdown, needs_token=not is_local, gate=self._gate
         )
+        self._closing.push_async_callback(gateway.close)
         self._connections.shed = gateway.shed
         self._server = server = uvicorn.Server(_uvicorn_config(gateway.app()))
-        self._serving = serving = asyncio.create_task(self._serve(server, client))
+        self._serving = serving = asyncio.create_task(self._serve(server))
         serving.add_done_callback(lambda _: self._on_end())
         while not server.started:
             if serving.done():
@@ -129,6 +139,7 @@ class GatewayServer:
                 self._abort()
                 await asyncio.wait([self._serving], timeout=STOP_S)
         finally:
+            await self._closing.aclose()  # what is still open
             await asyncio.to_thread(self.close)  # it waits for the thread of the metrics
 
     def close(self) -> None:
@@ -179,15 +190,13 @@ class GatewayServer:
         if self._server is not None:
             self._server.should_exit = True
 
-    async def _serve(self, server: uvicorn.Server, client: AsyncClient) -> None:
+    async def _serve(self, server: uvicorn.Server) -> None:
         measuring = asyncio.create_task(self._measure_forever())
         try:
             await server.serve(sockets=[])
         finally:
             measuring.cancel()
-            if self._gateway is not None:
-                await self._gateway.close()
-            await client.close()
+            await self._closing.aclose()
 
     async def _measure_forever(self) -> None:
         dropped = 0
@@ -229,8 +238,8 @@ class GatewayHost:
 
     def start(self) -> str:
         """Returns HOST:PORT once it listens. Raises ConfigError, as GatewayServer does."""
-        self._thread.start()
         try:
+            self._thread.start()
             return str(asyncio.run_coroutine_threadsafe(self._server.start(), self._loop).result())
         except BaseException:
             self._end()
@@ -272,6 +281,8 @@ class GatewayHost:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(STOP_S)
+        else:
+            self._loop.close()
         self._has_ended.set()
 
     def _run(self) -> None:

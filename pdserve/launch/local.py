@@ -11,6 +11,7 @@ import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, final
@@ -210,20 +211,27 @@ class LaunchedCluster(ABC):
     ) -> None:
         """`ray` as in `with_ports`. `saved`: it runs already, and `adopt` follows. Raises ConfigError and OSError."""
         self._report, self._held = report, HeldPorts()
-        if saved is None:
-            self.has_own_redis = not spec.redis
-            check_store(spec)
-            spec, self._sockets = with_sockets(with_ports(spec, self._held, ray=ray))
-            self.spec, self._certificates = make_certificates(spec)
-        else:
-            self.spec, self.has_own_redis = saved.spec, saved.has_own_redis
-            self._sockets = OwnedFolder.of_another(Path(saved.spec.launcher_socket).parent)
-            self._certificates = continue_certificates(saved.spec, saved.authority)
-        self.link: KeeperLink | None = None  # to the keeper of the processes, if they outlive the launcher
-        self.on_change: Callable[[], None] = lambda: None  # of what a new launcher needs
-        self._metrics = LauncherMetrics(self.spec)
-        self._supervisor = Supervisor(report, self._held, self._metrics.process_started)
-        self.overlay: Settings = {}  # what roll-outs have set over `spec.settings`
+        with ExitStack() as opened:
+            if saved is None:
+                self.has_own_redis = not spec.redis
+                check_store(spec)
+                opened.callback(self._held.release)
+                spec, self._sockets = with_sockets(with_ports(spec, self._held, ray=ray))
+                opened.callback(self._sockets.remove)
+                self.spec, self._certificates = make_certificates(spec)
+                if self._certificates is not None:
+                    opened.callback(self._certificates.remove)
+            else:
+                self.spec, self.has_own_redis = saved.spec, saved.has_own_redis
+                self._sockets = OwnedFolder.of_another(Path(saved.spec.launcher_socket).parent)
+                opened.callback(self._sockets.leave)
+                self._certificates = continue_certificates(saved.spec, saved.authority)
+            self.link: KeeperLink | None = None  # to the keeper of the processes, if they outlive the launcher
+            self.on_change: Callable[[], None] = lambda: None  # of what a new launcher needs
+            self._metrics = LauncherMetrics(self.spec)
+            self._supervisor = Supervisor(report, self._held, self._metrics.process_started)
+            self.overlay: Settings = {}  # what roll-outs have set over `spec.settings`
+            opened.pop_all()
 
     async def start(self) -> str:
         """Returns the router's address after a real token has come through it. Raises the error otherwise."""
@@ -338,23 +346,24 @@ class LaunchedCluster(ABC):
 
     async def stop(self, *, is_graceful: bool) -> None:
         """Stops the gateway and the router first, so that no new work comes, then the workers together, Redis last."""
-        await self._supervisor.release()
-        # The first two drain together, so that one drain_s bounds both.
-        stages = ([GATEWAY, *self.spec.router_names], self._names_of_workers())
-        if is_graceful:
-            self._supervisor.expect_stop(stages, await open_requests(self.spec))
-        for names in stages:
-            await self._supervisor.stop(names, is_graceful=is_graceful)
-        if self.has_own_redis:
-            await self._supervisor.stop([REDIS], is_graceful=True)
-        if self.link is not None:
-            await self.link.close(ends=True)
-        self._metrics.close()
-        self._supervisor.close()
-        self._held.release()
-        self._sockets.remove()
-        if self._certificates is not None:
-            self._certificates.remove()
+        async with AsyncExitStack() as ending:  # of each, also if another one cannot be ended
+            if self._certificates is not None:
+                ending.callback(self._certificates.remove)
+            ending.callback(self._sockets.remove)
+            ending.callback(self._held.release)
+            ending.callback(self._supervisor.close)
+            ending.callback(self._metrics.close)
+            if self.link is not None:
+                ending.push_async_callback(self.link.close, ends=True)
+            await self._supervisor.release()
+            # The first two drain together, so that one drain_s bounds both.
+            stages = ([GATEWAY, *self.spec.router_names], self._names_of_workers())
+            if is_graceful:
+                self._supervisor.expect_stop(stages, await open_requests(self.spec))
+            for names in stages:
+                await self._supervisor.stop(names, is_graceful=is_graceful)
+            if self.has_own_redis:
+                await self._supervisor.stop([REDIS], is_graceful=True)
 
     # -- where the workers run -------------------------------------------------------------------------------------
 
@@ -413,13 +422,16 @@ def with_sockets(spec: ClusterSpec) -> tuple[ClusterSpec, OwnedFolder]:
     """The spec with the sockets of its Redis, unless a URL was given, and of the router for a gateway that is another
     process; and their folder. No other user can take a path in it while the server of that path is being restarted."""
     names = (REDIS_SOCKET, ROUTER_SOCKET, member_socket(MAX_ROUTERS - 1))
-    folder = OwnedFolder.for_socket("sockets", max(names, key=len))
-    spec = dataclasses.replace(
-        spec,
-        redis=spec.redis or socket_url(redis_path(folder)),
-        unix_socket=str(folder.path / ROUTER_SOCKET) if gateway(spec, "") is not None else "",
-        group=str(folder.path) if spec.routers > 1 else "",
-    )
+    with ExitStack() as opened:
+        folder = OwnedFolder.for_socket("sockets", max(names, key=len))
+        opened.callback(folder.remove)
+        spec = dataclasses.replace(
+            spec,
+            redis=spec.redis or socket_url(redis_path(folder)),
+            unix_socket=str(folder.path / ROUTER_SOCKET) if gateway(spec, "") is not None else "",
+            group=str(folder.path) if spec.routers > 1 else "",
+        )
+        opened.pop_all()
     return spec, folder
 
 

@@ -63,7 +63,11 @@ class MetricsServer(socketserver.ThreadingMixIn, wsgiref.simple_server.WSGIServe
         super().__init__((host, port), _Handler)
         self.set_app(app)
         self._thread = threading.Thread(target=self.serve_forever, name="metrics", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self.server_close()
+            raise
 
     def close(self) -> None:
         self.shutdown()

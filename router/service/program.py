@@ -39,8 +39,8 @@ class RouterHost:
     def __init__(self, config: RouterConfig, *, on_fatal: Callable[[], None] = end_process) -> None:
         """With the gateway of `gateway_of(config)`, if there is one. Raises ConfigError, as RouterServer and
         GatewayServer do. A fatal error calls `on_fatal`."""
-        self._server = RouterServer(config, on_crash=self._crashed)
         self._config, self._gateway_config = config, gateway_of(config)
+        self._server = RouterServer(config, on_crash=self._crashed)  # opens files and ports
         self._gateway: GatewayServer | None = None
         self._is_ending = False
         self._drain_s = config.drain_s
@@ -66,8 +66,8 @@ class RouterHost:
 
     def start(self) -> str:
         """Returns HOST:PORT once it listens. Raises ConfigError and ModelError, as RouterServer does."""
-        self._thread.start()
         try:
+            self._thread.start()
             return str(self._on_loop(self._start()))
         except BaseException:
             self.stop()
@@ -121,9 +121,11 @@ class RouterHost:
 
     async def _stop(self) -> None:
         self._is_ending = True
-        if self._gateway is not None:
-            await self._gateway.stop()
-        await self._server.stop()
+        try:
+            if self._gateway is not None:
+                await self._gateway.stop()
+        finally:
+            await self._server.stop()
 
     def _reload(self, changes: Mapping[str, Any]) -> None:
         of_gateway = {name.removeprefix(OF_GATEWAY): changes[name] for name in changes if name.startswith(OF_GATEWAY)}
@@ -154,6 +156,8 @@ class RouterHost:
             self._thread.join(5.0)
         else:
             closing.close()
+            self._loop.close()
+            self._server.close()
         self._has_ended.set()
 
     def _crashed(self, error: BaseException) -> None:

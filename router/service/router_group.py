@@ -315,33 +315,34 @@ class SharedCountsFile:
         """`member`: the number of this router among those that share the folder. Raises ConfigError if a running
         router has it."""
         self._column = _RUNNING_AT + member * _OWN.size
-        self._number = open_private(folder / f"router-{member}.lock")
-        try:
-            fcntl.flock(self._number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._number)
-            raise ConfigError("member", member, f"a number that no running router in {folder} has") from None
-        self._file = open_private(folder / FILE)
-        os.ftruncate(self._file, _FIRST + MAX_ROWS * _ROW.size)  # a file that is not written takes no room
-        self.data = mmap.mmap(self._file, 0)
-        for at in self._rows():  # without the lock, because only this router writes its column
-            _OWN.pack_into(self.data, at + self._column, 0)
         self._wait_again_s = 0.0
         self._outages = OutageLog(
             log, "another router keeps the counts of tenants locked", "the counts can be used again"
         )
         self._is_locked_out = False
         self.unwritten: set[SharedCounts] = set()  # changed while the lock could not be had
+        with contextlib.ExitStack() as opened:
+            number = open_private(folder / f"router-{member}.lock")
+            opened.callback(os.close, number)
+            try:
+                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError("member", member, f"a number that no running router in {folder} has") from None
+            self._file = open_private(folder / FILE)
+            opened.callback(os.close, self._file)
+            os.ftruncate(self._file, _FIRST + MAX_ROWS * _ROW.size)  # a file that is not written takes no room
+            self.data = mmap.mmap(self._file, 0)
+            opened.callback(self.data.close)
+            for at in self._rows():  # without the lock, because only this router writes its column
+                _OWN.pack_into(self.data, at + self._column, 0)
+            self._opened = opened.pop_all()
 
     def counts_of(self, tenant: str) -> TenantCounts:
         return SharedCounts(self, blake2b(tenant.encode(), digest_size=_DIGEST_BYTES).digest(), self._column)
 
     def close(self) -> None:
         """Idempotent. Counts that are used afterwards stay in this process."""
-        if not self.data.closed:
-            self.data.close()
-            os.close(self._file)
-            os.close(self._number)
+        self._opened.close()
 
     @property
     def is_closed(self) -> bool:

@@ -109,64 +109,76 @@ class RouterServer:
         self._held = Shares(config.max_held_bytes, BYTES_WEIGHT)
         if config.group:
             check_private("group", Path(config.group))
-        self._shared_counts = SharedCountsFile(Path(config.group), config.member) if config.group else None
-        quotas = None if self._shared_counts is None else Quotas(counts_of=self._shared_counts.counts_of)
-        self._tenants = Tenants(config.key_file, quotas)
-        self._grammars = GrammarCheck(None if config.model in TOY_MODELS else Path(config.model))
-        self._admission: Admission | None = None
-        self._tracing = make_tracing(Service("pdserve-router", config.router_id), config.otlp, share=config.trace_share)
-        self._metrics = metrics or make_metrics(
-            "router", config.metrics_port, config.metrics_host or config.host, self._tls
-        )
-        self._measure = Measure(
-            self._metrics,
-            self._tracing,
-            lambda prefill_worker, decode_worker: self._workers.links.between(prefill_worker, decode_worker),
-            state.role_of,
-            config.tenant_labels,
-            state.revision_of,
-        )
-        self._record = RecordFile(config.record, self._settings, config.record_mib * 2**20) if config.record else None
-        self._index = None if config.redis else PrefixIndex()
-        self._incarnation = secrets.token_hex(8)
-        self._demand = OwnDemand(state, self._incarnation)
-        self._runtime = Runtime(
-            state,
-            self._measure,
-            send=lambda worker_id, message: self._workers.send(worker_id, message),
-            on_step=self._handled,
-            on_crash=self._crashed,
-        )
-        self._workers = Workers(
-            self._hello,
-            self._runtime.submit,
-            identity=Identity.of(secret, "router", config.router_id, self._incarnation),
-            model_name=model_name(config.model),
-            served_names=config.served_model_name,
-            index=self._index,
-            silence_s=max(HANG_UP * config.worker_silence_s, 1.0),
-            on_change=self._workers_changed,
-            on_scored=self._runtime.scored,
-            on_unproven=partial(self._metrics.add, metric_names.UNPROVEN_WORKERS),
-            on_crash=self._crashed,
-            tls=self._tls,
-        )
-        self.gate.on_pace = self._workers.pacing.set_pace
-        self._workers.pacing.set_stream_interval(config.stream_interval_s)
-        self._group = RouterGroup(config.group, config.member, config.members, config.token)
-        self._watching = Watching(self._runtime.state, self._group, incarnation=self._incarnation)
-        self._health = make_health_servicer()
-        self._server: Any = None
-        self._local: LocalServer | None = None  # for a gateway in this process
-        self._group_server: Any = None  # for the other routers, until this one ends: it answers them while it drains
-        self._redis_index: RedisIndex | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-        self._readiness = asyncio.Event()
-        self._is_closing = False
-        self._has_crashed = False
-        self._farewell: asyncio.Task[None] | None = None  # a reference, because the loop does not keep tasks alive
-        self.address = ""
-        self._port = 0
+        with contextlib.ExitStack() as opened:
+            self._shared_counts = SharedCountsFile(Path(config.group), config.member) if config.group else None
+            if self._shared_counts is not None:
+                opened.callback(self._shared_counts.close)
+            quotas = None if self._shared_counts is None else Quotas(counts_of=self._shared_counts.counts_of)
+            self._tenants = Tenants(config.key_file, quotas)
+            self._grammars = GrammarCheck(None if config.model in TOY_MODELS else Path(config.model))
+            self._admission: Admission | None = None
+            self._tracing = make_tracing(
+                Service("pdserve-router", config.router_id), config.otlp, share=config.trace_share
+            )
+            opened.callback(self._tracing.close)
+            self._metrics = metrics or make_metrics(
+                "router", config.metrics_port, config.metrics_host or config.host, self._tls
+            )
+            opened.callback(self._metrics.close)
+            self._measure = Measure(
+                self._metrics,
+                self._tracing,
+                lambda prefill_worker, decode_worker: self._workers.links.between(prefill_worker, decode_worker),
+                state.role_of,
+                config.tenant_labels,
+                state.revision_of,
+            )
+            self._record = (
+                RecordFile(config.record, self._settings, config.record_mib * 2**20) if config.record else None
+            )
+            if self._record is not None:
+                opened.callback(self._record.close)
+            self._index = None if config.redis else PrefixIndex()
+            self._incarnation = secrets.token_hex(8)
+            self._demand = OwnDemand(state, self._incarnation)
+            self._runtime = Runtime(
+                state,
+                self._measure,
+                send=lambda worker_id, message: self._workers.send(worker_id, message),
+                on_step=self._handled,
+                on_crash=self._crashed,
+            )
+            self._workers = Workers(
+                self._hello,
+                self._runtime.submit,
+                identity=Identity.of(secret, "router", config.router_id, self._incarnation),
+                model_name=model_name(config.model),
+                served_names=config.served_model_name,
+                index=self._index,
+                silence_s=max(HANG_UP * config.worker_silence_s, 1.0),
+                on_change=self._workers_changed,
+                on_scored=self._runtime.scored,
+                on_unproven=partial(self._metrics.add, metric_names.UNPROVEN_WORKERS),
+                on_crash=self._crashed,
+                tls=self._tls,
+            )
+            self.gate.on_pace = self._workers.pacing.set_pace
+            self._workers.pacing.set_stream_interval(config.stream_interval_s)
+            self._group = RouterGroup(config.group, config.member, config.members, config.token)
+            self._watching = Watching(self._runtime.state, self._group, incarnation=self._incarnation)
+            self._health = make_health_servicer()
+            self._server: Any = None
+            self._local: LocalServer | None = None  # for a gateway in this process
+            self._group_server: Any = None  # for the other routers, which it answers also while it drains
+            self._redis_index: RedisIndex | None = None
+            self._tasks: list[asyncio.Task[None]] = []
+            self._readiness = asyncio.Event()
+            self._is_closing = False
+            self._has_crashed = False
+            self._farewell: asyncio.Task[None] | None = None  # a reference, because the loop does not keep tasks alive
+            self.address = ""
+            self._port = 0
+            self._opened = opened.pop_all()
 
     @property
     def runtime(self) -> Runtime:
@@ -271,32 +283,33 @@ class RouterServer:
     async def stop(self) -> None:
         """Ends every call and stream now, with an error that says why."""
         self._is_closing = True
-        if not self._has_crashed:
-            self._runtime.submit(DrainEnded())
-        if self._server is not None and self._local is not None:
-            await self._health.enter_graceful_shutdown()
-            self._watching.close()
-            servers = [self._server, self._local, *([] if self._group_server is None else [self._group_server])]
-            await asyncio.gather(*(one.stop(STOP_GRACE_S) for one in servers))
-        await self._group.close()
-        self._runtime.close()
-        self.gate.close()
-        for task in self._tasks:
-            task.cancel()
-        await self._workers.close()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
-        if self._redis_index is not None:
-            await self._redis_index.close()
-        if self._admission is not None:
-            await self._admission.close()
-        await self._grammars.close()
-        if self._record is not None:
-            self._record.close()
-        self._metrics.close()
-        if self._shared_counts is not None:
-            self._shared_counts.close()
-        await asyncio.to_thread(self._tracing.close)
+        try:
+            if not self._has_crashed:
+                self._runtime.submit(DrainEnded())
+            if self._server is not None and self._local is not None:
+                await self._health.enter_graceful_shutdown()
+                self._watching.close()
+                servers = [self._server, self._local, *([] if self._group_server is None else [self._group_server])]
+                await asyncio.gather(*(one.stop(STOP_GRACE_S) for one in servers))
+            await self._group.close()
+            self._runtime.close()
+            self.gate.close()
+            for task in self._tasks:
+                task.cancel()
+            await self._workers.close()
+            if self._tasks:
+                await asyncio.wait(self._tasks)
+            if self._redis_index is not None:
+                await self._redis_index.close()
+            if self._admission is not None:
+                await self._admission.close()
+            await self._grammars.close()
+        finally:
+            await asyncio.to_thread(self.close)  # it waits for the threads of metrics and traces
+
+    def close(self) -> None:
+        """Closes files and ports that are open without an event loop. Idempotent."""
+        self._opened.close()
 
     # ------------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any, Final, Protocol, final
@@ -241,13 +241,14 @@ class _Leading:
                 self._ranks.send_order([STOP])
         except RuntimeError:
             log.warning("a tensor-parallel rank was gone already")
-        for follower in self._followers:
-            follower.end()
-        if self._rendezvous is not None:
-            self._rendezvous.close()
-        self._inner.close()
-        if not self._broken:
-            self._ranks.close()
+        with ExitStack() as closing:  # each, also if another one raises; the followers first
+            if not self._broken:
+                closing.callback(self._ranks.close)
+            closing.callback(self._inner.close)
+            if self._rendezvous is not None:
+                closing.callback(self._rendezvous.close)
+            for follower in reversed(self._followers):
+                closing.callback(follower.end)
 
 
 @final
@@ -359,16 +360,16 @@ class StartedRanks:
             self.store.set(name, value)
         # The rendezvous comes first: if its address cannot be used, nothing else has started.
         self.rendezvous: Rendezvous | None = None
-        if secret is not None:
-            others = range(config.ranks_here, self.shard.size)
-            tls = certificates_of(config, is_mutual=True)
-            self.rendezvous = Rendezvous(config.rendezvous, secret, place, others, to_flags(config), tls)
-        self.followers: list[RankProcess] = [
-            Follower(config, rank, place, descriptor) for rank in range(1, config.ranks_here)
-        ]
-        if self.rendezvous is not None:
-            self.followers += self.rendezvous.ranks.values()
+        self.followers: list[RankProcess] = []
         with self.ended_on_error():
+            if secret is not None:
+                others = range(config.ranks_here, self.shard.size)
+                tls = certificates_of(config, is_mutual=True)
+                self.rendezvous = Rendezvous(config.rendezvous, secret, place, others, to_flags(config), tls)
+            for rank in range(1, config.ranks_here):
+                self.followers.append(Follower(config, rank, place, descriptor))
+            if self.rendezvous is not None:
+                self.followers += self.rendezvous.ranks.values()
             _meet(self.store, self.followers)
             self.ranks = Ranks(self.shard, self.store, device, config.stall_s, gloo_host(config), secret)
 
@@ -422,13 +423,13 @@ def open_parallel_engine(config: WorkerConfig, role: Role) -> ParallelEngine | P
         engine = open_rank(each, started.shard, started.ranks, memory, graphs=measure_graphs)
         started.check_loaded(engine.spec.weights_hash)
         graphs = _gpu_builder().open_graphs(engine, each) if has_graphs else None
-    if memory is not None:
-        engine.pool.seal()
-    rest = (started.ranks, started.followers, started.addresses(), started.rendezvous)
-    if graphs is not None:
-        return warmed(ParallelGraphEngine(graphs, *rest))
-    together = ParallelEngine(engine, *rest)
-    return together if device.type == "cpu" else warmed(together)
+        if memory is not None:
+            engine.pool.seal()
+        rest = (started.ranks, started.followers, started.addresses(), started.rendezvous)
+        if graphs is not None:
+            return warmed(ParallelGraphEngine(graphs, *rest))
+        together = ParallelEngine(engine, *rest)
+        return together if device.type == "cpu" else warmed(together)
 
 
 def open_parallel_vllm(config: WorkerConfig, role: Role) -> ParallelEngine:

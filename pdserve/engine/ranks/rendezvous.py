@@ -116,10 +116,10 @@ class Rendezvous:
         self._tls = tls
         self._rejections = LogLimit()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rendezvous", daemon=True)
-        self._thread.start()
+        self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
         self._server: Any = None
         try:
+            self._thread.start()
             self._on_loop(self._serve())
         except BaseException:
             self.close()
@@ -127,12 +127,21 @@ class Rendezvous:
 
     def close(self) -> None:
         """Ends the streams of all ranks, which then exit. Idempotent."""
-        if not self._thread.is_alive():
-            return
-        if self._server is not None:
-            self._on_loop(self._server.stop(None))
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_JOIN_S)
+        try:
+            if self._server is not None and self._thread.is_alive():
+                self._on_loop(self._server.stop(None))
+        finally:
+            if self._thread.is_alive():
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join(_JOIN_S)
+            else:
+                self._loop.close()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
 
     async def join(self, context: Any) -> None:
         try:

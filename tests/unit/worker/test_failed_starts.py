@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvtransfer.transports.tcp_staged import PlainBytes
 from pdserve.bounded_file import lock_folder
@@ -20,12 +21,15 @@ from pdserve.engine.load_engine import load_engine
 from pdserve.engine.memory import store as store_module
 from pdserve.engine.memory.block_files import BlockFiles
 from pdserve.engine.memory.slow_tier import ReadSpeed
+from pdserve.engine.ranks import leader
+from pdserve.engine.ranks.leader import Follower, StartedRanks
 from pdserve.worker import calibrate
 from pdserve.worker.context import ProgramContext
 from pdserve.worker.program import RoleProgram
 from tests.support.failed_starts import Injected, Open, calls_of, fail_in, name_of
 from tests.support.fake_device import DeviceEngine, FakeDevice
 from tests.support.fake_ends import stand_ins
+from tests.support.tooled_model import BUNDLED
 from tests.unit.worker.conftest import BUILDS, config
 
 
@@ -206,3 +210,20 @@ def test_an_error_while_it_takes_the_other_role(role: Role, tmp_path: Path) -> N
 
 def is_closed(memory: Any) -> bool:
     return not memory.view if isinstance(memory, PlainBytes) else memory.memory is None
+
+
+def test_a_rank_that_cannot_be_started_ends_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Follower] = []
+
+    def start(*arguments: Any) -> Follower:
+        if started:
+            raise OSError("no more processes")
+        started.append(Follower(*arguments))
+        return started[-1]
+
+    monkeypatch.setattr(leader, "Follower", start)
+    settings = config(Role.DECODE, model=str(BUNDLED), tensor_parallel=3)
+    with pytest.raises(OSError, match="no more processes"):
+        StartedRanks(settings, torch.device("cpu"))
+    [first] = started
+    assert not first.is_alive
