@@ -7,6 +7,7 @@ import asyncio
 import os
 import sys
 from dataclasses import fields
+from importlib.util import find_spec
 from typing import Any, Final
 
 from pdserve.cli.background import is_in_background, start_in_background
@@ -322,6 +323,8 @@ def given_flags(args: argparse.Namespace) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> int:
     check_platform(sys.platform)
+    if find_spec("redis") is None:  # before a process starts that needs the extra
+        raise ModuleNotFoundError(name="redis")
     if args.detach and not is_in_background():
         return start_in_background(args.argv)
     from pdserve.launch import settings
