@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from pdserve.launch.spec import waiting_env
 from tests.support.examples import register_profiles
 
 ROOT = Path(__file__).parent
@@ -16,6 +18,9 @@ ROOT = Path(__file__).parent
 FIRST = ("cluster", "unit/worker", "unit/launch", "unit/engine", "unit/kvtransfer")
 
 register_profiles()
+
+#: Threads of an engine wait as those of a worker do. libgomp reads this when torch is imported, which is later.
+os.environ |= waiting_env(os.environ)
 
 #: What was imported and collected stays until the end: the garbage collector need not look at it again and again.
 gc.disable()
