@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,8 +24,18 @@ from tests.unit.kvtransfer.harness import PATIENT, Heard, wait_for
 from tests.unit.kvtransfer.shapes import FLOAT_16, NUM_BLOCKS, PAIRS, MakeShapes, Shapes, facts, opened_shapes
 from tests.unit.kvtransfer.test_convert import shape_of
 
+TRANSPORTS = ("tcp", "shm", "nixl-stand-in")
 
-@pytest.fixture(params=["tcp", "shm", "nixl-stand-in"])
+
+def in_turn(cases: Sequence[tuple[Any, ...]], each: Sequence[Any] | None = None) -> list[tuple[Any, ...]]:
+    """The transport of each case, then the case. A conversion does not depend on the transport, so a case has one of
+    them. With `each`, every case is repeated with each of these values at its end, which has all transports too."""
+    if each is None:
+        return [(TRANSPORTS[i % 3], *case) for i, case in enumerate(cases)]
+    return [(TRANSPORTS[(i + j) % 3], *case, one) for i, case in enumerate(cases) for j, one in enumerate(each)]
+
+
+@pytest.fixture(params=TRANSPORTS)
 def transport(request: pytest.FixtureRequest, prepared: Callable[[str], str]) -> str:
     return prepared(request.param)
 
@@ -36,7 +46,7 @@ def make_shapes(transport: str) -> Iterator[MakeShapes]:
         yield make
 
 
-@pytest.mark.parametrize(("source", "target"), PAIRS)
+@pytest.mark.parametrize(("transport", "source", "target"), in_turn(PAIRS), indirect=["transport"])
 def test_received_blocks_are_converted(make_shapes: MakeShapes, source: KvShape, target: KvShape) -> None:
     shapes = make_shapes(source, target)
     for num_tokens, held in ((1, 0), (100, 0), (107, 2), (3 * target.block_size, 1)):
@@ -60,8 +70,14 @@ def test_received_blocks_are_converted(make_shapes: MakeShapes, source: KvShape,
     assert [link.endpoint for link in shapes.sender.links] == [shapes.host.endpoint]
 
 
-@pytest.mark.parametrize(("source", "target"), [one for one in PAIRS if not {"int8"} & {one[0].dtype, one[1].dtype}])
-@pytest.mark.parametrize("sides", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("transport", "source", "target", "sides"),
+    in_turn(
+        [one for one in PAIRS if not {"int8"} & {one[0].dtype, one[1].dtype}],
+        [(True, True), (True, False), (False, True)],
+    ),
+    indirect=["transport"],
+)
 def test_blocks_of_a_run_per_layer_are_converted(
     make_shapes: MakeShapes, source: KvShape, target: KvShape, sides: tuple[bool, bool]
 ) -> None:
@@ -85,13 +101,16 @@ def test_scaled_blocks_are_not_read_as_runs_of_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        (FLOAT_16, FLOAT_16),
-        (FLOAT_16, replace(FLOAT_16, block_size=32)),
-        (FLOAT_16, shape_of("bfloat16", 16, 4, head_dim=8)),
-        (shape_of("bfloat16", 16, 4, head_dim=8), FLOAT_16),
-    ],
+    ("transport", "source", "target"),
+    in_turn(
+        [
+            (FLOAT_16, FLOAT_16),
+            (FLOAT_16, replace(FLOAT_16, block_size=32)),
+            (FLOAT_16, shape_of("bfloat16", 16, 4, head_dim=8)),
+            (shape_of("bfloat16", 16, 4, head_dim=8), FLOAT_16),
+        ]
+    ),
+    indirect=["transport"],
 )
 def test_floats_may_be_sent_as_int8(make_shapes: MakeShapes, source: KvShape, target: KvShape) -> None:
     shapes = make_shapes(source, target, "int8")
@@ -221,15 +240,18 @@ def test_a_transfer_that_ends_while_it_waits_its_turn_is_not_converted(
     assert len(packed) == 2, "the second was never converted"
 
 
-@pytest.mark.parametrize("kv_wire", ["exact", "int8"])
 @pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        (replace(FLOAT_16, tp_degree=2), replace(FLOAT_16, block_size=32)),
-        (replace(FLOAT_16, tp_degree=2), shape_of("bfloat16", 8, 4, head_dim=8)),
-        (shape_of("int8", 16, 4, head_dim=8, tp_degree=2), FLOAT_16),
-        (replace(FLOAT_16, tp_degree=4), replace(FLOAT_16, block_size=5, tp_degree=2, tp_rank=1)),
-    ],
+    ("transport", "source", "target", "kv_wire"),
+    in_turn(
+        [
+            (replace(FLOAT_16, tp_degree=2), replace(FLOAT_16, block_size=32)),
+            (replace(FLOAT_16, tp_degree=2), shape_of("bfloat16", 8, 4, head_dim=8)),
+            (shape_of("int8", 16, 4, head_dim=8, tp_degree=2), FLOAT_16),
+            (replace(FLOAT_16, tp_degree=4), replace(FLOAT_16, block_size=5, tp_degree=2, tp_rank=1)),
+        ],
+        ["exact", "int8"],
+    ),
+    indirect=["transport"],
 )
 def test_ranks_fill_their_shards_of_one_receiver(
     make_shapes: MakeShapes, transport: str, source: KvShape, target: KvShape, kv_wire: str
