@@ -25,8 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from benchmarks import off
-from benchmarks.choice import report
+from benchmarks import choice, off
 from benchmarks.harness import table
 from pdserve.core.types import Slo
 from pdserve.profiles import load_profile
@@ -218,11 +217,10 @@ def main() -> None:
     parser.add_argument("--tasks", action="store_true", help="compare deadlines of tasks with ordinary targets")
     parser.add_argument("--ends", action="store_true", help="compare sessions whose ends are told with others")
     parser.add_argument("--seeds", type=int, default=3, help="traces of each row with --ends")
-    parser.add_argument("--requests", type=int, default=100, help="of each run with --choice")
     parser.add_argument("--off", action="store_true", help="compare workers without tiers with another commit")
     parser.add_argument("--before", default=off.BEFORE_TIERS, metavar="COMMIT", help="that commit, with --off")
     parser.add_argument("--rounds", type=int, default=6, help="of --off")
-    parser.add_argument("--most-seeds", type=int, default=8, help="of each mix with --choice")
+    choice.add_options(parser)
     arguments = parser.parse_args()
     if arguments.tasks:
         report_tasks(arguments.seed)
@@ -234,7 +232,7 @@ def main() -> None:
         off.report(arguments.before, arguments.rounds)
         return
     if arguments.choice:
-        report(arguments.requests, arguments.seed, arguments.most_seeds)
+        choice.report(arguments)
         return
     trace = coding_agents(
         rate_rps=arguments.rate * arguments.gpus,

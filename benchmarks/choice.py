@@ -19,6 +19,7 @@ geometric mean, at least 10 % below the one fixed rule that is best over all of 
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import math
 import random
@@ -280,6 +281,7 @@ def compare(
     bandwidths_gb_s: Sequence[float] = BANDWIDTHS_GB_S,
     count: int,
     seed: int,
+    least_seeds: int = LEAST_SEEDS,
     most_seeds: int = 1,
 ) -> Iterator[Compared]:
     shape = make_workers(load_profile(PROFILE), 0, 1)[0]
@@ -301,7 +303,7 @@ def compare(
                         found[rule] = simulated(turns[number], mix, rule, shape, seed + number)
                 runs.append(found)
                 compared = Compared(mix, {rule: _joined([one[rule] for one in runs]) for rule in RULES})
-                if len(runs) >= most_seeds or (compared.is_within is not None and len(runs) >= LEAST_SEEDS):
+                if len(runs) >= most_seeds or (compared.is_within is not None and len(runs) >= least_seeds):
                     break
             yield compared
 
@@ -321,9 +323,30 @@ def overall(several: Sequence[Compared], rule: str) -> float:
     return math.exp(statistics.mean(-math.log(one.ratio(rule)) for one in several))
 
 
-def report(count: int, seed: int, most_seeds: int) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("--choice")
+    group.add_argument("--requests", type=int, default=100, help="of each run")
+    group.add_argument("--least-seeds", type=int, default=LEAST_SEEDS, help="of each mix")
+    group.add_argument("--most-seeds", type=int, default=8, help="of each mix")
+    names = [one.name for one in LENGTHS]
+    group.add_argument("--lengths", nargs="+", choices=names, default=names)
+    group.add_argument("--loads", nargs="+", type=float, default=LOADS)
+    group.add_argument("--tiers", nargs="+", choices=TIERS, default=TIERS)
+    group.add_argument("--gb-per-s", nargs="+", type=float, default=BANDWIDTHS_GB_S, help="of the tier")
+
+
+def report(arguments: argparse.Namespace) -> None:
     began_s, several = time.monotonic(), []
-    for one in compare(count=count, seed=seed, most_seeds=most_seeds):
+    for one in compare(
+        lengths=[one for one in LENGTHS if one.name in arguments.lengths],
+        loads=arguments.loads,
+        tiers=arguments.tiers,
+        bandwidths_gb_s=arguments.gb_per_s,
+        count=arguments.requests,
+        seed=arguments.seed,
+        least_seeds=arguments.least_seeds,
+        most_seeds=arguments.most_seeds,
+    ):
         several.append(one)
         ratio, since_s, num_seeds = one.ratio(one.best), time.monotonic() - began_s, len(one.figures[OURS].times_s)
         print(
