@@ -361,7 +361,8 @@ class Planner:
 
         cost, usual, pending = self._chunks.cost, longest(prompts[0].computed), []
         for each in prompts:
-            num_steps = -(-each.remaining // usual)
-            remaining_s = cost.prefill_s(each.remaining, each.computed, usual) + num_steps * decode_s
+            computed = sequences.computed_when_started(each)
+            remaining = len(each.tokens) - computed
+            remaining_s = cost.prefill_s(remaining, computed, usual) + -(-remaining // usual) * decode_s
             pending.append(Pending(each, remaining_s, due_at_s(each.attempt, each.num_output)))
         return divide(pending, now_s, lambda each: longest(each.computed), start)

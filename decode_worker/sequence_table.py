@@ -220,6 +220,12 @@ class SequenceTable:
         effects, self._effects = self._effects, []
         return effects
 
+    def computed_when_started(self, sequence: DecodeSequence) -> int:
+        """How many positions of the text need not be computed, if it starts now."""
+        if sequence.stage is not DecodeStage.WAITING:
+            return sequence.computed
+        return self.kv.num_found(sequence.reusable(self.block_size)) * self.block_size
+
     # -- memory -------------------------------------------------------------------------------------------------
 
     def take_blocks(self, sequence: DecodeSequence, spare: int | None = None) -> bool:

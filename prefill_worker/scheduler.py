@@ -304,7 +304,10 @@ class PrefillScheduler:
         return () if self._fetches is None else self._fetches.leave(key)
 
     def _pending(self, prompt: PrefillSequence) -> Pending[PrefillSequence]:
-        remaining_s = self.order.remaining_s(prompt.remaining, prompt.computed)
+        computed = prompt.computed
+        if prompt.stage is PrefillStage.WAITING:  # what it will find cached
+            computed = self._kv.num_found(prompt.reusable(self._block_size)) * self._block_size
+        remaining_s = self.order.remaining_s(len(prompt.tokens) - computed, computed)
         return Pending(prompt, remaining_s, due_at_s(prompt.attempt, len(prompt.attempt.output_ids)))
 
     def _begun(self, prompt: PrefillSequence) -> list[PrefillEffect]:

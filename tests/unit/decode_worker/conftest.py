@@ -116,6 +116,7 @@ class Bench:
         attempt: int = 1,
         deadline_at_s: float | None = None,
         tpot_s: float | None = None,
+        ttft_s: float | None = None,
         adapter: str = "",
         **sampling: Any,
     ) -> list[DecodeEffect]:
@@ -129,6 +130,7 @@ class Bench:
             adapter=adapter,
             deadline_at_s=deadline_at_s,
             tpot_s=tpot_s,
+            ttft_s=ttft_s,
         )
         effects = self.scheduler.offer(one, is_local=is_local, now_s=self.now_s)
         self.prompts[key] = [*prompt, *output]

@@ -148,6 +148,15 @@ def test_a_local_prompt_uses_the_cache(bench: Any) -> None:
     assert bench.sampled["b"] == answer(PROMPT, 2)
 
 
+def test_cached_blocks_make_a_waiting_prompt_short(bench: Any) -> None:
+    bench.offer("first", list(range(1, 9)), max_tokens=1)
+    bench.run()
+    bench.offer("new", list(range(50, 54)), ttft_s=100.0)
+    bench.offer("cached", list(range(1, 10)), ttft_s=100.0)
+    step, _ = bench.scheduler.plan(bench.now_s)
+    assert [(each.key.request_id, count) for each, count in step.prefilling] == [("cached", 1), ("new", 4)]
+
+
 def test_generated_blocks_are_cached_for_the_next_turn(bench: Any) -> None:
     bench.offer("a", PROMPT)
     bench.run()

@@ -26,6 +26,15 @@ def test_a_short_prompt_goes_before_a_long_one_that_has_time(make_bench: Any) ->
     assert planned(bench) == {"long": 8}
 
 
+def test_cached_blocks_make_a_waiting_prompt_short(make_bench: Any) -> None:
+    bench = make_bench()
+    bench.offer("first", list(range(8)), ttft_s=100.0, max_tokens=1)
+    planned(bench)
+    bench.offer("new", list(range(50, 54)), ttft_s=100.0)
+    bench.offer("cached", list(range(9)), ttft_s=100.0)
+    assert planned(bench) == {"cached": 1, "new": 4}
+
+
 def test_a_preempted_prompt_keeps_its_blocks(make_bench: Any) -> None:
     bench = make_bench()
     bench.offer("long", list(range(24)), ttft_s=100.0)
