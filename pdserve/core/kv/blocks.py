@@ -16,7 +16,7 @@ from typing import Final, final
 from pdserve.core.kv.host_tier import HostTier, LowerTier
 from pdserve.core.kv.retention import Retention
 from pdserve.core.kv.stamps import BlockStamps, content_hash64
-from pdserve.core.kv.tier_reads import Tier
+from pdserve.core.kv.tier_reads import MOST_ALONE, Tier
 
 # --- runs of free blocks --------------------------------------------------------------------------------------
 # Free block numbers are kept as runs, so that an allocation is contiguous where memory allows. A transfer needs one
@@ -103,7 +103,7 @@ def longest_runs_first(blocks: Iterable[int]) -> list[int]:
 
 # --- allocation -----------------------------------------------------------------------------------------------
 
-#: Of the smaller of pool and tier, saved before it is evicted, where a save takes no time from the engine.
+#: Of the host tier, for copies of what the pool still has, which displace others.
 AHEAD_SHARE: Final = 0.125
 
 
@@ -164,7 +164,8 @@ class BlockAllocator:
         self._ahead = self._retention.ahead
         self._most_ahead = 0
         if tier is not None and not tier.loads_at_once:  # in the tier, they are copies of what the pool has
-            self._most_ahead = int(AHEAD_SHARE * min(num_blocks, tier.num_slots))
+            # One read may evict as much of the pool at once.
+            self._most_ahead = min(int(MOST_ALONE * num_blocks), int(AHEAD_SHARE * tier.num_slots))
         self._moved: dict[bytes, Tier | None] = {}  # hash -> its tier at the last change; None: none had it
         self._shown: set[bytes] = set()  # of these, those that a snapshot had already, which must not cancel each other
         self._sequence = 0

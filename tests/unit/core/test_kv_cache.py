@@ -242,7 +242,7 @@ class QueuedSlots(Slots):
 
 
 def queued(most_saved: int, num_slots: int = 16, computed_s: float = 2.0) -> tuple[KvCache, QueuedSlots]:
-    """A pool of 16 blocks, of which 2 are saved before they leave."""
+    """A pool of 16 blocks, of which an eighth of the tier is saved before they leave."""
     slots = QueuedSlots(num_slots)
     rule = LoadRule(1.0, lambda num_tokens, cached_tokens: 2.0 * num_tokens, is_beside=True)
     tier = HostTier(slots, rule, most_saved, queued=slots)
@@ -257,7 +257,7 @@ def test_blocks_that_leave_next_are_saved_before() -> None:
     kv.release(held)
     for now_s in (2.0, 3.0, 4.0):
         kv.advance(now_s)
-    assert slots.copies == [("save", held[2], 15), ("save", held[1], 14)]  # an eighth of the pool, one at a time
+    assert slots.copies == [("save", held[2], 15), ("save", held[1], 14)]  # an eighth of the tier, one at a time
     assert slots.num_flushes == 2
     assert kv.take_changes() is not None
     kv.blocks.check(holders=[])
@@ -269,11 +269,15 @@ def test_blocks_that_leave_next_are_saved_before() -> None:
     kv.blocks.check()
 
 
-def test_what_is_saved_before_is_an_eighth_of_a_small_tier() -> None:
-    kv, slots = queued(most_saved=8, num_slots=8)
-    kv.release(computed(kv, 3 * SIZE, HASHES))
+def test_what_is_saved_before_is_half_of_the_pool() -> None:
+    kv, slots = queued(most_saved=16, num_slots=800)
+    hashes = [bytes([number] * 16) for number in range(16)]
+    kv.release(computed(kv, 16 * SIZE, hashes))
     kv.advance(1.0)
-    assert len(slots.copies) == 1
+    assert len(slots.copies) == 8
+    assert kv.extend(8) is not None
+    assert len(slots.copies) == 8
+    kv.blocks.check()
 
 
 def test_few_blocks_are_looked_at_for_being_saved_before() -> None:
