@@ -22,19 +22,19 @@ def is_prefill_open(view: WorkerView, request: PolicyInput, now_s: float) -> boo
     return can_start(view, request.num_tokens, now_s)
 
 
-def can_start(view: WorkerView, num_tokens: int, now_s: float) -> bool:
-    """Like `is_prefill_open`, for a prompt of `num_tokens`."""
+def can_start(view: WorkerView, num_tokens: int, now_s: float, lead_s: float = 0.0) -> bool:
+    """Like `is_prefill_open`, for a prompt of `num_tokens`, for which the worker reads its tiers for `lead_s`."""
     return (
         view.closed_until_s <= now_s
         and view.totals.prefills < view.hello.inbox_depth
-        and (view.free_at_s <= now_s or view.free_at_s - now_s <= view.batch_s)
+        and (view.free_at_s <= now_s or view.free_at_s - now_s <= view.batch_s + lead_s)
         and (not view.reservations or view.free_blocks >= view.blocks_for(num_tokens))
     )
 
 
-def opens_in_s(view: WorkerView, now_s: float) -> float:
+def opens_in_s(view: WorkerView, now_s: float, lead_s: float = 0.0) -> float:
     """Seconds until a prefill worker should be considered again if no event makes room earlier."""
-    wait_s = max(view.free_at_s - view.batch_s, view.closed_until_s) - now_s
+    wait_s = max(view.free_at_s - view.batch_s - lead_s, view.closed_until_s) - now_s
     # If it is not open long after its predicted time, inbox or memory are full. Only a message of the worker changes
     # that.
     return clamped_wait_s(wait_s) if wait_s > -SHORTEST_WAIT_S else LONGEST_WAIT_S

@@ -156,7 +156,6 @@ def _earliest(
     for view, work_s in rank_prefills(request, tokens, cached, prefills, now_s):
         worker_id = view.worker_id
         held = min(float(cached[worker_id]), tokens - 1.0) if worker_id in cached else 0.0
-        opens_s = 0.0 if can_start(view, request.num_tokens, now_s) else opens_in_s(view, now_s)
         queue_s = view.free_at_s - now_s if view.free_at_s > now_s else 0.0
         wait_s, read = 0.0, None
         if reads and (read := reads.get(worker_id)) is not None:
@@ -176,6 +175,9 @@ def _earliest(
                 delay_s = work_s + (choice.pull_s if choice.pull_s > queue_s else queue_s)
                 cost_s = delay_s + WORK_WEIGHT * charged_s
         computed = tokens - held
+        lead_s = 0.0 if read is None else read.lead_s
+        is_open = can_start(view, request.num_tokens, now_s, lead_s)
+        opens_s = 0.0 if is_open else opens_in_s(view, now_s, lead_s)
         found.append(_Start(cost_s, worker_id, delay_s, work_s, charged_s, view, computed, opens_s, choice, read))
     return found
 
@@ -331,8 +333,9 @@ def _local(
         residents_s = max(residents_s, step_s / (TARGET_SHARE * left)) if left > 0.0 else math.inf
     # The end of a prefill is known only roughly, so the next prompt is sent a little earlier. Until then it stays in
     # the router, where it can still be given up for shorter ones. But if the worker's prompt takes longer than the
-    # target, a shorter one is sent at once, because the worker computes that first.
-    early_s = min(load.batch_s, EARLY_SHARE * slo.ttft_s)
+    # target, a shorter one is sent at once, because the worker computes that first. If tiers are read for a prompt, it
+    # is sent earlier by that time, so that they are read while others are computed.
+    early_s = min(load.batch_s, EARLY_SHARE * slo.ttft_s) + (0.0 if reads is None else reads.lead_s)
     goes_first = decode.totals.prefills <= 1 and queue_s > max(slo.ttft_s, read_s)
     opens_s = 0.0 if queue_s <= early_s or goes_first else queue_s - early_s
     cost = (ttft_s + WORK_WEIGHT * (read_s + PULL_SHARE * pull_s)) / slo.ttft_s + read_s * stall_share / (

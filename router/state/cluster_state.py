@@ -131,7 +131,7 @@ class ClusterState:
         """From now on the request waits for this prefill worker only."""
         self.dequeue(request)
         view = self.fleet.workers[worker_id]
-        uncached, copy_s = request.computed_on(view, view.queue_s(self.now_s))
+        uncached, copy_s = request.computed_on(view, request.reads_on(view, view.queue_s(self.now_s)))
         rank = (0 if request.output else 1, -request.facts.priority, request.serial)
         prefill_s = copy_s + view.prefill_s(uncached, request.num_tokens - uncached)
         view.queue.join(request.request_id, uncached, prefill_s, rank)

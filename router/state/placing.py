@@ -432,9 +432,12 @@ def _reserve(
     tokens = request.num_tokens
     uncached, copy_s, compute_s = 0, 0.0, 0.0
     if computes:
-        uncached, copy_s = request.computed_on(view, view.queue_s(cluster.now_s))
+        reads = request.reads_on(view, view.queue_s(cluster.now_s))
+        uncached, copy_s = request.computed_on(view, reads)
         if pulled:
             uncached, copy_s = min(uncached, max(tokens - pulled, 1)), 0.0
+        elif reads is not None:
+            view.unreported_read_s += reads.lead_s
         compute_s = copy_s + view.prefill_share_s(uncached, tokens - uncached, view.slack(cluster.now_s))
     reservation = Reservation(
         request_id=request.request_id,

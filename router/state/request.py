@@ -315,9 +315,9 @@ class Request:
         """The leading blocks that the worker has, without the last token, which is computed."""
         return min(self.cached_blocks[view.worker_id], shareable_blocks(self.num_tokens, view.hello.block_size))
 
-    def computed_on(self, view: WorkerView, turn_s: float) -> tuple[int, float]:
-        """Tokens that this worker must compute, at least one, because logits are needed; and seconds of copies."""
-        reads = self.reads_on(view, turn_s)
+    def computed_on(self, view: WorkerView, reads: TierReads | None) -> tuple[int, float]:
+        """Tokens that this worker must compute beside its `reads`, at least one, because logits are needed; and seconds
+        of copies."""
         num_blocks = self.cached_blocks.get(view.worker_id, 0) if reads is None else reads.num_blocks
         uncached = max(self.num_tokens - num_blocks * view.hello.block_size, 1)
         return uncached, 0.0 if reads is None else reads.copy_s

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final, final
 
 from pdserve.core.cost.latency import CostModel, CostModels
@@ -73,6 +74,7 @@ class WorkerView:
         "step_clock",
         "totals",
         "tpot_targets_s",
+        "unreported_read_s",
         "worker_id",
     )
 
@@ -102,6 +104,7 @@ class WorkerView:
         self.prefilling: dict[tuple[str, int], Reservation] = {}  # those with a prompt to compute
         self.totals = Totals()
         self._at_report = Totals()
+        self.unreported_read_s = 0.0  # of the tiers' reads for prompts that were placed since the last report
         self.tpot_targets_s: Counter[float] = Counter()  # TPOT target -> rows reserved with it
         self.cached_load: DecodeLoad | None = None  # cached `load`
         self.free_at_s = now_s  # when its current prefills should be done
@@ -255,8 +258,11 @@ class WorkerView:
 
     def reads(self, num_blocks: int, split: TierDepths, turn_s: float) -> TierReads:
         """What the worker does with so many leading blocks of a prompt whose turn comes in `turn_s`."""
-        most = int(MOST_ALONE * self.hello.num_blocks)
-        return predict_reads(num_blocks, split, self.report.tiers, self._blocks_s, turn_s, most)
+        most, tiers = int(MOST_ALONE * self.hello.num_blocks), self.report.tiers
+        if self.unreported_read_s:
+            more_s = self.unreported_read_s
+            tiers = tuple([one if one.is_at_once else replace(one, queue_s=one.queue_s + more_s) for one in tiers])
+        return predict_reads(num_blocks, split, tiers, self._blocks_s, turn_s, most)
 
     def given(self, num_blocks: int, split: TierDepths) -> tuple[int, float]:
         """How many of these blocks it gives to a worker that pulls them, and how long it reads before."""
@@ -406,6 +412,7 @@ class WorkerView:
         self.freed_s = now_s
         self.cached_load = None
         self._at_report = self.totals.copy()
+        self.unreported_read_s = 0.0
         # The worker is slower than predicted, or has other routers' work. Use the report's pending tokens.
         pending = report.pending_prefill_tokens
         if pending:

@@ -120,6 +120,7 @@ class TierReads(NamedTuple):
     copy_s: float  # of the engine's time, for copies
     read_s: float  # of reads for which the prompt waits
     computed_s: float  # to compute instead what is copied and read
+    lead_s: float  # of `read_s`, without the time of the reads that were asked for before
 
     def wait_s(self, turn_s: float) -> float:
         """How much later the prompt is computed than its turn, which comes in `turn_s`."""
@@ -138,7 +139,7 @@ def predict_reads(
     many blocks after so many others. `most_read`: blocks of one read for which a prompt waits. Blocks of a tier without
     a speed are computed."""
     num_kept = in_pool = have = min(tiers.pool, num_blocks)
-    read_s, copy_s, saved = 0.0, 0.0, 0.0
+    read_s, copy_s, saved, lead_s = 0.0, 0.0, 0.0, 0.0
     for tier, end in ((Tier.HOST, min(tiers.memory, num_blocks)), (Tier.DISK, num_blocks)):
         count = end - have
         if count <= 0:
@@ -161,10 +162,11 @@ def predict_reads(
             break
         have += found.num_blocks
         read_s += speed.read_s(found.num_blocks)
+        lead_s += speed.read_s(found.num_blocks) - speed.queue_s
         saved += computed_s(found.num_blocks, first)
         if found.num_blocks < count:
             break
-    return TierReads(have, have - in_pool, num_kept, copy_s, read_s, saved)
+    return TierReads(have, have - in_pool, num_kept, copy_s, read_s, saved, lead_s)
 
 
 def predict_given(

@@ -55,13 +55,13 @@ def test_all_blocks_are_read_or_those_that_arrive_before_the_turn() -> None:
 
 
 def test_blocks_of_a_tier_without_a_speed_are_computed() -> None:
-    assert predict() == TierReads(2, 0, 2, 0.0, 0.0, 0.0)
-    assert predict(DISK) == TierReads(2, 0, 2, 0.0, 0.0, 0.0)  # behind those in host memory
+    assert predict() == TierReads(2, 0, 2, 0.0, 0.0, 0.0, 0.0)
+    assert predict(DISK) == TierReads(2, 0, 2, 0.0, 0.0, 0.0, 0.0)  # behind those in host memory
     assert predict(TierSpeed(tier=7, block_s=0.0)).num_blocks == 2
 
 
 def test_copies_at_once_are_kept_by_a_worker_that_receives_the_rest() -> None:
-    assert predict(COPIES) == TierReads(6, 4, 6, pytest.approx(0.04), 0.0, 4.0)
+    assert predict(COPIES) == TierReads(6, 4, 6, pytest.approx(0.04), 0.0, 4.0, 0.0)
     slow = TierSpeed(tier=Tier.HOST, block_s=1.5, is_at_once=True)
     assert predict(slow, turn_s=100.0).num_blocks == 2
     assert predict(slow, computed_s=lambda count, first: 0.0).num_blocks == 6  # computing is unknown
@@ -71,18 +71,18 @@ def test_copies_at_once_are_kept_by_a_worker_that_receives_the_rest() -> None:
 
 def test_a_prompt_waits_for_reads_beyond_its_turn() -> None:
     reads = predict(PINNED)
-    assert reads == TierReads(6, 4, 2, 0.0, pytest.approx(0.4), 4.0)
+    assert reads == TierReads(6, 4, 2, 0.0, pytest.approx(0.4), 4.0, pytest.approx(0.4))
     assert (reads.wait_s(0.0), reads.wait_s(0.5)) == (pytest.approx(0.4), 0.0)
     assert predict(COPIES, DISK).num_blocks == 6  # 5 s to read what takes 4 s to compute
     both = predict(COPIES, DISK, turn_s=2.0)
-    assert both == TierReads(10, 8, 6, pytest.approx(0.04), 5.0, 8.0)
+    assert both == TierReads(10, 8, 6, pytest.approx(0.04), 5.0, 8.0, 3.0)
     assert both.wait_s(2.0) == 3.0
     assert predict(COPIES, DISK, turn_s=4.1, computed_s=lambda count, first: 0.1 * count).num_blocks == 8
 
 
 def test_a_second_read_begins_after_the_first() -> None:
     fast = TierSpeed(tier=Tier.DISK, block_s=0.9)
-    assert predict(PINNED, fast) == TierReads(10, 8, 2, 0.0, pytest.approx(4.0), 8.0)
+    assert predict(PINNED, fast) == TierReads(10, 8, 2, 0.0, pytest.approx(4.0), 8.0, pytest.approx(4.0))
     hidden = predict(PINNED, TierSpeed(tier=Tier.DISK, block_s=2.0), turn_s=6.4)
     assert (hidden.num_blocks, hidden.read_s) == (9, pytest.approx(6.4))
     part = predict(PINNED, TierSpeed(tier=Tier.DISK, block_s=4.0), turn_s=8.4)
@@ -91,8 +91,8 @@ def test_a_second_read_begins_after_the_first() -> None:
 
 def test_blocks_that_a_prompt_cannot_use_are_not_read() -> None:
     """The last token is computed, so a prompt of full blocks uses all but one of them."""
-    assert predict(COPIES, num_blocks=5) == TierReads(5, 3, 5, pytest.approx(0.03), 0.0, 3.0)
-    assert predict(COPIES, num_blocks=1) == TierReads(1, 0, 1, 0.0, 0.0, 0.0)
+    assert predict(COPIES, num_blocks=5) == TierReads(5, 3, 5, pytest.approx(0.03), 0.0, 3.0, 0.0)
+    assert predict(COPIES, num_blocks=1) == TierReads(1, 0, 1, 0.0, 0.0, 0.0, 0.0)
     assert predict_given(3, SPLIT, [COPIES], computed_s, 100) == (3, pytest.approx(0.01))
 
 

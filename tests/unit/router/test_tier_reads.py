@@ -12,7 +12,7 @@ from pdserve.core.cost.latency import CostPrior
 from pdserve.core.kv.tier_reads import TierDepths, TierSpeed
 from pdserve.core.protocol import Load, Prefill, PullEnded, Reserve
 from pdserve.core.types import Slo
-from router.policy.interface import PolicyInput, ReadChoice
+from router.policy.interface import Choice, PolicyInput, ReadChoice
 from router.state.fleet import policy_input_of
 from router.state.interface import RouterSettings
 from router.state.view import WorkerView
@@ -84,6 +84,26 @@ def test_a_receiver_keeps_what_it_has_without_a_wait() -> None:
     assert (request.cached_tokens["d0"], request.kept_on(decode)) == (HELD, 320)
 
 
+@pytest.mark.parametrize("role", ["p0", "d0"])
+def test_a_prompt_is_sent_early_enough_for_its_reads(role: str) -> None:
+    speed = replace(DISK, fixed_s=1.0)
+
+    def waits(queue_s: float, *speeds: TierSpeed) -> bool:
+        worker, others = with_queue(tiered(role, *speeds), queue_s), [view("d0")]
+        prefills, decodes = ([worker], others) if role == "p0" else ([], [worker])
+        request = reading(worker, slo=Slo(ttft_s=60.0, tpot_s=1.0))
+        decision = decide(prefills, decodes, request, ("path-choice",))
+        return decision.choice is Choice.WAIT
+
+    batch_s = tiered(role).batch_s
+    read_s = speed.read_s(HELD // 16)
+    assert waits(batch_s + 0.9 * read_s)
+    assert not waits(batch_s + 0.9 * read_s, speed)
+    assert waits(batch_s + 1.1 * read_s, speed)
+    # It is read after others, so being sent earlier would not help.
+    assert waits(batch_s + 1.1 * read_s, replace(speed, queue_s=0.5 * read_s))
+
+
 # --- through RouterState --------------------------------------------------------------------------------------
 
 
@@ -117,6 +137,18 @@ def test_the_work_of_a_worker_has_what_it_does_not_read(given: Given) -> None:
     assert (found.reads["p0"].num_read, found.reads["p0"].num_kept) == (3, 1)
     given.first(worker_id="p0")  # it has all of the prompt in its pool
     assert request.cached_tiers == {}
+
+
+def test_reads_are_counted_until_the_worker_reports_them(given: Given) -> None:
+    placed(given, DISK)
+    view = given.state._cluster.fleet.workers["p0"]
+
+    def read_s() -> float:
+        return view.reads(4, TierDepths(1, 1), 0.0).read_s
+
+    assert read_s() == pytest.approx(2 * DISK.read_s(3))
+    given.submit(Load(worker_id="p0", steps=2, free_blocks=64, tiers=(DISK,)))
+    assert read_s() == pytest.approx(DISK.read_s(3))
 
 
 def test_blocks_of_a_tier_that_is_too_slow_are_computed(given: Given) -> None:
