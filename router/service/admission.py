@@ -37,11 +37,11 @@ from pdserve.v1 import inference_pb2
 from pdserve.wire import convert
 from router.service import resumption
 from router.service.answer import Answer, counts, samplings
-from router.service.fair_queue import ANONYMOUS, ClientKey
 from router.service.model import ModelFacts
 from router.service.resumption import CallFacts, ResumedAnswer
 from router.service.tenants import RESERVED_TOKENS, cache_salt
 from router.service.text.child_pool import GrammarCheck
+from router.service.text.fair_queue import ANONYMOUS, ClientKey
 from router.service.text.prompts import PromptReader
 from router.service.text.tokenizing import TextChildren, TokenizerThreads
 

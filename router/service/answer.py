@@ -1,15 +1,17 @@
 """The answer to one request, and a group of answers to one prompt.
 
 An answer converts token ids to text, checks stop strings, and merges pieces for slow readers. No I/O: the task that
-writes to the client waits for `changed` and takes the pending messages.
+writes to the client waits for `changed` and takes the pending messages (`write_answer`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, final
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Final, Self, final
+
+from google.protobuf.message import Message
 
 from pdserve.core.errors import Cancelled, InternalError, InvalidRequest, PdserveError
 from pdserve.core.results import Usage
@@ -378,3 +380,68 @@ async def is_shared(first: Answer) -> None:
     while first.num_tokens - first.num_resumed < 2 and not first.is_over:
         first.changed.clear()
         await first.changed.wait()
+
+
+# --- writing answers ------------------------------------------------------------------------------------------
+
+
+async def write_answer(
+    answer: Answer | Group,
+    write: Callable[[Message], Awaitable[None]],
+    write_s: float,
+    accepted: Callable[[], None] = lambda: None,
+) -> None:
+    """Writes messages as they come. `accepted` is called before each write. Raises the answer's error, and Cancelled if
+    a write takes longer than `write_s`."""
+    changed = answer.changed
+    try:
+        async with asyncio.timeout(None) as limit:
+            with _WriteWatch(limit, write_s) as watch:
+                while True:
+                    await changed.wait()
+                    messages_out = answer.drain()
+                    if answer.error is not None:
+                        raise answer.error
+                    accepted()
+                    watch.begin()
+                    for message in messages_out:
+                        await write(message)
+                    watch.end()
+                    if answer.is_over and not changed.is_set():
+                        return
+    except TimeoutError:
+        raise Cancelled(f"the reader took nothing for {write_s:g} s") from None
+
+
+@final
+class _WriteWatch:
+    """Lets `limit` expire when a write takes longer than `most_s`. One timer for the whole stream, because setting one
+    for each write would take as long as the write."""
+
+    def __init__(self, limit: asyncio.Timeout, most_s: float) -> None:
+        self._limit, self._most_s = limit, most_s
+        self._now_s = asyncio.get_running_loop().time
+        self._began_s: float | None = None  # of the present write
+
+    def begin(self) -> None:
+        self._began_s = self._now_s()
+
+    def end(self) -> None:
+        self._began_s = None
+
+    def __enter__(self) -> Self:
+        self._look_after(self._most_s)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._timer.cancel()
+
+    def _look_after(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        spent_s = 0.0 if self._began_s is None else self._now_s() - self._began_s
+        if spent_s < self._most_s:
+            self._look_after(self._most_s - spent_s)
+        else:
+            self._limit.reschedule(self._now_s())

@@ -23,8 +23,8 @@ from pdserve.wire import status
 from pdserve.wire.codec import Codec, Special
 from pdserve.wire.protocol import FRAME, LOAD
 from router.policy.interface import Candidate, Decision
+from router.service.adapters import ClusterAdapters
 from router.service.demand import OwnDemand, demand_response
-from router.service.model import ClusterAdapters
 from router.service.router_group import RouterGroup
 from router.service.runtime import Runtime
 from router.service.worker_reports import KvLinks, WorkerLogs

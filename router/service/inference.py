@@ -40,15 +40,16 @@ from pdserve.telemetry.tracing import OpenSpan
 from pdserve.v1 import inference_pb2, inference_pb2_grpc
 from pdserve.wire import status
 from pdserve.wire.protocol import SAMPLING_DEFAULTS, SEQUENCE
+from router.service.adapters import ClusterAdapters
 from router.service.admission import Admission, Prepared, least_tokens
-from router.service.answer import MAX_PENDING_TOKENS, Answer, Group, is_shared
+from router.service.answer import MAX_PENDING_TOKENS, Answer, Group, is_shared, write_answer
 from router.service.auth import current_tenant
-from router.service.fair_queue import ClientKey, client_of
 from router.service.measure import Measure, RequestFacts
-from router.service.model import ClusterAdapters, ModelFacts
-from router.service.runtime import Runtime, write_answer
+from router.service.model import ModelFacts
+from router.service.runtime import Runtime
 from router.service.sessions import SessionCalls
 from router.service.tenants import CallClaim, Quotas
+from router.service.text.fair_queue import ClientKey, client_of
 from router.state.interface import RequestArrived
 
 log = logging.getLogger(__name__)

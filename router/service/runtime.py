@@ -1,7 +1,7 @@
 """Runs a RouterState: passes events to it, one at a time, and its commands to workers, clients and the clock.
 
 Everything runs on one event loop. An event that occurs while commands are being executed (such as a stop string in
-emitted tokens) waits until they are done. `write_answer` writes an answer to its client.
+emitted tokens) waits until they are done.
 """
 
 from __future__ import annotations
@@ -10,22 +10,19 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self, final
-
-from google.protobuf.message import Message
+from typing import final
 
 from pdserve.clock import steady
 from pdserve.core.durations import clamped_s
-from pdserve.core.errors import Cancelled
 from pdserve.core.protocol import Admit, Cancel, DrainWorker, EndText, Prefill, Reserve, UndrainWorker
 from pdserve.core.results import Timings
 from pdserve.core.types import Path
 from pdserve.outage_log import PeerLog
 from pdserve.v1 import worker_pb2
 from pdserve.wire.protocol import encode_request
-from router.service.answer import Answer, Group
+from router.service.answer import Answer
 from router.service.measure import Measure, RequestFacts
 from router.service.tenants import AnswerClaim, PendingReleases
 from router.state.interface import (
@@ -257,68 +254,3 @@ class Runtime:
 def _is_unplaced(timings: Timings | None) -> bool:
     """Whether no worker has accepted the request yet."""
     return timings is None or timings.attempts == 0
-
-
-# --- writing answers ------------------------------------------------------------------------------------------
-
-
-async def write_answer(
-    answer: Answer | Group,
-    write: Callable[[Message], Awaitable[None]],
-    write_s: float,
-    accepted: Callable[[], None] = lambda: None,
-) -> None:
-    """Writes messages as they come. `accepted` is called before each write. Raises the answer's error, and Cancelled if
-    a write takes longer than `write_s`."""
-    changed = answer.changed
-    try:
-        async with asyncio.timeout(None) as limit:
-            with _WriteWatch(limit, write_s) as watch:
-                while True:
-                    await changed.wait()
-                    messages_out = answer.drain()
-                    if answer.error is not None:
-                        raise answer.error
-                    accepted()
-                    watch.begin()
-                    for message in messages_out:
-                        await write(message)
-                    watch.end()
-                    if answer.is_over and not changed.is_set():
-                        return
-    except TimeoutError:
-        raise Cancelled(f"the reader took nothing for {write_s:g} s") from None
-
-
-@final
-class _WriteWatch:
-    """Lets `limit` expire when a write takes longer than `most_s`. One timer for the whole stream, because setting one
-    for each write would take as long as the write."""
-
-    def __init__(self, limit: asyncio.Timeout, most_s: float) -> None:
-        self._limit, self._most_s = limit, most_s
-        self._now_s = asyncio.get_running_loop().time
-        self._began_s: float | None = None  # of the present write
-
-    def begin(self) -> None:
-        self._began_s = self._now_s()
-
-    def end(self) -> None:
-        self._began_s = None
-
-    def __enter__(self) -> Self:
-        self._look_after(self._most_s)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._timer.cancel()
-
-    def _look_after(self, seconds: float) -> None:
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
-
-    def _look(self) -> None:
-        spent_s = 0.0 if self._began_s is None else self._now_s() - self._began_s
-        if spent_s < self._most_s:
-            self._look_after(self._most_s - spent_s)
-        else:
-            self._limit.reschedule(self._now_s())

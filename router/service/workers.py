@@ -1,8 +1,8 @@
 """The router's streams to all workers: one per endpoint, from a list and from the registry.
 
 It decides which workers belong to the cluster: a worker must serve the same model, in the same form, as the attached
-ones of its revision. It converts their messages to events for the runtime, and hands on what
-worker_reports.py keeps.
+ones of its revision. It converts their messages to events for the runtime, and passes their logs and KV links to
+worker_reports.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.v1 import worker_pb2
 from pdserve.wire.codec import Codec
 from pdserve.wire.protocol import COST, FINGERPRINT, decode_response
-from router.service.model import ClusterAdapters, ModelFacts, difference, facts_of, read_report
+from router.service.adapters import ClusterAdapters, read_report
+from router.service.model import ModelFacts, difference, facts_of
 from router.service.worker_reports import KvLinks, WorkerLogs
 from router.service.worker_stream import SILENCE_S, WorkerPacing, WorkerStream
 from router.state.interface import AdaptersChanged, Event, WorkerConnected, WorkerForgotten, WorkerLost

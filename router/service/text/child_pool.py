@@ -26,8 +26,8 @@ from pdserve.core.errors import InternalError, InvalidRequest, Overloaded
 from pdserve.core.grammar import Grammar
 from pdserve.isolated.child import LATE, TOO_LONG
 from pdserve.isolated.process import ChildEnded, ChildProcess
-from router.service.fair_queue import ANONYMOUS, ClientKey, FairQueue, QueueLimits
 from router.service.model import ModelFacts
+from router.service.text.fair_queue import ANONYMOUS, ClientKey, FairQueue, QueueLimits
 
 BATCH_BYTES: Final = 2**15  # of messages that are sent together; pipes hold twice as many
 HANGING: Final = 2.0  # multiple of the wall time after which the process itself is assumed to hang

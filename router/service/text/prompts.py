@@ -23,8 +23,8 @@ from pdserve.text.chat_encoder import EncodedChat
 from pdserve.text.stops import ReasoningState
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2
-from router.service.fair_queue import ANONYMOUS, ClientKey
 from router.service.model import ModelFacts
+from router.service.text.fair_queue import ANONYMOUS, ClientKey
 from router.service.text.tokenizing import GivenChat, TextChildren, TokenizerThreads
 
 _NO_TEMPLATE: Final = (

@@ -27,8 +27,8 @@ from pdserve.text.stops import ReasoningState
 from pdserve.text.template_facts import MODULE, TemplateFacts, facts_of, not_loaded
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2
-from router.service.fair_queue import ANONYMOUS, ClientKey, QueueLimits
 from router.service.text.child_pool import Children, LoadFailed, More, Purpose
+from router.service.text.fair_queue import ANONYMOUS, ClientKey, QueueLimits
 
 LONG_CHARS: Final = 16_384  # takes some milliseconds
 LONG_BYTES: Final = 2**17  # size of the whole request

@@ -7,8 +7,8 @@ import contextlib
 import pytest
 
 from pdserve.core.errors import Overloaded
-from router.service import fair_queue
-from router.service.fair_queue import HALF_LIFE_S, MOST_LATER, ClientKey, FairQueue, QueueLimits, client_of
+from router.service.text import fair_queue
+from router.service.text.fair_queue import HALF_LIFE_S, MOST_LATER, ClientKey, FairQueue, QueueLimits, client_of
 
 LIMITS = QueueLimits(items="grammars", most=256, of_host=128, of_client=16, size=5000)
 

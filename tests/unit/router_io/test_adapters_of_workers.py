@@ -19,8 +19,8 @@ from pdserve.core.protocol import (
 )
 from pdserve.v1 import worker_pb2
 from pdserve.wire.protocol import ADAPTER_LOADED, ADAPTERS, decode_adapter_command
-from router.service import model
-from router.service.model import MAX_CALLS, MAX_ENTRIES, ClusterAdapters, read_report
+from router.service import adapters
+from router.service.adapters import MAX_CALLS, MAX_ENTRIES, ClusterAdapters, read_report
 
 
 class Fleet:
@@ -140,17 +140,17 @@ async def test_a_caller_that_leaves_drops_the_load() -> None:
 
 
 async def test_silent_workers_end_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet, patient_s, hurried_s = Fleet("d0", "p0"), model.LOAD_S, 0.01
+    fleet, patient_s, hurried_s = Fleet("d0", "p0"), adapters.LOAD_S, 0.01
     fleet.silent.add("p0")
-    monkeypatch.setattr(model, "LOAD_S", hurried_s)
+    monkeypatch.setattr(adapters, "LOAD_S", hurried_s)
     with pytest.raises(Unavailable, match="p0 has not loaded the adapter"):
         await fleet.adapters.load("a", "f1")
     assert fleet.adapters.names == ()
     fleet.silent.clear()
-    monkeypatch.setattr(model, "LOAD_S", patient_s)
+    monkeypatch.setattr(adapters, "LOAD_S", patient_s)
     await fleet.adapters.load("a", "f1")
     fleet.silent.add("p0")
-    monkeypatch.setattr(model, "NAME_S", hurried_s)
+    monkeypatch.setattr(adapters, "NAME_S", hurried_s)
     with pytest.raises(Unavailable, match="p0 has not answered"):
         await fleet.adapters.unload("a")
     assert fleet.adapters.find("a") is None, "new requests are rejected in any case"

@@ -14,8 +14,7 @@ from pdserve.core.types import FinishReason, Sampling, TokenOut
 from pdserve.text.stops import THINK_MARKS, ReasoningSplit
 from pdserve.text.tokenizer import ToyTokenizer
 from pdserve.v1 import inference_pb2
-from router.service.answer import Answer
-from router.service.runtime import write_answer
+from router.service.answer import Answer, write_answer
 from router.state.interface import FinishRequest, Outcome
 
 

@@ -20,10 +20,10 @@ from pdserve.core.types import Slo
 from pdserve.text.tokenizer import load_tokenizer
 from pdserve.v1 import inference_pb2
 from router.service.admission import Admission, Limits
-from router.service.fair_queue import ClientKey
 from router.service.model import ModelFacts
 from router.service.text import child_pool
 from router.service.text.child_pool import GrammarCheck
+from router.service.text.fair_queue import ClientKey
 
 FOLDER = next((Path(__file__).parents[3] / "pdserve/models").glob("stdlib-*"))
 MODEL = ModelFacts(

@@ -20,8 +20,8 @@ from pdserve.text.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokeniz
 from pdserve.v1 import inference_pb2
 from pdserve.wire import status
 from router.service.admission import Admission, Limits
-from router.service.fair_queue import client_of
 from router.service.text import tokenizing
+from router.service.text.fair_queue import client_of
 from router.service.text.prompts import MAX_CHARS_WITHOUT_MODEL
 from router.service.text.tokenizing import LONG_BYTES, LONG_CHARS, TokenizerThreads
 from tests.unit.router_io.conftest import Connect

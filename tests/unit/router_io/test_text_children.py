@@ -23,9 +23,9 @@ from pdserve.text.template_facts import finding_facts, not_loaded
 from pdserve.text.tokenizer import HuggingFaceTokenizer
 from pdserve.v1 import inference_pb2
 from router.service.admission import Admission
-from router.service.fair_queue import ClientKey
 from router.service.server import RouterServer
 from router.service.text import tokenizing
+from router.service.text.fair_queue import ClientKey
 from tests.support.cluster_secret import TEXT
 from tests.unit.router_io.test_grammars import FOLDER, MODEL
 from tests.unit.router_io.test_prompts import LIMITS
