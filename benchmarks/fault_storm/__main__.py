@@ -32,7 +32,7 @@ from tests.support.netns import Network, why_not
 TIERS: Final[dict[str, Callable[[int, int], int]]] = {
     "disk": tiers.report,
     "pulls": pulls.report,
-    "store": partial(tiers.report, run=store.storm, tiers="shared store, and disk in some lives"),
+    "store": partial(tiers.report, run=store.storm, tiers="shared store, and disk after some restarts"),
     "device": partial(tiers.report, run=device.storm, tiers="disk, then store, of a device (a stand-in)"),
 }
 

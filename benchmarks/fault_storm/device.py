@@ -4,7 +4,7 @@ block may be used, and no block, file, descriptor, thread, place in a staging or
 Prompts, files, store and their faults are those of tiers.py and store.py. The pool is on the device, so blocks go
 through its staging and pinned memory (kvtransfer/device_tier.py, device_staging.py), whose staging areas are so small
 that they are often full. Calls of the device fail at random, also after they have queued their work; its copies flip
-bits, or take so long that they are given up, and end later. Some lives have no host tier.
+bits, or take so long that they are given up, and end later. After some restarts there is no host tier.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Final
 from benchmarks.fault_storm.files import kill_writers
 from benchmarks.fault_storm.store import StoreStorm
 from benchmarks.fault_storm.tier_pool import BLOCK_BYTES, NUM_BLOCKS
-from benchmarks.fault_storm.tiers import HOST_BLOCKS, SPOILED, TierResult, TierStorm, lost_threads
+from benchmarks.fault_storm.tiers import HOST_BLOCKS, SPOILED, TierResult, TierStorm, count_kills, lost_threads
 from kvtransfer.device_staging import DeviceStaging
 from kvtransfer.device_tier import DeviceTier, pin_slots
 from pdserve.core.errors import InternalError, TransferFailed
@@ -214,7 +214,7 @@ class DeviceStorm(OnDevice):
 
 
 class DeviceStoreStorm(OnDevice, StoreStorm):
-    """With a shared store, and a disk tier in some lives."""
+    """With a shared store, and after some restarts a disk tier."""
 
 
 def storm(
@@ -224,10 +224,7 @@ def storm(
     former = set(threading.enumerate())
     with tempfile.TemporaryDirectory() as folder:
         result = DeviceStorm(Path(folder) / "kv", seed).run(num_operations // 2, progress)
-        num_read, wrong = kill_writers(Path(folder) / "killed", seed, num_kills)
-        result.filled += num_read
-        result.restarts += num_kills
-        result.wrong += wrong
+        count_kills(result, num_kills, *kill_writers(Path(folder) / "killed", seed, num_kills))
         result += DeviceStoreStorm(Path(folder) / "with-store", seed + 1).run(num_operations // 2, progress)
     result.wrong += lost_threads(former)
     return result

@@ -3,7 +3,7 @@ file of a killed writer may stay.
 
 The prompts are those of tiers.py. The store is a folder, or a real Redis. Its calls fail at random: they
 are late, hang, raise, or lose what they should write. Between them, another party damages objects: it tears them, flips
-bits, replaces one by another, makes them larger, and deletes them. Workers live without a disk tier, or with one.
+bits, replaces one by another, makes them larger, and deletes them. After some restarts there is no disk tier.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.fault_storm.tier_pool import BLOCK_BYTES, CONTENTS, FEW, content_of, hash_of
-from benchmarks.fault_storm.tiers import TierResult, TierStorm, lost_threads
+from benchmarks.fault_storm.tiers import TierResult, TierStorm, count_kills, lost_threads
 from pdserve.engine.memory.object_stores import open_object_store
 from pdserve.engine.memory.object_stores.interface import ObjectStore
 from pdserve.engine.memory.sealed_objects import NONCE_BYTES, TAG_BYTES, Seal
@@ -234,10 +234,7 @@ def storm(
             result = StoreStorm(Path(folder) / str(number), seed + number, url).run(num_operations // 2, progress)
             (Path(folder) / f"killed-{number}").mkdir()
             killed = url or f"file://{folder}/killed-{number}"
-            num_read, wrong = kill_writers(killed, seed, num_kills)
-            result.wrong += wrong
-            result.filled += num_read
-            result.restarts += 2 * num_kills
+            count_kills(result, 2 * num_kills, *kill_writers(killed, seed, num_kills))
             total = total + result
     total.wrong += lost_threads(former)
     return total

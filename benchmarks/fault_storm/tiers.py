@@ -126,7 +126,7 @@ class TierStorm:
     def now(self) -> float:
         return time.monotonic() + self._clock_s
 
-    # -- what a pool on a device has instead (device.py) ----------------------------------------------------------
+    # -- overridden for a pool on a device (device.py) ----------------------------------------------------------
 
     def _open_pool(self) -> None:
         self.pool: Any = StormPool()
@@ -154,7 +154,7 @@ class TierStorm:
     # -------------------------------------------------------------------------------------------------------------
 
     def _reused(self, hashes: Sequence[bytes], blocks: Sequence[int], holds: Callable[[int, bytes], bool]) -> None:
-        """A second text uses the blocks."""
+        """A second text uses the blocks. Overridden by a storm with a store."""
 
     def _open_tiers(self) -> dict[str, SlowTier[Any, Any]]:
         self.files_calls = Faults(random.Random(self.rng.random()), self._share, self.result.faults)
@@ -324,12 +324,16 @@ def storm(num_operations: int, seed: int, num_kills: int, progress: Callable[[Ti
     former = set(threading.enumerate())
     with tempfile.TemporaryDirectory() as folder:
         result = TierStorm(Path(folder) / "kv", seed).run(num_operations, progress)
-        num_read, wrong = kill_writers(Path(folder) / "killed", seed, num_kills)
-        result.filled += num_read
-        result.restarts += num_kills
-        result.wrong += wrong
+        count_kills(result, num_kills, *kill_writers(Path(folder) / "killed", seed, num_kills))
     result.wrong += lost_threads(former)
     return result
+
+
+def count_kills(result: TierResult, num_kills: int, num_read: int, wrong: list[str]) -> None:
+    """Adds what was read from the files or objects of killed writers."""
+    result.filled += num_read
+    result.restarts += num_kills
+    result.wrong += wrong
 
 
 def lost_threads(former: Collection[threading.Thread]) -> list[str]:
