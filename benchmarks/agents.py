@@ -220,7 +220,15 @@ def main() -> None:
     parser.add_argument("--off", action="store_true", help="compare workers without tiers with another commit")
     parser.add_argument("--before", default=off.BEFORE_TIERS, metavar="COMMIT", help="that commit, with --off")
     parser.add_argument("--rounds", type=int, default=6, help="of --off")
-    choice.add_options(parser)
+    group = parser.add_argument_group("--choice")
+    group.add_argument("--requests", type=int, default=100, help="of each run")
+    group.add_argument("--least-seeds", type=int, default=choice.LEAST_SEEDS, help="of each mix")
+    group.add_argument("--most-seeds", type=int, default=8, help="of each mix")
+    names = [one.name for one in choice.LENGTHS]
+    group.add_argument("--lengths", nargs="+", choices=names, default=names)
+    group.add_argument("--loads", nargs="+", type=float, default=choice.LOADS)
+    group.add_argument("--tiers", nargs="+", choices=choice.TIERS, default=choice.TIERS)
+    group.add_argument("--gb-per-s", nargs="+", type=float, default=choice.BANDWIDTHS_GB_S, help="of the tier")
     arguments = parser.parse_args()
     if arguments.tasks:
         report_tasks(arguments.seed)

@@ -323,18 +323,6 @@ def overall(several: Sequence[Compared], rule: str) -> float:
     return math.exp(statistics.mean(-math.log(one.ratio(rule)) for one in several))
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("--choice")
-    group.add_argument("--requests", type=int, default=100, help="of each run")
-    group.add_argument("--least-seeds", type=int, default=LEAST_SEEDS, help="of each mix")
-    group.add_argument("--most-seeds", type=int, default=8, help="of each mix")
-    names = [one.name for one in LENGTHS]
-    group.add_argument("--lengths", nargs="+", choices=names, default=names)
-    group.add_argument("--loads", nargs="+", type=float, default=LOADS)
-    group.add_argument("--tiers", nargs="+", choices=TIERS, default=TIERS)
-    group.add_argument("--gb-per-s", nargs="+", type=float, default=BANDWIDTHS_GB_S, help="of the tier")
-
-
 def report(arguments: argparse.Namespace) -> None:
     began_s, several = time.monotonic(), []
     for one in compare(

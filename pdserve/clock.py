@@ -1,5 +1,4 @@
-"""A clock that never goes back, so that no duration is negative and no wait lasts for as long as the clock has gone
-back."""
+"""A clock that never goes back, so that no duration is negative."""
 
 from __future__ import annotations
 
@@ -9,8 +8,8 @@ from collections.abc import Callable
 
 
 def steady(clock: Callable[[], float]) -> Callable[[], float]:
-    """Of a clock that may go back: then it continues from its last time. Any thread may call it. The system promises
-    this of `time.monotonic`, which is returned as it is."""
+    """`clock`, made monotonic: if it goes back, the result continues from its last time. Any thread may call it.
+    `time.monotonic` is returned unchanged, because the system guarantees this."""
     if clock is time.monotonic or isinstance(clock, _Steady):
         return clock
     return _Steady(clock)

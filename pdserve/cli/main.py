@@ -88,7 +88,7 @@ def load(name: str) -> Command:
             from pdserve.cli import doctor
 
             module = doctor
-        case _:
+        case _:  # a name that is missing above raises KeyError here
             from pdserve.cli import operate
 
             return operate.COMMANDS[name]

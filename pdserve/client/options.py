@@ -1,4 +1,6 @@
-"""The options of a call: the keyword arguments of generate() and stream(), and what follows from their types."""
+"""The options of a call: the keyword arguments of generate() and stream(), and a table of the scalar ones, from which
+the command line makes its flags.
+"""
 
 from __future__ import annotations
 

@@ -49,6 +49,8 @@ def application(routes: Sequence[BaseRoute]) -> Starlette:
 
 @final
 class RequestRunner:
+    """Runs the handler of one request: turns its errors into answers, counts it and measures it."""
+
     def __init__(self, shutdown: Shutdown, metrics: Metrics) -> None:
         self._shutdown, self._metrics = shutdown, metrics
         self._running = 0
@@ -161,17 +163,17 @@ async def _no_such_path(request: Any, error: Exception) -> Any:
     path = given.rstrip("/")
     if given.endswith("/") and any(path == known for _, known in OPERATIONS):
         return Response(status_code=307, headers={"location": path})
-    return _Whole(error_reply(given, NotFound("path", given)))
+    return _ErrorResponse(error_reply(given, NotFound("path", given)))
 
 
 async def _wrong_method(request: Any, error: Any) -> Any:
     path: str = request.scope["path"]
-    return _Whole(_in_form(path, errors.wrong_method(request.method, path, error.headers)))
+    return _ErrorResponse(_in_form(path, errors.wrong_method(request.method, path, error.headers)))
 
 
 @final
-class _Whole:
-    """An ASGI response."""
+class _ErrorResponse:
+    """An ASGI response with an error."""
 
     def __init__(self, reply: ErrorReply) -> None:
         self._reply = reply

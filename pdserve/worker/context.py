@@ -1,5 +1,5 @@
-"""What a program of either role gets: from its host, and the parts that are opened before it and stay if the worker
-changes its role.
+"""What the programs of both roles start from: the context that the host provides, and the parts (engine, KV cache,
+adapters, tiers), which outlive a change of role.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pdserve.worker.tiers import OpenDeviceTier, Tiers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramParts:
-    """No request uses any of them while the worker changes its role."""
+    """What stays when a worker changes its role. No request uses it during the change."""
 
     engine: Engine
     kv: KvCache

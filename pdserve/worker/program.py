@@ -84,8 +84,7 @@ class RoleProgram(ABC, Generic[Step, Effect, Transfer]):
     def __init__(
         self, context: ProgramContext, parts: ProgramParts, endpoint: TransferEndpoint, fingerprint: Fingerprint
     ) -> None:
-        """Opens nothing that needs an end of its own: an error in here leaves that to `build`, which has opened the
-        parts and the endpoint."""
+        """Opens nothing that must be closed. If it raises, `build` closes the parts and the endpoint."""
         config, engine = context.config, parts.engine
         spec = engine.spec
         self.context = context

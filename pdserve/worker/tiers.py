@@ -240,7 +240,7 @@ class Tiers:
     def close(self) -> None:
         """Nothing writes to the pool after it, except for a call that hangs. Also of tiers that are partly open."""
         until_s = time.monotonic() + JOIN_S
-        with ExitStack() as closing:  # each, also if another one raises, and those above the others last
+        with ExitStack() as closing:  # closes all, even if one raises: disk and store first, the host tier last
             if self._on_device is not None:  # it may not be a source yet
                 closing.callback(self._on_device.close)
             for source in self.sources.values():

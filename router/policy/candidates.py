@@ -319,10 +319,10 @@ def _local(
     slack, stall_share = decode.slack(now_s), load.decode_stall_share
     is_late = request.waited_s >= slo.ttft_s
     queue_s = decode.queue_s(now_s) if is_late else decode.timely_queue_s(now_s)
-    read_s = copy_s + decode.prefill_time_s(uncached, held, slack)
-    ttft_s = max(queue_s, waits_s, decode.rest_of_step_s(now_s)) + read_s + decode.first_tokens.typical_s
+    prefill_s = copy_s + decode.prefill_time_s(uncached, held, slack)
+    ttft_s = max(queue_s, waits_s, decode.rest_of_step_s(now_s)) + prefill_s + decode.first_tokens.typical_s
     # Running requests wait while this prompt and those before it are prefilled, as far as that exceeds their slack.
-    late_s = queue_s + read_s - slack.total_s
+    late_s = queue_s + prefill_s - slack.total_s
     waits_s = load.step_s + late_s * stall_share / steps if late_s > 0.0 else load.step_s
     residents_s = max(step_s, min(waits_s, load.reads_s))
     if not is_only:
@@ -336,9 +336,9 @@ def _local(
     # target, a shorter one is sent at once, because the worker computes that first. If tiers are read for a prompt, it
     # is sent earlier by that time, so that they are read while others are computed.
     early_s = min(load.batch_s, EARLY_SHARE * slo.ttft_s) + (0.0 if reads is None else reads.lead_s)
-    goes_first = decode.totals.prefills <= 1 and queue_s > max(slo.ttft_s, read_s)
+    goes_first = decode.totals.prefills <= 1 and queue_s > max(slo.ttft_s, prefill_s)
     opens_s = 0.0 if queue_s <= early_s or goes_first else queue_s - early_s
-    cost = (ttft_s + WORK_WEIGHT * (read_s + PULL_SHARE * pull_s)) / slo.ttft_s + read_s * stall_share / (
+    cost = (ttft_s + WORK_WEIGHT * (prefill_s + PULL_SHARE * pull_s)) / slo.ttft_s + prefill_s * stall_share / (
         steps * slo.tpot_s
     )
     preference = 0.0 if short == math.inf else WORTH_WAITING if uncached > short else -WORTH_WAITING

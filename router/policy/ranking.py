@@ -85,7 +85,7 @@ def rank_decodes(
     growth = 0.5 * request.expected_tokens
     room = tokens + request.expected_tokens
     per_second = 1.0 / request.slo.ttft_s
-    per_read = (1.0 + WORK_WEIGHT) * per_second
+    per_prefill = (1.0 + WORK_WEIGHT) * per_second
     per_wait = 1.0 / (steps_of(request) * request.slo.tpot_s)
     is_tandem = step_of is tandem_step_s
     half = tokens - 0.5 * tokens
@@ -117,8 +117,8 @@ def rank_decodes(
         if view.worker_id in cached:
             uncached = max(1.0, tokens - cached[view.worker_id])
             middle = tokens - 0.5 * uncached
-        read_s = uncached * (load.per_token_s + load.per_token_context_s * middle) * load.prefill_slowdown
-        cost = read_s * (per_read + per_wait * load.decode_stall_share)
+        prefill_s = uncached * (load.per_token_s + load.per_token_context_s * middle) * load.prefill_slowdown
+        cost = prefill_s * (per_prefill + per_wait * load.decode_stall_share)
         if view.free_at_s > now_s:
             cost += (view.free_at_s - now_s) * per_second
         if reads and view.worker_id in reads:

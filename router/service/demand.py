@@ -1,7 +1,8 @@
-"""What arrives at a router, for the controller of the number of workers: told to those that ask, and asked of others.
+"""The demand at a router: arrivals, waiting and running requests, and the workers' capacity. A router reports it, and
+asks other routers for theirs, for the controller of the number of workers.
 
-A launcher asks with `ask_demand`, and carries out what its controller decides. Where something else starts the
-workers, such as KEDA, the routers ask each other, and their Advisor tells what it decides in a metric.
+A launcher asks with `ask_demand`, and executes what its controller decides. Where something else starts the workers,
+such as KEDA, the routers ask each other, and their Advisor publishes its decision as a metric.
 """
 
 from __future__ import annotations

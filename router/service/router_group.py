@@ -3,8 +3,8 @@ they count what tenants use together.
 
 The kernel gives a connection to any of them. Each therefore also listens on a unix socket in a folder of the launcher,
 which only this user can enter, and finds the others there by their numbers. A router that does not answer within
-ANSWER_S is left out of live views, counts and lists; an explanation that nobody has then fails as Unavailable, because
-that router may have it, and so does the end of a session that nobody knows.
+ANSWER_S is left out of live views, counts and lists; an explanation that no router has then fails as Unavailable,
+because that router may have it, and so does the end of a session that no router knows.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Lists and ends sessions (docs/sessions.md). A router knows those whose requests it has placed, so it also asks the
-others that share its port. What they ask is about the asked router alone: no call is passed on twice.
+"""Lists and ends sessions (docs/sessions.md).
+
+A router knows only the sessions whose requests it has placed, so it also asks the routers that share its port. A router
+that is asked by another one answers for itself alone.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ MAX_ENDS: Final = 32  # that other routers are told at a time
 
 @final
 class SessionCalls:
-    """Lives on one event loop."""
+    """Answers calls that list and end sessions. Lives on one event loop."""
 
     def __init__(self, runtime: Runtime, lookup: PrefixLookup, group: RouterGroup, router_id: str) -> None:
         self._runtime, self._lookup, self._group, self._router_id = runtime, lookup, group, router_id

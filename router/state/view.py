@@ -2,7 +2,7 @@
 
 Only the worker decides about its capacity; the view predicts it. A report may be as old as a heartbeat. The router's
 own reservations are exact, but exclude other routers. So the view combines both: estimate = reported + (reserved now -
-reserved when the report came). The end of the current step and the latency of messages are estimated too.
+reserved when the report came). load.py estimates the end of the current step and the latency of messages.
 """
 
 from __future__ import annotations

@@ -64,6 +64,10 @@ OWN = {
         "router/test_goodput.py",
         "router/test_candidates.py",
     ),
+    "router.policy.ranking": (
+        "router/test_goodput.py",
+        "router/test_candidates.py",
+    ),
     "decode_worker.step": (
         "decode_worker/test_async_scheduling.py",
         "decode_worker/test_scheduler.py",

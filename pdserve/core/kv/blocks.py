@@ -103,7 +103,7 @@ def longest_runs_first(blocks: Iterable[int]) -> list[int]:
 
 # --- allocation -----------------------------------------------------------------------------------------------
 
-#: Of the host tier, for copies of what the pool still has, which displace others.
+#: The share of the host tier for copies of blocks that are still in the pool. Such copies displace others.
 AHEAD_SHARE: Final = 0.125
 
 

@@ -99,8 +99,8 @@ class EvictionQueue:
         return self.rank(self._choose(now_s), now_s)
 
     def rank(self, segment: Segment, now_s: float) -> int:
-        """Of the value of its blocks; higher ones stay. Who uses a text again uses its beginning too, and without that
-        no later block is found. So it is worth no less than what follows it."""
+        """Of the value of its blocks; higher ones stay. A request that uses a text again also uses its
+        beginning, without which no later block is found. So a segment is worth at least as much as what follows it."""
         age_s = now_s - segment.at_s
         value = self._rates.value(segment.reuse_class, age_s)
         for reuse_class in segment.deeper:

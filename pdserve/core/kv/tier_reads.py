@@ -120,7 +120,7 @@ class TierReads(NamedTuple):
     copy_s: float  # of the engine's time, for copies
     read_s: float  # of reads for which the prompt waits
     computed_s: float  # to compute instead what is copied and read
-    lead_s: float  # of `read_s`, without the time of the reads that were asked for before
+    lead_s: float  # the part of `read_s` without the tiers' queues: how much earlier the prompt is sent
 
     def wait_s(self, turn_s: float) -> float:
         """How much later the prompt is computed than its turn, which comes in `turn_s`."""
@@ -166,7 +166,15 @@ def predict_reads(
         saved += computed_s(found.num_blocks, first)
         if found.num_blocks < count:
             break
-    return TierReads(have, have - in_pool, num_kept, copy_s, read_s, saved, lead_s)
+    return TierReads(
+        num_blocks=have,
+        num_read=have - in_pool,
+        num_kept=num_kept,
+        copy_s=copy_s,
+        read_s=read_s,
+        computed_s=saved,
+        lead_s=lead_s,
+    )
 
 
 def predict_given(

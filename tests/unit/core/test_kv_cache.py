@@ -242,7 +242,7 @@ class QueuedSlots(Slots):
 
 
 def queued(most_saved: int, num_slots: int = 16, computed_s: float = 2.0) -> tuple[KvCache, QueuedSlots]:
-    """A pool of 16 blocks, of which an eighth of the tier is saved before they leave."""
+    """A pool of 16 blocks. As many as an eighth of the tier are saved before they leave."""
     slots = QueuedSlots(num_slots)
     rule = LoadRule(1.0, lambda num_tokens, cached_tokens: 2.0 * num_tokens, is_beside=True)
     tier = HostTier(slots, rule, most_saved, queued=slots)

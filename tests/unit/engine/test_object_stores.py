@@ -17,7 +17,7 @@ import redis
 from pdserve.core.errors import ConfigError
 from pdserve.engine.memory.object_stores import files, open_object_store, redis_store
 from pdserve.engine.memory.object_stores.files import STALE_S, FileStore, FolderStore, Listed, path_of, too_old
-from pdserve.engine.memory.object_stores.interface import FULL, ROOM, ObjectStore, without_credentials
+from pdserve.engine.memory.object_stores.interface import FULL, ROOT, ObjectStore, without_credentials
 from pdserve.engine.memory.object_stores.redis_store import RedisStore
 from pdserve.prefix.embedded import EmbeddedRedis
 
@@ -53,7 +53,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectStor
             yield opened
             opened.close()
         return
-    url = f"file://{tmp_path}" if request.param == "folder" else f"memory://{tmp_path}/{ROOM}/inside"
+    url = f"file://{tmp_path}" if request.param == "folder" else f"memory://{tmp_path}/{ROOT}/inside"
     opened = open_object_store(url, "room", SIZE, MANY * SIZE)
     yield opened
     opened.close()
@@ -178,7 +178,7 @@ def test_a_folder_follows_no_links(tmp_path: Path) -> None:
     put(store, 1)
     path = root / path_of("room", name(1))
     assert path.stat().st_mode & 0o777 == 0o600
-    assert (root / ROOM).stat().st_mode & 0o777 == 0o700
+    assert (root / ROOT).stat().st_mode & 0o777 == 0o700
     (outside / name(1)).write_bytes(contents(2))
     path.unlink()
     path.symlink_to(outside / name(1))

@@ -19,10 +19,10 @@ from pdserve.bounded_file import write_all
 from pdserve.core.errors import ConfigError
 from pdserve.core.installation import advice
 from pdserve.core.urls import hide_password
-from pdserve.engine.memory.object_stores.interface import CALL_S, FULL, ROOM, without_credentials
+from pdserve.engine.memory.object_stores.interface import CALL_S, FULL, ROOT, without_credentials
 
 PROBES: Final = 8  # names that one round of a search asks for
-SWEEPS: Final = 16  # a worker looks for old objects after writing this share of the bound
+SWEEPS: Final = 16  # a worker looks for old objects after writing 1/SWEEPS of the bound
 STALE_S: Final = 3600.0  # after which the file of a writer that was killed is removed,
 TOUCH_S: Final = 3600.0  # and after which a read renews an object's age
 MOST_LISTED: Final = 2**17  # objects at a time, which bounds the memory for a listing
@@ -56,7 +56,7 @@ def too_old(listed: Iterable[Listed], most_bytes: int, now_s: float) -> list[str
 
 
 class FileStore(ABC):
-    """Objects as files of ROOM/<part>/<room>/<name>. The bound is for all rooms; each worker looks after it."""
+    """Objects as files of ROOT/<part>/<room>/<name>. The bound is for all rooms; each worker looks after it."""
 
     most_got = 1
 
@@ -152,7 +152,7 @@ class FileStore(ABC):
 
 
 def path_of(room: str, name: str) -> str:
-    return f"{ROOM}/{name[:2]}/{room}/{name}"
+    return f"{ROOT}/{name[:2]}/{room}/{name}"
 
 
 @final
@@ -169,7 +169,7 @@ class FolderStore(FileStore):
         with contextlib.ExitStack() as opened:
             opened.callback(self.close)
             try:
-                self._make(ROOM)
+                self._make(ROOT)
             except OSError as error:
                 if error.errno not in FULL:  # else each write tries it
                     raise
@@ -235,7 +235,7 @@ class FolderStore(FileStore):
 
     def _write(self, name: str, contents: bytes) -> None:
         path = path_of(self._room, name)[:-33]
-        for outer in (ROOM, path.rpartition("/")[0], path):
+        for outer in (ROOT, path.rpartition("/")[0], path):
             self._make(outer)
         with self._opened_folder(path) as folder:
             unfinished = f".{name}.{secrets.token_hex(8)}"
@@ -258,11 +258,11 @@ class FolderStore(FileStore):
             os.unlink(name, dir_fd=folder)
 
     def _list(self, part: str) -> Iterator[Listed]:
-        for room, _ in self._entries(f"{ROOM}/{part}"):
-            for name, facts in self._entries(f"{ROOM}/{part}/{room}"):
+        for room, _ in self._entries(f"{ROOT}/{part}"):
+            for name, facts in self._entries(f"{ROOT}/{part}/{room}"):
                 is_whole = _NAME.fullmatch(name) is not None
                 if stat.S_ISREG(facts.st_mode) and (is_whole or name.startswith(".")):
-                    yield Listed(f"{ROOM}/{part}/{room}/{name}", facts.st_size, facts.st_mtime, is_whole)
+                    yield Listed(f"{ROOT}/{part}/{room}/{name}", facts.st_size, facts.st_mtime, is_whole)
 
     def _entries(self, path: str) -> Iterator[tuple[str, os.stat_result]]:
         """Names and facts; none if it is no folder. Others may remove files meanwhile."""
@@ -342,7 +342,7 @@ class FsspecStore(FileStore):
     def _list(self, part: str) -> Iterator[Listed]:
         with self._as_os_error():
             try:
-                found = self._files.find(self._at(f"{ROOM}/{part}"), detail=True)
+                found = self._files.find(self._at(f"{ROOT}/{part}"), detail=True)
             except FileNotFoundError:
                 return
             base = self._at("").lstrip("/")

@@ -1,6 +1,6 @@
 """What each shared store does: it keeps objects of one size under names.
 
-Everything that fails raises OSError, in which no credential is. No call returns more bytes than an object has. Workers
+Calls raise OSError, whose text contains no credentials. No call returns more bytes than an object has. Workers
 write and remove at the same time, so an object may be gone at any moment, and one that is being written is not found.
 """
 
@@ -15,7 +15,7 @@ from pdserve.core.urls import hide_password
 
 CALL_S: Final = 2.0  # until a silent server counts as broken
 FULL: Final = (errno.ENOSPC, errno.EDQUOT)  # of the OSError if an object has no room
-ROOM: Final = "pdserve-kv"
+ROOT: Final = "pdserve-kv"  # the folder, or the prefix of keys, of all rooms
 
 
 class ObjectStore(Protocol):
@@ -27,7 +27,8 @@ class ObjectStore(Protocol):
         ...
 
     def num_found(self, names: Sequence[str]) -> int:
-        """How many of the leading names have an object; as a rule, if a search is sooner than to ask for each."""
+        """How many of the leading names have an object. A store may ask for only some of the names, so a later read may
+        still find none."""
         ...
 
     def are_there(self, names: Sequence[str]) -> list[bool]: ...

@@ -11,7 +11,7 @@ from typing import Any, Final, final
 from pdserve.core.errors import ConfigError
 from pdserve.core.installation import advice
 from pdserve.core.urls import hide_password
-from pdserve.engine.memory.object_stores.interface import CALL_S, FULL, ROOM, without_credentials
+from pdserve.engine.memory.object_stores.interface import CALL_S, FULL, ROOT, without_credentials
 
 LIFETIME_S: Final = 7 * 86_400  # of an object that nobody reads
 BATCH_BYTES: Final = 4 * 2**20  # in one answer
@@ -33,7 +33,7 @@ class RedisStore:
             raise ConfigError("kv_store", hide_password(url), f"the package redis; {advice('server')}") from None
         self._object_bytes = object_bytes
         self._most = max(1, most_bytes // object_bytes)
-        self._prefix = f"{ROOM}:{room}:"
+        self._prefix = f"{ROOT}:{room}:"
         self._ages = f"{self._prefix}ages"
         self._errors: tuple[type[Exception], ...] = (RedisError, OSError)
         self._full_error: type[Exception] = OutOfMemoryError
