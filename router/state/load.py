@@ -53,6 +53,7 @@ class Reservation:
     pull_tokens: int = 0  # whose KV is on its way from another worker, whose totals are `pull_source`
     pull_source: Totals | None = None
     pull_read_s: float = 0.0  # of these, in which the source reads its tiers
+    read_s: float = 0.0  # of the worker's own tiers for the prompt, until a report can count it
 
 
 @dataclass(slots=True)
@@ -71,10 +72,11 @@ class Totals:
     pulling_tokens: int = 0
     gives: int = 0  # pulls from this worker by others
     giving_tokens: int = 0
+    read_s: float = 0.0
 
     def copy(self) -> Totals:
-        """Like copy.copy, which takes ten times as long. Every report of a worker needs a copy. Pulls are left out,
-        because no report counts them."""
+        """Like copy.copy, which takes ten times as long. Every report of a worker needs a copy. Pulls and reads
+        are left out, because they are not compared with a report."""
         return Totals(
             self.blocks,
             self.tokens,
@@ -97,6 +99,7 @@ class Totals:
         assert self.arriving == sum(one.is_arriving for one in reservations), "arriving"
         assert self.landing_tokens == sum(one.tokens for one in reservations if one.is_landing), "landing tokens"
         assert self.pulling_tokens == sum(one.pull_tokens for one in reservations), "pulling tokens"
+        assert abs(self.read_s - sum(one.read_s for one in reservations)) < 1e-6, "seconds of reads"
         assert self.pulls == sum(one.pull_source is not None for one in reservations), "pulls"
         assert (self.giving_tokens > 0) == (self.gives > 0), "giving tokens"
 

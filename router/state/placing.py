@@ -430,14 +430,14 @@ def _reserve(
 ) -> Reservation:
     """`pulled`: leading tokens whose KV the worker has after its pull."""
     tokens = request.num_tokens
-    uncached, copy_s, compute_s = 0, 0.0, 0.0
+    uncached, copy_s, compute_s, read_s = 0, 0.0, 0.0, 0.0
     if computes:
         reads = request.reads_on(view, view.queue_s(cluster.now_s))
         uncached, copy_s = request.computed_on(view, reads)
         if pulled:
             uncached, copy_s = min(uncached, max(tokens - pulled, 1)), 0.0
         elif reads is not None:
-            view.unreported_read_s += reads.lead_s
+            read_s = reads.lead_s
         compute_s = copy_s + view.prefill_share_s(uncached, tokens - uncached, view.slack(cluster.now_s))
     reservation = Reservation(
         request_id=request.request_id,
@@ -450,6 +450,7 @@ def _reserve(
         itl_s=request.facts.slo.itl_s,
         prompt_tokens=request.facts.num_prompt_tokens,
         due_at_s=math.inf if request.output else request.arrived_s + request.facts.slo.ttft_s,
+        read_s=read_s,
     )
     view.reserve(reservation, cluster.now_s)
     request.reservations.add((view.worker_id, request.attempt))

@@ -74,7 +74,6 @@ class WorkerView:
         "step_clock",
         "totals",
         "tpot_targets_s",
-        "unreported_read_s",
         "worker_id",
     )
 
@@ -104,7 +103,6 @@ class WorkerView:
         self.prefilling: dict[tuple[str, int], Reservation] = {}  # those with a prompt to compute
         self.totals = Totals()
         self._at_report = Totals()
-        self.unreported_read_s = 0.0  # of the tiers' reads for prompts that were placed since the last report
         self.tpot_targets_s: Counter[float] = Counter()  # TPOT target -> rows reserved with it
         self.cached_load: DecodeLoad | None = None  # cached `load`
         self.free_at_s = now_s  # when its current prefills should be done
@@ -259,8 +257,7 @@ class WorkerView:
     def reads(self, num_blocks: int, split: TierDepths, turn_s: float) -> TierReads:
         """What the worker does with so many leading blocks of a prompt whose turn comes in `turn_s`."""
         most, tiers = int(MOST_ALONE * self.hello.num_blocks), self.report.tiers
-        if self.unreported_read_s:
-            more_s = self.unreported_read_s
+        if more_s := self.totals.read_s:
             tiers = tuple([one if one.is_at_once else replace(one, queue_s=one.queue_s + more_s) for one in tiers])
         return predict_reads(num_blocks, split, tiers, self._blocks_s, turn_s, most)
 
@@ -305,6 +302,7 @@ class WorkerView:
         if reservation.prefill_tokens:
             totals.prefill_tokens += reservation.prefill_tokens
             totals.prefill_s += reservation.prefill_s
+            totals.read_s += reservation.read_s
             totals.prefills += 1
             self.prefilling[key] = reservation
             self.free_at_s = max(self.free_at_s, now_s) + reservation.prefill_s
@@ -379,9 +377,15 @@ class WorkerView:
             totals.prefills -= 1
             totals.prefill_s = totals.prefill_s - reservation.prefill_s if totals.prefills else 0.0
             reservation.prefill_tokens, reservation.prefill_s = 0, 0.0
+            self._does_not_read(reservation)
             del self.prefilling[reservation.request_id, reservation.attempt]
             self.free_at_s = now_s + max(totals.prefill_s, self._others_prefill_s)
             self.freed_s = self.computed_s = now_s
+
+    def _does_not_read(self, reservation: Reservation) -> None:
+        """The read for its prompt has ended, or the report has it in the queues of the tiers."""
+        self.totals.read_s = max(0.0, self.totals.read_s - reservation.read_s)
+        reservation.read_s = 0.0
 
     def left_batch(self, reservation: Reservation) -> None:
         """The request no longer has a row, but may still hold blocks."""
@@ -412,7 +416,10 @@ class WorkerView:
         self.freed_s = now_s
         self.cached_load = None
         self._at_report = self.totals.copy()
-        self.unreported_read_s = 0.0
+        if self.totals.read_s:
+            for one in self.prefilling.values():
+                if one.is_sent:
+                    self._does_not_read(one)
         # The worker is slower than predicted, or has other routers' work. Use the report's pending tokens.
         pending = report.pending_prefill_tokens
         if pending:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -117,14 +118,26 @@ def given() -> Given:
     return given
 
 
-def placed(given: Given, *speeds: TierSpeed, name: str = "a") -> Prefill:
-    given.submit(Load(worker_id="p0", steps=1, free_blocks=64, tiers=speeds))
+LOAD = Load(worker_id="p0", steps=1, free_blocks=64, tiers=(DISK,))
+
+
+def reserved(given: Given, *speeds: TierSpeed) -> None:
+    given.submit(replace(LOAD, tiers=speeds))
     known = {"cached_blocks": {"p0": 4}, "cached_tiers": {"p0": TierDepths(1, 1)}}
-    [reserve] = given.arrives(name, slo=Slo(ttft_s=100.0, tpot_s=1.0), **known)
+    [reserve] = given.arrives(slo=Slo(ttft_s=100.0, tpot_s=1.0), **known)
     assert isinstance(reserve, Reserve)
-    [prefill] = given.granted(request_id=name)
+
+
+def placed(given: Given, *speeds: TierSpeed) -> Prefill:
+    reserved(given, *speeds)
+    [prefill] = given.granted()
     assert isinstance(prefill, Prefill)
     return prefill
+
+
+def read_s(given: Given) -> float:
+    """Of another prompt with these blocks."""
+    return given.state._cluster.fleet.workers["p0"].reads(4, TierDepths(1, 1), 0.0).read_s
 
 
 def test_the_work_of_a_worker_has_what_it_does_not_read(given: Given) -> None:
@@ -141,14 +154,31 @@ def test_the_work_of_a_worker_has_what_it_does_not_read(given: Given) -> None:
 
 def test_reads_are_counted_until_the_worker_reports_them(given: Given) -> None:
     placed(given, DISK)
-    view = given.state._cluster.fleet.workers["p0"]
+    assert read_s(given) == pytest.approx(2 * DISK.read_s(3))
+    given.submit(LOAD)
+    assert read_s(given) == pytest.approx(DISK.read_s(3))
 
-    def read_s() -> float:
-        return view.reads(4, TierDepths(1, 1), 0.0).read_s
 
-    assert read_s() == pytest.approx(2 * DISK.read_s(3))
-    given.submit(Load(worker_id="p0", steps=2, free_blocks=64, tiers=(DISK,)))
-    assert read_s() == pytest.approx(DISK.read_s(3))
+def test_a_report_does_not_have_the_reads_of_prompts_that_are_not_sent(given: Given) -> None:
+    reserved(given, DISK)
+    given.submit(LOAD)
+    assert read_s(given) == pytest.approx(2 * DISK.read_s(3))
+    given.granted()
+    given.submit(LOAD)
+    assert read_s(given) == pytest.approx(DISK.read_s(3))
+
+
+@pytest.mark.parametrize("begin", [reserved, placed])
+def test_prompts_that_end_before_a_report_leave_no_reads(given: Given, begin: Callable[..., object]) -> None:
+    begin(given, DISK)
+    given.leaves()
+    assert read_s(given) == pytest.approx(DISK.read_s(3))
+
+
+def test_a_refused_prompt_leaves_no_reads(given: Given) -> None:
+    reserved(given, DISK)
+    given.refused("d0")
+    assert read_s(given) == pytest.approx(DISK.read_s(3))
 
 
 def test_blocks_of_a_tier_that_is_too_slow_are_computed(given: Given) -> None:
