@@ -9,6 +9,7 @@ from typing import Final
 from pdserve.core.cost.latency import LONGEST_S
 from pdserve.core.durations import clamped_s
 from pdserve.core.kv.tier_reads import TierReads
+from pdserve.core.types import Slo
 from router.policy.interface import NO_READS, Choice, Decision, Obstacle, PolicyInput, UnloadedEstimate
 from router.state.load import TRUSTED_SAMPLES
 from router.state.view import LoadEstimate, WorkerView, as_views
@@ -30,6 +31,16 @@ def can_start(view: WorkerView, num_tokens: int, now_s: float, lead_s: float = 0
         and (view.free_at_s <= now_s or view.free_at_s - now_s <= view.batch_s + lead_s)
         and (not view.reservations or view.free_blocks >= view.blocks_for(num_tokens))
     )
+
+
+def lead_of(reads: TierReads | None, slo: Slo) -> float:
+    """How much earlier a prompt is sent, so that its `reads` run while others are computed.
+
+    This is at most the TTFT target. If reading all of a prefix would be too slow, a worker reads what arrives before
+    the prompt's turn. Such a read takes as long as the queue, so without the limit the prompt would be sent at once.
+    Then it could not be given up for shorter ones any more, and would hold blocks of a decode worker all the time.
+    """
+    return 0.0 if reads is None else min(reads.lead_s, slo.ttft_s)
 
 
 def opens_in_s(view: WorkerView, now_s: float, lead_s: float = 0.0) -> float:

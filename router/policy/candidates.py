@@ -16,7 +16,7 @@ from pdserve.core.cost.latency import WIDEST_BAND, LinkModel
 from pdserve.core.cost.overlap import chunked_exposed_s
 from pdserve.core.cost.step_rule import TARGET_SHARE
 from pdserve.core.kv.tier_reads import TierReads
-from router.policy.availability import can_start, opens_in_s
+from router.policy.availability import can_start, lead_of, opens_in_s
 from router.policy.interface import NO_READS, Links, PolicyInput, PullChoice
 from router.policy.pulls import PULL_SHARE, WORK_WEIGHT, pull_of
 from router.policy.ranking import DECODES_PAIRED, LocalWorker, Receiver, rank_prefills, steps_of
@@ -175,7 +175,7 @@ def _earliest(
                 delay_s = work_s + (choice.pull_s if choice.pull_s > queue_s else queue_s)
                 cost_s = delay_s + WORK_WEIGHT * charged_s
         computed = tokens - held
-        lead_s = 0.0 if read is None else read.lead_s
+        lead_s = lead_of(read, request.slo)
         is_open = can_start(view, request.num_tokens, now_s, lead_s)
         opens_s = 0.0 if is_open else opens_in_s(view, now_s, lead_s)
         found.append(_Start(cost_s, worker_id, delay_s, work_s, charged_s, view, computed, opens_s, choice, read))
@@ -333,9 +333,8 @@ def _local(
         residents_s = max(residents_s, step_s / (TARGET_SHARE * left)) if left > 0.0 else math.inf
     # The end of a prefill is known only roughly, so the next prompt is sent a little earlier. Until then it stays in
     # the router, where it can still be given up for shorter ones. But if the worker's prompt takes longer than the
-    # target, a shorter one is sent at once, because the worker computes that first. If tiers are read for a prompt, it
-    # is sent earlier by that time, so that they are read while others are computed.
-    early_s = min(load.batch_s, EARLY_SHARE * slo.ttft_s) + (0.0 if reads is None else reads.lead_s)
+    # target, a shorter one is sent at once, because the worker computes that first.
+    early_s = min(load.batch_s, EARLY_SHARE * slo.ttft_s) + lead_of(reads, slo)
     goes_first = decode.totals.prefills <= 1 and queue_s > max(slo.ttft_s, prefill_s)
     opens_s = 0.0 if queue_s <= early_s or goes_first else queue_s - early_s
     cost = (ttft_s + WORK_WEIGHT * (prefill_s + PULL_SHARE * pull_s)) / slo.ttft_s + prefill_s * stall_share / (

@@ -16,6 +16,7 @@ from pdserve.core.types import Slo
 from router.policy.interface import Choice, PolicyInput, ReadChoice
 from router.state.fleet import policy_input_of
 from router.state.interface import RouterSettings
+from router.state.load import Reservation
 from router.state.view import WorkerView
 from tests.unit.router.given import Given
 from tests.unit.router.test_goodput import ask, decide, place, view, with_queue
@@ -85,24 +86,36 @@ def test_a_receiver_keeps_what_it_has_without_a_wait() -> None:
     assert (request.cached_tokens["d0"], request.kept_on(decode)) == (HELD, 320)
 
 
+def waits(role: str, queue_s: float, *speeds: TierSpeed, ttft_s: float = 60.0) -> bool:
+    """Whether a prompt waits in the router for a worker of this role with such a queue."""
+    worker, others = with_queue(tiered(role, *speeds), queue_s), [view("d0")]
+    # With a single long prompt, a decode worker would get a shorter one at once.
+    worker.reserve(Reservation(request_id="r", attempt=1, tokens=0, blocks=0, prefill_tokens=1), 0.0)
+    prefills, decodes = ([worker], others) if role == "p0" else ([], [worker])
+    request = reading(worker, slo=Slo(ttft_s=ttft_s, tpot_s=1.0))
+    decision = decide(prefills, decodes, request, ("path-choice",))
+    return decision.choice is Choice.WAIT
+
+
 @pytest.mark.parametrize("role", ["p0", "d0"])
 def test_a_prompt_is_sent_early_enough_for_its_reads(role: str) -> None:
     speed = replace(DISK, fixed_s=1.0)
-
-    def waits(queue_s: float, *speeds: TierSpeed) -> bool:
-        worker, others = with_queue(tiered(role, *speeds), queue_s), [view("d0")]
-        prefills, decodes = ([worker], others) if role == "p0" else ([], [worker])
-        request = reading(worker, slo=Slo(ttft_s=60.0, tpot_s=1.0))
-        decision = decide(prefills, decodes, request, ("path-choice",))
-        return decision.choice is Choice.WAIT
-
     batch_s = tiered(role).batch_s
     read_s = speed.read_s(HELD // 16)
-    assert waits(batch_s + 0.9 * read_s)
-    assert not waits(batch_s + 0.9 * read_s, speed)
-    assert waits(batch_s + 1.1 * read_s, speed)
+    assert waits(role, batch_s + 0.9 * read_s)
+    assert not waits(role, batch_s + 0.9 * read_s, speed)
+    assert waits(role, batch_s + 1.1 * read_s, speed)
     # It is read after others, so being sent earlier would not help.
-    assert waits(batch_s + 1.1 * read_s, replace(speed, queue_s=0.5 * read_s))
+    assert waits(role, batch_s + 1.1 * read_s, replace(speed, queue_s=0.5 * read_s))
+
+
+@pytest.mark.parametrize("role", ["p0", "d0"])
+def test_a_prompt_is_sent_at_most_its_target_earlier(role: str) -> None:
+    """A tier that is slower than computing is read until the turn of the prompt."""
+    slow = replace(DISK, block_s=0.035)
+    assert not waits(role, 15.0, slow, ttft_s=16.0)
+    assert waits(role, 15.0, slow, ttft_s=14.0)
+    assert not waits(role, 2.0, slow, ttft_s=2.0)
 
 
 # --- through RouterState --------------------------------------------------------------------------------------
