@@ -22,6 +22,7 @@ from pdserve.wire import status
 from pdserve.wire.protocol import SESSION
 from router.service.router_group import ANSWER_S, RouterGroup
 from router.service.runtime import Runtime
+from router.service.tenants import CallRate
 from router.state.conversations import Conversation, Session
 from router.state.interface import SessionEnded
 
@@ -33,6 +34,9 @@ ASKED_LOOKUPS_S: Final = ANSWER_S / 2  # for another router, which waits for ANS
 WAIT_S: Final = 2.0  # while others list sessions
 MAX_LISTS: Final = 8  # that wait or are made; as many again for other routers
 MAX_ENDS: Final = 32  # that other routers are told at a time
+# Of each tenant's ends, because one call of a client makes a call to each other router.
+ENDS_PER_S: Final = 50.0
+ENDS_BURST: Final = 100
 
 
 @final
@@ -45,7 +49,7 @@ class SessionCalls:
         # So that no tenant takes all places. Lists for other routers have places of their own, because routers may ask
         # each other at the same time.
         self._lists, self._asked = Shares(MAX_LISTS, COUNT_WEIGHT), Shares(MAX_LISTS, COUNT_WEIGHT)
-        self._ends = Shares(MAX_ENDS, COUNT_WEIGHT)
+        self._ends, self._end_rate = Shares(MAX_ENDS, COUNT_WEIGHT), CallRate(ENDS_PER_S, ENDS_BURST)
 
     async def page(self, tenant: str, after: int, limit: int) -> inference_pb2.ListSessionsResponse:
         """Of the tenant; without one, of all: the caller is then the operator, or there are no tenants. Raises
@@ -70,10 +74,13 @@ class SessionCalls:
 
     async def end(self, tenant: str, session_id: str) -> bool:
         """Whether a router knows the session. Raises InvalidRequest, Overloaded, and Unavailable if a router that may
-        know it has not answered."""
+        know it has not answered. With the last two errors, this router has already ended what it has of the session."""
         is_known = self.end_own(tenant, session_id)
         if not self._group.num_others:
             return is_known
+        if wait_s := self._end_rate.take(caller_of(tenant), time.monotonic()):
+            message = f"sessions end too fast: at most {ENDS_PER_S:g} a second of a tenant, or {ENDS_BURST} at once"
+            raise Overloaded(message, wait_s)
         with _place(self._ends, tenant, "ending sessions"):
             is_known_to_others, have_all_answered = await self._group.end_session(tenant, session_id)
         if not (is_known or is_known_to_others or have_all_answered):

@@ -1,4 +1,5 @@
-"""What a tenant may use, and what separates tenants: quotas, labels of metrics, salts of the prefix cache. Pure.
+"""What a tenant may use, and what separates tenants: quotas, rates of calls, labels of metrics, salts of the prefix
+cache. Pure.
 
 Quotas limit tokens per minute and answers in progress. Routers of one launcher share the counts
 (router/service/router_group.py); other routers count on their own.
@@ -311,6 +312,35 @@ class PendingReleases:
         for request_id in request_ids:
             if request_id in self._claims and not self._knows(request_id):
                 self._claims.pop(request_id).release(now_s)
+
+
+# --- rates of calls -------------------------------------------------------------------------------------------
+# Of calls that take no quota. The rate is the same for each caller.
+
+
+@final
+class CallRate:
+    """A token bucket for each caller, which holds a token for each call."""
+
+    def __init__(self, per_s: float, burst: int) -> None:
+        self._per_s, self._burst = per_s, burst
+        self._buckets: dict[str, tuple[float, float]] = {}  # tokens and when they were counted, the last one at the end
+
+    def take(self, caller: str, now_s: float) -> float:
+        """Takes a token, and returns 0. Without one, returns the seconds until there is one."""
+        while self._buckets and now_s - next(iter(self._buckets.values()))[1] >= self._burst / self._per_s:
+            del self._buckets[next(iter(self._buckets))]  # full again
+        tokens, at_s = self._buckets.get(caller, (float(self._burst), now_s))
+        tokens = min(tokens + (now_s - at_s) * self._per_s, float(self._burst))
+        if tokens < 1.0:
+            return (1.0 - tokens) / self._per_s
+        self._buckets.pop(caller, None)
+        self._buckets[caller] = (tokens - 1.0, now_s)
+        return 0.0
+
+    def __len__(self) -> int:
+        """Buckets that are not known to be full."""
+        return len(self._buckets)
 
 
 # --- labels of metrics ----------------------------------------------------------------------------------------

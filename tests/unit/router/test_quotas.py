@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pdserve.core.access.key_file import DEFAULT_TENANT, Tenant
 from pdserve.core.errors import InvalidRequest, QuotaExceeded
-from router.service.tenants import RESERVED_TOKENS, AnswerClaim, CallClaim, Quotas
+from router.service.tenants import RESERVED_TOKENS, AnswerClaim, CallClaim, CallRate, Quotas
 
 ACME = Tenant(name="acme", tokens_per_minute=600, max_concurrent=3)  # ten tokens per second
 
@@ -244,3 +244,19 @@ def test_no_sequence_of_calls_exceeds_its_quotas(data: st.DataObject) -> None:
         answer.end(is_free=False)
         answer.release(now_s)
     assert quotas.running("acme") == 0
+
+
+def test_calls_have_a_rate_for_each_caller() -> None:
+    rate = CallRate(per_s=4.0, burst=3)
+    assert [rate.take("acme", 7.0) for _ in range(4)] == [0.0, 0.0, 0.0, 0.25]
+    assert rate.take("beta", 7.0) == 0.0, "another caller"
+    assert [rate.take("acme", 7.125) for _ in range(2)] == [0.125, 0.125], "a rejected call takes nothing"
+    assert [rate.take("acme", 7.5) for _ in range(3)] == [0.0, 0.0, 0.25]
+    assert [rate.take("acme", 99.0) for _ in range(4)] == [0.0, 0.0, 0.0, 0.25], "a pause gives no more than the burst"
+
+
+def test_a_rate_remembers_the_callers_of_its_last_burst() -> None:
+    rate = CallRate(per_s=4.0, burst=2)
+    for number in range(100):
+        assert rate.take(f"tenant-{number}", number / 16) == 0.0
+        assert len(rate) <= 8

@@ -12,6 +12,7 @@ import pytest
 from pdserve.core.errors import Overloaded, PermissionDenied, Unauthenticated, Unavailable, UnknownMethod
 from pdserve.v1 import inference_pb2, router_group_pb2, router_group_pb2_grpc
 from pdserve.wire import status
+from router.service import router_group, sessions
 from router.service.router_group import RouterGroup, socket_of
 from router.service.sessions import MAX_ENDS, merged
 from tests.unit.router_io.conftest import ConnectTwo, until
@@ -116,6 +117,27 @@ async def test_ends_that_wait_for_other_routers_are_few(
     found = await asyncio.gather(*many, return_exceptions=True)
     assert {type(one) for one in found} == {bool, Overloaded}
     assert asked <= MAX_ENDS
+
+
+async def test_a_tenant_ends_sessions_at_a_limited_rate(
+    connect_two: ConnectTwo, decode: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "ENDS_PER_S", 1e-6)
+    monkeypatch.setattr(sessions, "ENDS_BURST", 2)
+    monkeypatch.setattr(router_group, "ANSWER_S", 60.0)
+    first, second = await connect_two(decode, key_file=file_of(tmp_path), token=TOKEN)
+    async with presenting(first, ACME) as one, presenting(second, ACME) as two, presenting(first, BETA) as other:
+        for client in (one, two):
+            await client.generate(PROMPT, max_tokens=1, session_id="both")
+        for name in ("invented", "another"):
+            assert not await one.end_session(name)
+        with pytest.raises(Overloaded, match="sessions end too fast") as caught:
+            await one.end_session("both")
+        assert 0.0 < caught.value.retry_after_s <= 1e6
+        found = {view.router_id: view.conversations[0].is_over for view in (await two.sessions()).sessions}
+        assert found == {"router-0": True, "router-1": False}, "only the asked router has ended its part"
+        assert not await other.end_session("invented"), "another tenant"
+        assert await two.end_session("both"), "the other router"
 
 
 def views(*cursors: int, rows: int = 1) -> list[inference_pb2.SessionView]:
