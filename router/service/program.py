@@ -40,16 +40,19 @@ class RouterHost:
         """With the gateway of `gateway_of(config)`, if there is one. Raises ConfigError, as RouterServer and
         GatewayServer do. A fatal error calls `on_fatal`."""
         self._config, self._gateway_config = config, gateway_of(config)
-        self._server = RouterServer(config, on_crash=self._crashed)  # opens files and ports
         self._gateway: GatewayServer | None = None
         self._is_ending = False
         self._drain_s = config.drain_s
         self._on_fatal = on_fatal
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_exception_handler(ignore_poller_races)
         self._thread = threading.Thread(target=self._run, name="router", daemon=True)
         self._has_ended = threading.Event()
         self._stop_lock = threading.Lock()
+        with contextlib.ExitStack() as opened:
+            self._server = RouterServer(config, on_crash=self._crashed)  # opens files and ports
+            opened.callback(self._server.close)
+            self._loop = asyncio.new_event_loop()
+            self._loop.set_exception_handler(ignore_poller_races)
+            opened.pop_all()
 
     @property
     def address(self) -> str:

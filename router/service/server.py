@@ -281,37 +281,51 @@ class RouterServer:
             self._workers.dial_only(config.workers)
 
     async def stop(self) -> None:
-        """Ends every call and stream now, with an error that says why."""
+        """Ends every call and stream now, with an error that says why. Raises the error of a step after all others."""
         self._is_closing = True
-        try:
-            if not self._has_crashed:
-                self._runtime.submit(DrainEnded())
+        async with contextlib.AsyncExitStack() as ending:  # the last step comes first
+            ending.push_async_callback(asyncio.to_thread, self.close)  # it waits for the threads of metrics and traces
+            ending.push_async_callback(self._grammars.close)
+            ending.push_async_callback(self._close_started)
+            ending.push_async_callback(self._wait_for_tasks)
+            ending.push_async_callback(self._workers.close)
+            ending.callback(self._cancel_tasks)
+            ending.callback(self.gate.close)
+            ending.callback(self._runtime.close)
+            ending.push_async_callback(self._group.close)
             if self._server is not None and self._local is not None:
-                await self._health.enter_graceful_shutdown()
-                self._watching.close()
-                servers = [self._server, self._local, *([] if self._group_server is None else [self._group_server])]
-                await asyncio.gather(*(one.stop(STOP_GRACE_S) for one in servers))
-            await self._group.close()
-            self._runtime.close()
-            self.gate.close()
-            for task in self._tasks:
-                task.cancel()
-            await self._workers.close()
-            if self._tasks:
-                await asyncio.wait(self._tasks)
-            if self._redis_index is not None:
-                await self._redis_index.close()
-            if self._admission is not None:
-                await self._admission.close()
-            await self._grammars.close()
-        finally:
-            await asyncio.to_thread(self.close)  # it waits for the threads of metrics and traces
+                ending.push_async_callback(self._stop_servers)
+                ending.callback(self._watching.close)
+                ending.push_async_callback(self._health.enter_graceful_shutdown)
+            if not self._has_crashed:
+                ending.callback(self._runtime.submit, DrainEnded())
 
     def close(self) -> None:
         """Closes files and ports that are open without an event loop. Idempotent."""
         self._opened.close()
 
     # ------------------------------------------------------------------------------------------------------------
+
+    async def _stop_servers(self) -> None:
+        servers = filter(None, (self._server, self._local, self._group_server))
+        ends = await asyncio.gather(*(one.stop(STOP_GRACE_S) for one in servers), return_exceptions=True)
+        for error in filter(None, ends):
+            raise error
+
+    def _cancel_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def _wait_for_tasks(self) -> None:
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _close_started(self) -> None:
+        async with contextlib.AsyncExitStack() as ending:
+            if self._admission is not None:
+                ending.push_async_callback(self._admission.close)
+            if self._redis_index is not None:
+                ending.push_async_callback(self._redis_index.close)
 
     async def _load_texts(self) -> Admission:
         """The child that reads the templates starts beside the tokenizer. It is started by this thread, because it
