@@ -345,7 +345,8 @@ class LaunchedCluster(ABC):
         self._report.say(name, text)
 
     async def stop(self, *, is_graceful: bool) -> None:
-        """Stops the gateway and the router first, so that no new work comes, then the workers together, Redis last."""
+        """Stops the gateway and the router first, so that no new work comes, then the workers together, Redis last. A
+        caller that cancels it calls it again: until then, processes that still run keep what they use."""
         async with AsyncExitStack() as ending:  # of each, also if another one cannot be ended
             if self._certificates is not None:
                 ending.callback(self._certificates.remove)
@@ -355,15 +356,22 @@ class LaunchedCluster(ABC):
             ending.callback(self._metrics.close)
             if self.link is not None:
                 ending.push_async_callback(self.link.close, ends=True)
-            await self._supervisor.release()
-            # The first two drain together, so that one drain_s bounds both.
-            stages = ([GATEWAY, *self.spec.router_names], self._names_of_workers())
-            if is_graceful:
-                self._supervisor.expect_stop(stages, await open_requests(self.spec))
-            for names in stages:
-                await self._supervisor.stop(names, is_graceful=is_graceful)
-            if self.has_own_redis:
-                await self._supervisor.stop([REDIS], is_graceful=True)
+            try:
+                await self._stop_processes(is_graceful=is_graceful)
+            except asyncio.CancelledError:
+                ending.pop_all()
+                raise
+
+    async def _stop_processes(self, *, is_graceful: bool) -> None:
+        await self._supervisor.release()
+        # The first two drain together, so that one drain_s bounds both.
+        stages = ([GATEWAY, *self.spec.router_names], self._names_of_workers())
+        if is_graceful:
+            self._supervisor.expect_stop(stages, await open_requests(self.spec))
+        for names in stages:
+            await self._supervisor.stop(names, is_graceful=is_graceful)
+        if self.has_own_redis:
+            await self._supervisor.stop([REDIS], is_graceful=True)
 
     # -- where the workers run -------------------------------------------------------------------------------------
 
