@@ -313,7 +313,7 @@ def render_sessions(page: SessionPage, now_s: float) -> str:
     if page.has_more:
         lines.append(f"more with --after {page.sessions[-1].cursor}")
     if page.is_partial:
-        lines.append("another router has not answered: its sessions are not shown")
+        lines.append("another router has not answered or is busy: its sessions are not shown")
     return "\n".join(lines)
 
 

@@ -209,7 +209,7 @@ class SessionView:
 class SessionPage:
     sessions: tuple[SessionView, ...]  # the last used first
     has_more: bool
-    is_partial: bool = False  # a router that shares the port has not answered
+    is_partial: bool = False  # without those of a router that has not answered or is busy
 
 
 # --- percentiles ----------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ class RouterGroup:
     async def sessions(
         self, tenant: str, after: int, limit: int
     ) -> tuple[list[inference_pb2.ListSessionsResponse], bool]:
-        """A page of each other router that has answered, and whether all have."""
+        """A page of each other router that has made one, and whether all have: a busy one rejects the call."""
         request = router_group_pb2.ListTenantSessionsRequest(tenant=tenant, after=after, limit=limit)
         answers, failures = await self._ask(
             lambda stub: stub.ListTenantSessions(request, **self.call), router_group_pb2_grpc.RouterGroupServiceStub

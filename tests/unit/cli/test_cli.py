@@ -570,7 +570,7 @@ def test_the_table_of_sessions_says_where_prefixes_are_and_until_when() -> None:
         "s        acme    router-1  2      100     40 s ago  within 30 s  d0 96, d1 64",
         "s        acme    router-1  1      100     40 s ago  over         nowhere",
         "more with --after 7",
-        "another router has not answered: its sessions are not shown",
+        "another router has not answered or is busy: its sessions are not shown",
     ]
     assert render_sessions(SessionPage(sessions=(), has_more=False), 0.0) == "no sessions"
 
