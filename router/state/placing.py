@@ -16,7 +16,7 @@ from typing import Final, final
 from pdserve.core.attempt import AttemptKey, PrefixSource
 from pdserve.core.protocol import Reserve
 from pdserve.core.types import FinishReason, Path, Role
-from router.policy.availability import can_start, opens_in_s
+from router.policy.availability import can_start, lead_of, opens_in_s
 from router.policy.interface import Choice, Decision, Obstacle
 from router.state.cluster_state import ClusterState
 from router.state.endings import Ending, Fail, Finish, Reject, apply_ending
@@ -99,8 +99,9 @@ class _Placing:
         while heads and not self._is_decode_full:
             (_, request_id), worker_id = heapq.heappop(heads)
             request, view = cluster.requests[request_id], usable[worker_id]
-            if not can_start(view, request.num_tokens, cluster.now_s):
-                _retry_in(cluster, opens_in_s(view, cluster.now_s))
+            lead_s = _lead_s(request, view, cluster.now_s)
+            if not can_start(view, request.num_tokens, cluster.now_s, lead_s):
+                _retry_in(cluster, opens_in_s(view, cluster.now_s, lead_s))
                 continue
             is_asked = self._is_worth_asking(request)
             decision = self._decide(request) if is_asked else None
@@ -148,12 +149,18 @@ class _Placing:
             return True
         if request.waits_for is not Obstacle.PREFILL:
             return any(view.freed_s >= asked_s for view in self._decodes)
-        tokens = request.num_tokens
-        # A worker becomes available by an event, or at the time when its batch is almost done.
-        return any(
-            max(view.freed_s, view.free_at_s - view.batch_s) >= asked_s and can_start(view, tokens, now_s)
-            for view in self._prefills
-        ) or any(view.computed_s >= asked_s and view.queue_s(now_s) <= view.load.batch_s for view in self._decodes)
+        return any(self._has_opened(request, view) for view in self._prefills) or any(
+            view.computed_s >= asked_s and view.queue_s(now_s) <= view.load.batch_s + _lead_s(request, view, now_s)
+            for view in self._decodes
+        )
+
+    def _has_opened(self, request: Request, view: WorkerView) -> bool:
+        """Whether the worker has become available since the policy was asked, by an event, or at the time when its
+        batch is almost done."""
+        now_s, asked_s = self._cluster.now_s, request.asked_s
+        lead_s = _lead_s(request, view, now_s)
+        opened_s = max(view.freed_s, view.free_at_s - view.batch_s - lead_s)
+        return opened_s >= asked_s and can_start(view, request.num_tokens, now_s, lead_s)
 
     def _is_restricted(self, request: Request, views: list[WorkerView]) -> bool:
         """Whether only some of `views` have its adapter and its weights, so that later requests may find room on the
@@ -270,7 +277,8 @@ class _Placing:
                     return False
                 else:
                     cluster.bind(request, decision.bound_to)
-                    _retry_in(cluster, opens_in_s(cluster.fleet.workers[request.bound_to], cluster.now_s))
+                    view = cluster.fleet.workers[request.bound_to]
+                    _retry_in(cluster, opens_in_s(view, cluster.now_s, _lead_s(request, view, cluster.now_s)))
         return True
 
     def _end(self, ending: Ending) -> None:
@@ -410,6 +418,13 @@ def start(cluster: ClusterState, request: Request, decision: Decision) -> list[C
         source=request.placement.source if is_local else None,
     )
     return [reserve]
+
+
+def _lead_s(request: Request, view: WorkerView, now_s: float) -> float:
+    """How much earlier it is sent to the worker, so that tiers are read for it."""
+    if not request.cached_tiers:
+        return 0.0
+    return lead_of(request.reads_on(view, view.queue_s(now_s)), request.facts.slo)
 
 
 def _source(cluster: ClusterState, decision: Decision) -> PrefixSource | None:

@@ -199,6 +199,29 @@ def test_blocks_of_a_tier_that_is_too_slow_are_computed(given: Given) -> None:
     assert given.state._cluster.fleet.workers["p0"].totals.prefill_tokens == 100 - 16
 
 
+@pytest.mark.parametrize("is_bound", [False, True])
+def test_waiting_prompts_are_sent_early_enough_after_an_event(is_bound: bool) -> None:
+    """Those that are bound to the worker too."""
+    given = Given(RouterSettings(is_strict=True))
+    given.connect_prefill("p0", cost=SLOW, max_batch_tokens=16)
+    given.connect_decode("d0", cost=SLOW)
+    given.arrives("first", prompt=50)
+    given.granted(request_id="first")
+    report = replace(LOAD, tiers=(replace(DISK, fixed_s=0.4),))
+    given.submit(replace(report, pending_prefill_tokens=200))  # mostly of other routers
+    given.now_s = 0.05
+    known = {"cached_blocks": {"p0": 4}, "cached_tiers": {"p0": TierDepths(1, 1)}}
+    assert given.arrives(slo=Slo(ttft_s=100.0, tpot_s=1.0), **known) == []
+    cluster = given.state._cluster
+    if is_bound:
+        cluster.bind(cluster.requests["a"], "p0")
+    given.now_s = 0.1
+    assert given.now_s < cluster.requests["a"].ask_again_s
+    [reserve] = given.submit(report)  # only the first prompt is ahead, for more than a batch
+    assert isinstance(reserve, Reserve)
+    assert reserve.key.request_id == "a"
+
+
 def busy(given: Given) -> None:
     given.state._cluster.fleet.workers["p0"].closed_until_s = 1e9
 
