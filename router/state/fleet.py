@@ -351,7 +351,7 @@ def entry_of(request: Request, fleet: Fleet, lengths: OutputLengths, rules: froz
         if decodes:
             expected_tokens = lengths.remaining(facts, len(request.output))
             cached_tokens = _cached_tokens(request, fleet)
-            reads = _reads(request, fleet, cached_tokens, math.inf) if request.cached_tiers else {}
+            reads = _reads(request, fleet, cached_tokens, None) if request.cached_tiers else {}
             request.unloaded = unloaded_estimate(
                 request.num_tokens, expected_tokens, cached_tokens, prefills, decodes, reads
             )
@@ -407,13 +407,13 @@ def _cached_tokens(request: Request, fleet: Fleet) -> dict[str, int]:
     }
 
 
-def _reads(request: Request, fleet: Fleet, cached_tokens: dict[str, int], now_s: float) -> dict[str, TierReads]:
+def _reads(request: Request, fleet: Fleet, cached_tokens: dict[str, int], now_s: float | None) -> dict[str, TierReads]:
     """The reads of the workers whose pools do not have all of their leading blocks. In `cached_tokens`, they have what
-    they do not compute. `now_s` infinite: on workers without other requests."""
+    they do not compute. `now_s` None: on workers without other requests."""
     found = {}
     for worker_id in request.cached_tiers.keys() & cached_tokens.keys():
         view = fleet.workers[worker_id]
-        reads = request.reads_on(view, view.queue_s(now_s))
+        reads = request.reads_on(view, None if now_s is None else view.queue_s(now_s))
         assert reads is not None
         found[worker_id] = reads
         cached_tokens[worker_id] = reads.num_blocks * view.hello.block_size

@@ -297,9 +297,9 @@ class Request:
         self.cached_blocks.pop(worker_id, None)
         self.cached_tiers.pop(worker_id, None)
 
-    def reads_on(self, view: WorkerView, turn_s: float) -> TierReads | None:
-        """What the worker does with the leading blocks that it has, if the request's turn comes in `turn_s`. None: all
-        of them are in its pool."""
+    def reads_on(self, view: WorkerView, turn_s: float | None) -> TierReads | None:
+        """What the worker does with the leading blocks that it has, if the request's turn comes in `turn_s`, or if the
+        worker has no other requests. None: all of them are in its pool."""
         split = self.cached_tiers.get(view.worker_id)
         return None if split is None else view.reads(self._shareable_on(view), split, turn_s)
 

@@ -15,7 +15,7 @@ from typing import Final, final
 
 from pdserve.core.cost.latency import CostModel, CostModels
 from pdserve.core.durations import backoff_s, clamped_s
-from pdserve.core.kv.tier_reads import MOST_ALONE, TierDepths, TierReads, predict_given, predict_reads
+from pdserve.core.kv.tier_reads import MOST_ALONE, TierDepths, TierReads, TierSpeed, predict_given, predict_reads
 from pdserve.core.protocol import BatchTimed, Load, TokensArrived
 from pdserve.core.types import Role
 from router.state.interface import WorkerConnected
@@ -254,17 +254,25 @@ class WorkerView:
     def prefill_s(self, uncached: int, cached: int) -> float:
         return self.cost.prefill_s(uncached, cached, self.hello.max_batch_tokens)
 
-    def reads(self, num_blocks: int, split: TierDepths, turn_s: float) -> TierReads:
-        """What the worker does with so many leading blocks of a prompt whose turn comes in `turn_s`."""
-        most, tiers = int(MOST_ALONE * self.hello.num_blocks), self.report.tiers
-        if more_s := self.totals.read_s:
-            tiers = tuple([one if one.is_at_once else replace(one, queue_s=one.queue_s + more_s) for one in tiers])
-        return predict_reads(num_blocks, split, tiers, self._blocks_s, turn_s, most)
+    def reads(self, num_blocks: int, split: TierDepths, turn_s: float | None) -> TierReads:
+        """What the worker does with so many leading blocks of a prompt whose turn comes in `turn_s`; None: without
+        other requests."""
+        most, speeds = int(MOST_ALONE * self.hello.num_blocks), self._tier_speeds(is_unloaded=turn_s is None)
+        return predict_reads(num_blocks, split, speeds, self._blocks_s, turn_s or 0.0, most)
 
     def given(self, num_blocks: int, split: TierDepths) -> tuple[int, float]:
         """How many of these blocks it gives to a worker that pulls them, and how long it reads before."""
         most = int(MOST_ALONE * self.hello.num_blocks)
-        return predict_given(num_blocks, split, self.report.tiers, self._blocks_s, most)
+        return predict_given(num_blocks, split, self._tier_speeds(), self._blocks_s, most)
+
+    def _tier_speeds(self, *, is_unloaded: bool = False) -> Sequence[TierSpeed]:
+        """As reported, with the reads that no report has; or without any queue."""
+        tiers, more_s = self.report.tiers, self.totals.read_s
+        if is_unloaded:
+            return [replace(one, queue_s=0.0) for one in tiers]
+        if not more_s:
+            return tiers
+        return [one if one.is_at_once else replace(one, queue_s=one.queue_s + more_s) for one in tiers]
 
     def _blocks_s(self, num_blocks: int, first: int) -> float:
         size = self.hello.block_size

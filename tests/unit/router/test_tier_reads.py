@@ -14,7 +14,7 @@ from pdserve.core.kv.tier_reads import TierDepths, TierSpeed
 from pdserve.core.protocol import Load, Prefill, PullEnded, Reserve
 from pdserve.core.types import Slo
 from router.policy.interface import Choice, PolicyInput, ReadChoice
-from router.state.fleet import policy_input_of
+from router.state.fleet import entry_of, policy_input_of
 from router.state.interface import RouterSettings
 from router.state.load import Reservation
 from router.state.view import WorkerView
@@ -170,6 +170,32 @@ def test_reads_are_counted_until_the_worker_reports_them(given: Given) -> None:
     assert read_s(given) == pytest.approx(2 * DISK.read_s(3))
     given.submit(LOAD)
     assert read_s(given) == pytest.approx(DISK.read_s(3))
+
+
+def test_a_source_of_a_pull_reads_for_its_prompts_first(given: Given) -> None:
+    placed(given, DISK)
+    view = given.state._cluster.fleet.workers["p0"]
+    assert view.given(4, TierDepths(1, 1)) == (4, pytest.approx(2 * DISK.read_s(3)))
+
+
+def test_an_unloaded_worker_reads_at_once(given: Given) -> None:
+    """Its queue would change how long the prompt is expected to take, and so the order of waiting prompts."""
+    placed(given, DISK)
+    cluster = given.state._cluster
+    request = cluster.requests["a"]
+
+    def unloaded_s() -> float:
+        entry_of(request, cluster.fleet, cluster.lengths, frozenset({"least-slack"}), given.now_s)
+        assert request.unloaded is not None
+        return request.unloaded.ttft_s
+
+    queued = replace(LOAD, tiers=(replace(DISK, queue_s=0.2),))
+    before_s = unloaded_s()
+    given.submit(LOAD)
+    assert unloaded_s() == before_s
+    given.submit(queued)
+    assert unloaded_s() == before_s
+    assert before_s == pytest.approx(cluster.fleet.workers["p0"].prefill_s(36, 64) + DISK.read_s(3))
 
 
 def test_a_report_does_not_have_the_reads_of_prompts_that_are_not_sent(given: Given) -> None:
