@@ -45,9 +45,10 @@ class SessionCalls:
 
     def __init__(self, runtime: Runtime, lookup: PrefixLookup, group: RouterGroup, router_id: str) -> None:
         self._runtime, self._lookup, self._group, self._router_id = runtime, lookup, group, router_id
-        self._listing = asyncio.Lock()  # one list of sessions at a time
-        # So that no tenant takes all places. Lists for other routers have places of their own, because routers may ask
-        # each other at the same time.
+        # One list of sessions is made at a time, and no tenant takes all places of those that wait. Lists for other
+        # routers have a lock and places of their own: routers may ask each other at the same time, and wait for less
+        # time than clients.
+        self._listing, self._listing_asked = asyncio.Lock(), asyncio.Lock()
         self._lists, self._asked = Shares(MAX_LISTS, COUNT_WEIGHT), Shares(MAX_LISTS, COUNT_WEIGHT)
         self._ends, self._end_rate = Shares(MAX_ENDS, COUNT_WEIGHT), CallRate(ENDS_PER_S, ENDS_BURST)
 
@@ -57,9 +58,9 @@ class SessionCalls:
         limit = limit or DEFAULT_LIMIT
         require_at_most("limit", "sessions", limit, MAX_LIMIT)
         with _place(self._lists, tenant, "listing sessions"):
-            async with self._alone():
+            async with _alone(self._listing):
                 own = await self._page(tenant or None, after, limit, LOOKUPS_S)
-            # Without the lock: another router may ask this one meanwhile.
+            # Without the lock, so that the next list of this router can be made meanwhile.
             others, is_complete = await self._group.sessions(tenant, after, limit)
         page = merged([own, *others], limit)
         page.is_partial = not is_complete
@@ -69,7 +70,7 @@ class SessionCalls:
         """Of this router, for another one. Raises InvalidRequest and Overloaded."""
         require_at_most("limit", "sessions", limit, MAX_LIMIT)
         with _place(self._asked, tenant, "listing sessions"):
-            async with self._alone():
+            async with _alone(self._listing_asked):
                 return await self._page(tenant or None, after, limit, ASKED_LOOKUPS_S)
 
     async def end(self, tenant: str, session_id: str) -> bool:
@@ -96,19 +97,6 @@ class SessionCalls:
         if is_known:
             self._runtime.submit(SessionEnded(tenant=tenant, session_id=session_id))
         return is_known
-
-    @contextlib.asynccontextmanager
-    async def _alone(self) -> AsyncIterator[None]:
-        """Raises Overloaded if others list sessions for long."""
-        try:
-            async with asyncio.timeout(WAIT_S):
-                await self._listing.acquire()
-        except TimeoutError:
-            raise _busy("listing sessions") from None
-        try:
-            yield
-        finally:
-            self._listing.release()
 
     async def _page(
         self, tenant: str | None, after: int, limit: int, lookups_s: float
@@ -191,6 +179,20 @@ def merged(pages: Sequence[inference_pb2.ListSessionsResponse], limit: int) -> i
             break
         result.sessions.append(session)
     return result
+
+
+@contextlib.asynccontextmanager
+async def _alone(listing: asyncio.Lock) -> AsyncIterator[None]:
+    """Raises Overloaded if others list sessions for long."""
+    try:
+        async with asyncio.timeout(WAIT_S):
+            await listing.acquire()
+    except TimeoutError:
+        raise _busy("listing sessions") from None
+    try:
+        yield
+    finally:
+        listing.release()
 
 
 @contextlib.contextmanager

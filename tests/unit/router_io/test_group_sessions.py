@@ -98,6 +98,31 @@ async def test_only_the_routers_say_whose_session_ends(
         assert (await inside.EndTenantSession(request, metadata=metadata)).is_known
 
 
+async def test_a_slow_list_delays_none_of_another_router(
+    connect_two: ConnectTwo, decode: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_group, "ANSWER_S", 60.0)
+    first, second = await connect_two(decode)
+    await first.client.generate(PROMPT, max_tokens=1, session_id="s")
+    begun, release, make = asyncio.Event(), asyncio.Event(), sessions.SessionCalls._page
+
+    async def slow(
+        self: sessions.SessionCalls, tenant: str | None, after: int, limit: int, lookups_s: float
+    ) -> inference_pb2.ListSessionsResponse:
+        if self._router_id == "router-0" and lookups_s == sessions.LOOKUPS_S:
+            begun.set()
+            await release.wait()
+        return await make(self, tenant, after, limit, lookups_s)
+
+    monkeypatch.setattr(sessions.SessionCalls, "_page", slow)
+    listing = asyncio.create_task(first.client.sessions())
+    await until(begun.is_set)
+    page = await second.client.sessions()
+    release.set()
+    assert ([one.session_id for one in page.sessions], page.is_partial) == (["s"], False)
+    assert [one.session_id for one in (await listing).sessions] == ["s"]
+
+
 async def test_ends_that_wait_for_other_routers_are_few(
     connect_two: ConnectTwo, decode: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
