@@ -24,11 +24,14 @@ from pdserve.core.kv.reuse_rates import Kind, ReuseClass, ReuseRates, age_number
 # --- blocks in the order in which they leave ------------------------------------------------------------------
 
 
+Classes = tuple[ReuseClass, ReuseClass]  # of a part of a text, and of the end of the text
+
+
 @dataclass(slots=True, eq=False)
 class Segment:
     """Consecutive blocks of a text of one class, which were used last at the same time."""
 
-    reuse_class: ReuseClass
+    classes: Classes
     at_s: float
     order: int  # segments that were used earlier, or are deeper in the same text, have lower ones
     turn: int  # of the text
@@ -37,9 +40,12 @@ class Segment:
     first_new: int  # of the text, the block with which it began to differ from those before
     cost: float  # of computing one of its blocks
     hashes: tuple[bytes, ...]
-    deeper: tuple[ReuseClass, ...] = ()  # the classes of what follows it in the text
     num_known: int = 0  # its hashes that no newer segment has
     place: int = -1  # among all with known hashes
+
+    @property
+    def reuse_class(self) -> ReuseClass:
+        return self.classes[0]
 
 
 _LOWEST_RANK: Final = -2000
@@ -52,9 +58,9 @@ class EvictionQueue:
     def __init__(self, rates: ReuseRates) -> None:
         self._rates = rates
         self._segment_of: dict[bytes, Segment] = {}
-        # Of each class, the segments in the order in which they came: how many of their blocks are here, and where to
-        # look for the deepest.
-        self._by_class: dict[ReuseClass, OrderedDict[Segment, list[int]]] = {}
+        # The segments of each pair of classes, which differ in age only, in the order in which they came: how many of
+        # their blocks are here, and where to look for the deepest.
+        self._by_class: dict[Classes, OrderedDict[Segment, list[int]]] = {}
         self._chosen: tuple[Segment, float] | None = None
 
     def __len__(self) -> int:
@@ -69,9 +75,9 @@ class EvictionQueue:
     def add(self, hashes: Sequence[bytes], segment: Segment) -> None:
         """Blocks of the segment. None of them is in the queue."""
         self._segment_of.update(dict.fromkeys(hashes, segment))
-        segments = self._by_class.get(segment.reuse_class)
+        segments = self._by_class.get(segment.classes)
         if segments is None:
-            segments = self._by_class[segment.reuse_class] = OrderedDict()
+            segments = self._by_class[segment.classes] = OrderedDict()
         here = segments.get(segment)
         if here is None:
             segments[segment] = [len(hashes), len(segment.hashes)]
@@ -82,16 +88,16 @@ class EvictionQueue:
     def discard(self, block_hash: bytes) -> None:
         segment = self._segment_of.pop(block_hash, None)
         if segment is not None:
-            here = self._by_class[segment.reuse_class][segment]
+            here = self._by_class[segment.classes][segment]
             here[0] -= 1
             if here[0] == 0:
                 self._remove(segment)
 
     def _remove(self, segment: Segment) -> None:
-        segments = self._by_class[segment.reuse_class]
+        segments = self._by_class[segment.classes]
         del segments[segment]
         if not segments:
-            del self._by_class[segment.reuse_class]
+            del self._by_class[segment.classes]
         self._chosen = None
 
     def least(self, now_s: float) -> int:
@@ -101,10 +107,10 @@ class EvictionQueue:
     def rank(self, segment: Segment, now_s: float) -> int:
         """Of the value of its blocks; higher ones stay. A request that uses a text again also uses its
         beginning, without which no later block is found. So a segment is worth at least as much as what follows it."""
-        age_s = now_s - segment.at_s
-        value = self._rates.value(segment.reuse_class, age_s)
-        for reuse_class in segment.deeper:
-            value = max(value, self._rates.value(reuse_class, age_s))
+        age_s, (own, end) = now_s - segment.at_s, segment.classes
+        value = self._rates.value(own, age_s)
+        if end != own:
+            value = max(value, self._rates.value(end, age_s))
         value *= segment.cost
         return math.frexp(value)[1] if value > 0.0 else _LOWEST_RANK + (value == 0.0)
 
@@ -114,7 +120,7 @@ class EvictionQueue:
         segment_of = self._segment_of
         while len(popped) < count:
             segment = self._choose(now_s)
-            here = self._by_class[segment.reuse_class][segment]
+            here = self._by_class[segment.classes][segment]
             hashes, at = segment.hashes, here[1]
             num_hashes, left = len(hashes), min(here[0], count - len(popped))
             here[0] -= left
@@ -214,7 +220,7 @@ class Retention:
         if self._known.keys().isdisjoint(hashes):  # a new text, the most frequent case
             if hashes:
                 reuse_class = _classify(1, 1, reuse_within_s)
-                self._segment(reuse_class, now_s, 1, 1, len(hashes), 0, 0, tuple(hashes))
+                self._segment((reuse_class, reuse_class), now_s, 1, 1, len(hashes), 0, 0, tuple(hashes))
         else:
             self._used_again(hashes, now_s, reuse_within_s)
         self._num_left -= 1
@@ -237,20 +243,20 @@ class Retention:
                 turn = last.turn + 1
             elif last.reuse_class[0] is not Kind.SHARED:
                 turn = last.turn
-        parts: list[tuple[int, ReuseClass, int]] = []  # first block, class, uses
+        parts: list[tuple[int, Classes, int]] = []  # first block, classes, uses
+        end = _classify(1 if runs[-1][1] is None else runs[-1][1].uses + 1, turn, reuse_within_s)
         for first, one in runs:
             uses = 1 if one is None else one.uses + 1
-            reuse_class = _classify(uses, turn, reuse_within_s)
-            if not parts or parts[-1][1] != reuse_class:
-                parts.append((first, reuse_class, uses))
-        end, deeper = len(hashes), tuple[ReuseClass, ...]()
-        for first, reuse_class, uses in reversed(parts):
-            rest = tuple(hashes[first:end])
-            segment = self._segment(reuse_class, now_s, turn, uses, len(hashes), first_new, first, rest)
-            segment.deeper = deeper
-            if reuse_class not in deeper:
-                deeper = (reuse_class, *deeper)
-            end = first
+            classes = _classify(uses, turn, reuse_within_s), end
+            is_shared = classes[0][0] is Kind.SHARED and end[0] is not Kind.WITHIN
+            if is_shared and one is not None and _is_announced(one, now_s):
+                classes = classes[0], one.classes[1]  # of another text with this beginning, which will be used
+            if not parts or parts[-1][1] != classes:
+                parts.append((first, classes, uses))
+        stop = len(hashes)
+        for first, classes, uses in reversed(parts):
+            self._segment(classes, now_s, turn, uses, len(hashes), first_new, first, tuple(hashes[first:stop]))
+            stop = first
 
     def _learn(self, now_s: float) -> None:
         self._num_left = max(_LEARN_TEXTS, len(self._places) // _LEARN_SHARE)
@@ -277,11 +283,11 @@ class Retention:
         if not ended:
             return
         self.rates.unused(segment.reuse_class, now_s - segment.at_s, len(ended) / segment.length)
-        leaving = [one for one in ended if one in self.pool]
+        leaving = [one for one in ended if one in self.pool or one in self.ahead]
         for one in leaving:
-            self.pool.discard(one)
+            self.no_longer_leaves(one)
         turn, uses, length, first_new = segment.turn, segment.uses, segment.length, segment.first_new
-        newer = self._segment((Kind.ENDED, 0), now_s, turn, uses, length, first_new, 0, ended)
+        newer = self._segment(((Kind.ENDED, 0), (Kind.ENDED, 0)), now_s, turn, uses, length, first_new, 0, ended)
         newer.cost = segment.cost
         if leaving:
             self.pool.add(leaving, newer)
@@ -328,7 +334,7 @@ class Retention:
         segment = self._segment_of(block_hash, now_s)
         text_s = 0.0 if self._computed_s is None else self._computed_s(segment.length // 2)
         age_s = now_s - segment.at_s
-        chances = [self.rates.chance(one, age_s) for one in (segment.reuse_class, *segment.deeper)]
+        chances = [self.rates.chance(one, age_s) for one in segment.classes]
         return text_s, max([one for one in chances if one is not None], default=None)
 
     def drop(self, block_hash: bytes) -> None:
@@ -354,12 +360,12 @@ class Retention:
         """One of its own, without a use, if it has none: its text has not ended, or it was forgotten."""
         found = self._known.get(block_hash)
         if found is None:
-            found = self._segment((Kind.PRIVATE, 0), now_s, 0, 0, 1, 0, 0, (block_hash,))
+            found = self._segment(((Kind.PRIVATE, 0), (Kind.PRIVATE, 0)), now_s, 0, 0, 1, 0, 0, (block_hash,))
         return found
 
     def _segment(
         self,
-        reuse_class: ReuseClass,
+        classes: Classes,
         now_s: float,
         turn: int,
         uses: int,
@@ -371,7 +377,7 @@ class Retention:
         """`hashes` are blocks of the text from number `first` on. The cost of all is that of the middle one."""
         self._order += 1
         cost = 1.0 if self._computed_s is None else self._computed_s(first + len(hashes) // 2) or 1.0
-        segment = Segment(reuse_class, now_s, self._order, turn, uses, length, first_new, cost, hashes)
+        segment = Segment(classes, now_s, self._order, turn, uses, length, first_new, cost, hashes)
         known, host = self._known, self.host
         replaced = [] if known.keys().isdisjoint(hashes) else [*map(known.get, hashes)]
         known.update(dict.fromkeys(hashes, segment))
@@ -420,6 +426,12 @@ class Retention:
     def _is_used(self, block_hash: bytes) -> bool:
         """Whether a text has the block now: its use is counted already."""
         return block_hash in self._cached and block_hash not in self.pool and block_hash not in self.ahead
+
+
+def _is_announced(segment: Segment, now_s: float) -> bool:
+    """Whether its text is announced to be used, within a time that is not over."""
+    kind, number = segment.classes[1]
+    return kind is Kind.WITHIN and age_number(now_s - segment.at_s) <= number
 
 
 def _classify(uses: int, turn: int, reuse_within_s: float | None) -> ReuseClass:

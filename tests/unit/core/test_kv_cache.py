@@ -312,6 +312,19 @@ def test_an_ended_session_leaves_before_what_was_saved_earlier() -> None:
     kv.blocks.check()
 
 
+def test_a_saved_session_that_ends_leaves_before_others_that_were_saved() -> None:
+    kv, slots = queued(most_saved=16, num_slots=800)
+    others = [bytes([number] * 16) for number in range(11, 14)]
+    kv.release(computed(kv, 3 * SIZE, HASHES))
+    kv.release(computed(kv, 3 * SIZE, others))
+    kv.advance(1.0)
+    assert len(slots.copies) == 6, "all are saved ahead"
+    kv.end(others)
+    assert kv.extend(13) is not None
+    assert (kv.blocks.num_matched(HASHES), kv.blocks.num_matched(others)) == (3, 0)
+    kv.blocks.check()
+
+
 def test_a_block_that_was_saved_before_may_be_used_again() -> None:
     kv, _ = queued(most_saved=8)
     held = computed(kv, 3 * SIZE, HASHES)

@@ -194,6 +194,31 @@ def test_the_beginning_of_a_text_stays_as_long_as_what_follows_it() -> None:
         kv.blocks.allocate(1)
 
 
+@pytest.mark.parametrize("reuse_within_s", [None, 0.0])
+def test_a_beginning_stays_for_an_announced_text_while_others_use_it(reuse_within_s: float | None) -> None:
+    kv = pool(14)
+    shared = names(0, 4)
+    for text in range(1, 4):
+        use(kv, [*shared, *names(text, 2)], float(text))
+    announced = [*shared, *names(4, 2)]
+    use(kv, announced, 4.0, reuse_within_s=60.0)
+    use(kv, [*shared, *names(5, 2)], 5.0, reuse_within_s)
+    kv.blocks.allocate(8)
+    assert kv.blocks.num_matched(announced) == 6
+
+
+def test_segments_of_a_class_that_end_differently_are_compared() -> None:
+    """The worthless ones are neither the oldest nor the newest of their class."""
+    rates = ReuseRates()
+    queue, announced = EvictionQueue(rates), (Kind.WITHIN, 9)
+    shared = (Kind.SHARED, 2)
+    for number, end in enumerate((announced, ONCE, announced)):
+        queue.add(
+            names(number, 1), Segment((shared, end), float(number), number, 1, 1, 1, 0, 1.0, tuple(names(number, 1)))
+        )
+    assert queue.pop(1, 4.0) == names(1, 1)
+
+
 def test_a_prefix_of_many_texts_is_shared() -> None:
     retention = Retention(1000)
     for text in range(1, 6):
@@ -257,7 +282,7 @@ class Read(tuple[bytes, ...]):
 def test_blocks_that_come_and_leave_in_turn_cost_the_same_in_long_texts() -> None:
     hashes = Read(names(1, 1000))
     queue = EvictionQueue(ReuseRates())
-    segment = Segment(ONCE, 1.0, 1, 1, 1, len(hashes), 0, 1.0, hashes)
+    segment = Segment((ONCE, ONCE), 1.0, 1, 1, 1, len(hashes), 0, 1.0, hashes)
     left = []
     for at, block_hash in enumerate(reversed(names(1, 1000))):
         queue.add([block_hash], segment)
@@ -344,7 +369,7 @@ def queue_of(rates: ReuseRates, *segments: tuple[float, float]) -> EvictionQueue
     queue = EvictionQueue(rates)
     for number, (at_s, cost) in enumerate(segments):
         hashes = tuple(names(number, 1))
-        queue.add(hashes, Segment(ONCE, at_s, number, 1, 1, 1, 0, cost, hashes))
+        queue.add(hashes, Segment((ONCE, ONCE), at_s, number, 1, 1, 1, 0, cost, hashes))
     return queue
 
 
