@@ -10,6 +10,7 @@ from typing import Final
 
 from decode_worker.speculation import NgramProposer
 from pdserve.core.attempt import Attempt, AttemptKey, blocks_for, shareable_blocks
+from pdserve.core.kv.cache import LastFound
 from pdserve.engine.interface import Row
 
 # --- stages of an attempt -------------------------------------------------------------------------------------
@@ -67,6 +68,7 @@ class DecodeSequence:
     tokens: list[int]  # prompt and output, including the last sampled token
     end_ids: frozenset[int]  # tokens that may end its text
     hashes: list[bytes]  # content hashes of the leading full blocks, computed as needed
+    last_found: LastFound = field(default_factory=LastFound)
     blocks: list[int] = field(default_factory=list)
     computed: int = 0  # leading positions whose KV is in `blocks`
     cached: int = 0  # how many of these the prefix cache had when the sequence last started
@@ -109,9 +111,13 @@ class DecodeSequence:
         logprobs."""
         return self.is_local and self.num_output == 0 and self.attempt.num_top_of_prompt is not None
 
+    def num_reusable(self, block_size: int) -> int:
+        """How many leading blocks need not be computed if the cache has them."""
+        return 0 if self.is_scored else min(shareable_blocks(len(self.tokens), block_size), len(self.hashes))
+
     def reusable(self, block_size: int) -> Sequence[bytes]:
-        """The hashes of the blocks that need not be computed."""
-        return () if self.is_scored else self.hashes[: shareable_blocks(len(self.tokens), block_size)]
+        """The hashes of these blocks."""
+        return self.hashes[: self.num_reusable(block_size)]
 
     def move(self, move: DecodeMove) -> None:
         """Changes the stage. Raises KeyError if the lifecycle has no such move."""

@@ -221,10 +221,10 @@ class SequenceTable:
         return effects
 
     def computed_when_started(self, sequence: DecodeSequence) -> int:
-        """How many positions of the text need not be computed, if it starts now."""
+        """How many positions of the text need not be computed, if it starts now. An estimate for a waiting one."""
         if sequence.stage is not DecodeStage.WAITING:
             return sequence.computed
-        return self.kv.num_found(sequence.reusable(self.block_size)) * self.block_size
+        return self.kv.tokens_found(sequence)
 
     # -- memory -------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from typing import Final
 
 from pdserve.core.attempt import Attempt, AttemptKey, blocks_for, shareable_blocks
 from pdserve.core.effects import StepAccount
+from pdserve.core.kv.cache import LastFound
 from pdserve.engine.interface import Row
 from prefill_worker.pushing import BY_CHUNK, PushPlan
 
@@ -63,6 +64,7 @@ class PrefillSequence:
     stage: PrefillStage = PrefillStage.WAITING
     tokens: tuple[int, ...]
     hashes: list[bytes]
+    last_found: LastFound = field(default_factory=LastFound)
     blocks: list[int] = field(default_factory=list)
     computed: int = 0  # leading positions whose KV is in `blocks`
     cached: int = 0  # how many of these were found in the prefix cache
@@ -79,12 +81,14 @@ class PrefillSequence:
     def remaining(self) -> int:
         return len(self.tokens) - self.computed
 
+    def num_reusable(self, block_size: int) -> int:
+        """How many leading blocks need not be computed if the cache has them. With prompt logprobs, a prompt is
+        computed completely, because a cache has no logprobs."""
+        return 0 if self.attempt.num_top_of_prompt is not None else shareable_blocks(len(self.tokens), block_size)
+
     def reusable(self, block_size: int) -> Sequence[bytes]:
-        """The hashes of the blocks that need not be computed. With prompt logprobs, a prompt is computed completely,
-        because a cache has no logprobs."""
-        if self.attempt.num_top_of_prompt is not None:
-            return ()
-        return self.hashes[: shareable_blocks(len(self.tokens), block_size)]
+        """The hashes of these blocks."""
+        return self.hashes[: self.num_reusable(block_size)]
 
     def content_hashes(self, block_size: int) -> tuple[int, ...]:
         """The content hashes of the prompt's blocks."""

@@ -306,7 +306,7 @@ class PrefillScheduler:
     def _pending(self, prompt: PrefillSequence) -> Pending[PrefillSequence]:
         computed = prompt.computed
         if prompt.stage is PrefillStage.WAITING:  # what it will find cached
-            computed = self._kv.num_found(prompt.reusable(self._block_size)) * self._block_size
+            computed = self._kv.tokens_found(prompt)
         remaining_s = self.order.remaining_s(len(prompt.tokens) - computed, computed)
         return Pending(prompt, remaining_s, due_at_s(prompt.attempt, len(prompt.attempt.output_ids)))
 

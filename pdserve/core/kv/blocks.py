@@ -310,6 +310,10 @@ class BlockAllocator:
                 self.tier.hand_down(block_hash, lower)
                 yield block_hash
 
+    def __contains__(self, block_hash: object) -> bool:
+        """Whether the pool has the block, for later texts."""
+        return block_hash in self._block_of
+
     def num_matched(self, hashes: Sequence[bytes]) -> int:
         """The length of the longest cached prefix of `hashes`."""
         return next((at for at, one in enumerate(hashes) if one not in self._block_of), len(hashes))

@@ -6,11 +6,11 @@ marks its stamps (stamps.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Protocol, final
 
-from pdserve.core.attempt import blocks_for, shareable_blocks
+from pdserve.core.attempt import Attempt, blocks_for, shareable_blocks
 from pdserve.core.kv.blocks import BlockAllocator, CacheChange
 from pdserve.core.kv.kv_shape import TransferKey
 from pdserve.core.kv.stamps import content_hash64
@@ -22,6 +22,38 @@ class Allocation:
 
     blocks: list[int]
     cached_tokens: int
+
+
+@dataclass(slots=True)
+class LastFound:
+    """Where the leading blocks of a waiting text ended when `KvCache.tokens_found` last looked for them."""
+
+    in_pool: int = 0
+    in_tier: int = 0  # of those that follow in the host tier
+
+
+class WaitingText(Protocol):
+    """A prompt that waits on a worker of either role."""
+
+    @property
+    def attempt(self) -> Attempt: ...
+
+    @property
+    def tokens(self) -> Sequence[int]: ...
+
+    @property
+    def hashes(self) -> Sequence[bytes]: ...
+
+    @property
+    def last_found(self) -> LastFound: ...
+
+    def num_reusable(self, block_size: int) -> int:
+        """How many of the leading blocks need not be computed if the cache has them."""
+        ...
+
+    def reusable(self, block_size: int) -> Sequence[bytes]:
+        """The hashes of these blocks."""
+        ...
 
 
 @final
@@ -63,6 +95,17 @@ class KvCache:
         """How many of the leading blocks `allocate` would not leave to be computed."""
         matched = self.blocks.num_matched(hashes)
         return matched + self._num_loadable(hashes[matched:], matched * self.block_size)
+
+    def tokens_found(self, text: WaitingText) -> int:
+        """An estimate of `num_found` in tokens, for the order of waiting texts. Each step asks for each of them, so the
+        search begins where the last one ended. It may miss that a block has left before a later one."""
+        hashes, end, last, tier = text.hashes, text.num_reusable(self.block_size), text.last_found, self.blocks.tier
+        last.in_pool = found = _end_in(self.blocks, hashes, 0, end, last.in_pool)
+        if tier is not None and tier.loads_at_once:
+            last.in_tier = _end_in(tier, hashes, found, end, last.in_tier)
+            if self._is_load_sooner(last.in_tier - found, found * self.block_size):
+                found = last.in_tier
+        return found * self.block_size
 
     def begin_fetch(self, hashes: Sequence[bytes], first: int, most: int, *, spare: int = 0) -> list[int] | None:
         """References to the `first` leading blocks, which `num_found` counts, and behind them up to `most` new blocks,
@@ -119,11 +162,15 @@ class KvCache:
         self.blocks.give_back(self.lent.pop(key))
 
     def _num_loadable(self, hashes: Sequence[bytes], cached_tokens: int) -> int:
-        tier, count = self.blocks.tier, self._num_copied(hashes)
+        count = self._num_copied(hashes)
+        return count if self._is_load_sooner(count, cached_tokens) else 0
+
+    def _is_load_sooner(self, count: int, cached_tokens: int) -> bool:
+        """Whether to load `count` blocks from the host tier. They follow `cached_tokens` tokens."""
+        tier = self.blocks.tier
         if tier is None or not count:
-            return 0
-        is_sooner = tier.rule.loads(count, cached_tokens=cached_tokens, block_size=self.block_size)
-        return count if is_sooner else 0
+            return False
+        return tier.rule.loads(count, cached_tokens=cached_tokens, block_size=self.block_size)
 
     def _load(self, hashes: Sequence[bytes], blocks: Sequence[int], cached_tokens: int) -> int:
         """Loads the first blocks of `hashes` into `blocks`. Returns their number. Called after `blocks` were allocated,
@@ -179,3 +226,15 @@ class KvCache:
     def snapshot(self) -> CacheChange:
         """Everything that can be reused."""
         return self.blocks.snapshot()
+
+
+def _end_in(found: Container[bytes], hashes: Sequence[bytes], first: int, end: int, near: int) -> int:
+    """The end of the blocks that `found` has from number `first` on, at most `end`. Searched from `near`."""
+    if first >= end or hashes[first] not in found:
+        return first
+    at = min(max(near, first), end)
+    while at > first and hashes[at - 1] not in found:
+        at -= 1
+    while at < end and hashes[at] in found:
+        at += 1
+    return at

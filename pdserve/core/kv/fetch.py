@@ -24,7 +24,7 @@ from itertools import count
 from typing import Final, Protocol, final, runtime_checkable
 
 from pdserve.core.attempt import Attempt, AttemptKey, blocks_for
-from pdserve.core.kv.cache import KvCache
+from pdserve.core.kv.cache import KvCache, WaitingText
 from pdserve.core.kv.host_tier import HostTier
 from pdserve.core.kv.tier_reads import MOST_ALONE, Read, TierSpeed, best_read, saved_s
 
@@ -85,20 +85,6 @@ def tier_speeds(host: HostTier | None, sources: Iterable[BlockSource]) -> tuple[
     if host is not None and host.loads_at_once:
         speeds.append(host.speed)
     return tuple([one for one in speeds if one is not None])
-
-
-class WaitingText(Protocol):
-    """A prompt that waits on a worker of either role."""
-
-    @property
-    def attempt(self) -> Attempt: ...
-
-    @property
-    def tokens(self) -> Sequence[int]: ...
-
-    def reusable(self, block_size: int) -> Sequence[bytes]:
-        """The hashes of the leading blocks that need not be computed."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -194,7 +194,7 @@ class HostTier:
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._slot_of)
 
-    def __contains__(self, block_hash: bytes) -> bool:
+    def __contains__(self, block_hash: object) -> bool:
         return block_hash in self._slot_of
 
     def num_found(self, hashes: Sequence[bytes]) -> int:

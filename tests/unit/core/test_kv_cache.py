@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
+from pdserve.core.attempt import Attempt, AttemptKey
 from pdserve.core.kv.blocks import BlockAllocator
-from pdserve.core.kv.cache import Allocation, KvCache
+from pdserve.core.kv.cache import Allocation, KvCache, LastFound
 from pdserve.core.kv.host_tier import HostTier, LoadRule
 from pdserve.core.kv.kv_shape import TransferKey
 from pdserve.core.kv.stamps import UNMARKED, content_hash64
 from pdserve.core.kv.tier_reads import Tier
+from pdserve.core.types import Sampling
 
 SIZE = 4
 HASHES = [bytes([number] * 16) for number in range(1, 4)]  # three full blocks
@@ -88,6 +91,63 @@ def test_an_invalidated_block_is_not_reused(kv: KvCache) -> None:
     again = kv.allocate(2 * SIZE + 1, HASHES[:2])
     assert again is not None
     assert (again.blocks[0], again.cached_tokens) == (blocks[0], SIZE)
+
+
+class Text:
+    """A text that waits. Counts what is read of its hashes."""
+
+    def __init__(self, hashes: Sequence[bytes]) -> None:
+        self.hashes = CountedHashes(hashes)
+        self.last_found = LastFound()
+        self.attempt = Attempt(key=AttemptKey(1, "a", 1), prompt_ids=(1,), sampling=Sampling(), arrived_s=0.0)
+        self.tokens = [1] * (len(hashes) * SIZE + 1)
+
+    def num_reusable(self, block_size: int) -> int:
+        assert block_size == SIZE
+        return len(self.hashes)
+
+    def reusable(self, block_size: int) -> Sequence[bytes]:
+        return self.hashes[: self.num_reusable(block_size)]
+
+
+class CountedHashes(list[bytes]):
+    num_read = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.num_read += 1
+        return super().__getitem__(index)
+
+
+MANY = [number.to_bytes(16, "big") for number in range(1, 101)]
+
+
+def test_what_is_found_of_a_waiting_text_follows_the_cache() -> None:
+    kv = KvCache(BlockAllocator(100), SIZE)
+    text = Text(MANY)
+    reads = []
+    for count, num_evicted in ((0, 0), (10, 0), (10, 0), (70, 0), (0, 35), (0, 0), (100, 0), (100, 0), (0, 100)):
+        if count:
+            kv.release(computed(kv, count * SIZE, MANY[:count]))
+        if num_evicted:
+            blocks = kv.extend(kv.blocks.num_free + num_evicted)
+            assert blocks is not None
+            kv.release(blocks)
+        text.hashes.num_read = 0
+        assert kv.tokens_found(text) == kv.num_found(MANY) * SIZE
+        reads.append(text.hashes.num_read)
+    # What has changed is read, and the first block, and those at the end of what was found.
+    assert reads == [1, 12, 3, 63, 38, 3, 67, 2, 1]
+
+
+def test_invalidated_blocks_of_a_waiting_text_are_not_found() -> None:
+    kv = KvCache(BlockAllocator(100), SIZE)
+    blocks = computed(kv, 50 * SIZE, MANY[:50])
+    text = Text(MANY)
+    assert kv.tokens_found(text) == 50 * SIZE
+    kv.invalidate(blocks[49])
+    assert kv.tokens_found(text) == 49 * SIZE
+    kv.invalidate(blocks[0])
+    assert kv.tokens_found(text) == 0
 
 
 # --- host tier ------------------------------------------------------------------------------------------------
@@ -208,6 +268,24 @@ def test_blocks_are_loaded_where_that_is_sooner(block_s: float, per_token_s: flo
     again = kv.allocate(3 * SIZE + 1, HASHES)
     assert again is not None
     assert again.cached_tokens == cached_tokens
+
+
+@pytest.mark.parametrize(("block_s", "found"), [(0.0, [3, 3, 3]), (100.0, [2, 1, 0])])  # loads are sooner, later
+def test_what_a_waiting_text_would_load_is_found(block_s: float, found: list[int]) -> None:
+    kv, _ = tiered(8, block_s=block_s)
+    text = Text(HASHES)
+    kv.release(computed(kv, 3 * SIZE, HASHES))
+    assert kv.tokens_found(text) == 3 * SIZE
+    for num_found in found:  # each time, one block moves to the tier
+        blocks = kv.extend(kv.blocks.num_free + 1)
+        assert blocks is not None
+        kv.release(blocks)
+        assert kv.tokens_found(text) == kv.num_found(HASHES) * SIZE == num_found * SIZE
+        text.hashes.num_read = 0
+        assert kv.tokens_found(text) == num_found * SIZE
+        assert text.hashes.num_read <= 6
+    kv.blocks.drop_copy(HASHES[2])
+    assert kv.tokens_found(text) == kv.num_found(HASHES) * SIZE == min(2, found[-1]) * SIZE
 
 
 def test_wrong_contents_leave_the_tier_too() -> None:

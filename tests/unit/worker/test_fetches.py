@@ -135,7 +135,13 @@ class Worker:
         self.num_fetched = 0
 
     def offer(
-        self, name: str, prompt: Sequence[int], *, max_tokens: int = 1, deadline_at_s: float | None = None
+        self,
+        name: str,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 1,
+        deadline_at_s: float | None = None,
+        ttft_s: float | None = None,
     ) -> Any:
         key = AttemptKey(1, name, 1)
         attempt = Attempt(
@@ -145,6 +151,7 @@ class Worker:
             chain_key=KEY,
             arrived_s=self.now_s,
             deadline_at_s=deadline_at_s,
+            ttft_s=ttft_s,
         )
         if self.role is Role.PREFILL:
             effects = self.scheduler.offer(
