@@ -202,7 +202,7 @@ class Fetches:
         size = self._kv.block_size
 
         def ahead_s() -> float:
-            return running_s() + sum(self.left_s(len(each.tokens), 0, each.reusable(size)) for each in ready)
+            return running_s() + sum(self.left_s(len(each.tokens), self._kv.tokens_found(each)) for each in ready)
 
         for each in waiting:
             key = each.attempt.key
@@ -241,9 +241,8 @@ class Fetches:
         """Whether nothing has changed for a prompt since it was considered."""
         return wait is not None and (wait.is_over or wait.number is not None or wait.seen == self._num_changes)
 
-    def left_s(self, num_tokens: int, computed: int, hashes: Sequence[bytes] = ()) -> float:
-        """Seconds to compute what is left of a text, of which blocks with these hashes need not be computed."""
-        computed = max(computed, self._kv.num_found(hashes) * self._kv.block_size)
+    def left_s(self, num_tokens: int, computed: int) -> float:
+        """Seconds to compute what is left of a text."""
         return self._prefill_s(num_tokens - computed, computed)
 
     def ended(self, number: int, num_blocks: int) -> Fetch:

@@ -78,3 +78,15 @@ def test_the_order_follows_what_the_cache_gets_and_loses(role: Role, is_evicted:
     last = ["new", "sharing"] if is_evicted else ["sharing", "new"]  # 20 tokens are left of it, or 12
     assert [key.request_id for key in worker.cached] == ["first", "tiny", *last]
     worker.close()
+
+
+@ROLES
+def test_prompts_that_may_fetch_look_up_few_blocks_of_those_before_them(
+    role: Role, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, lookups = with_waiting_prompts(role), Lookups(monkeypatch)
+    num_blocks = len(TEXT) // SIZE + 1
+    at_first = 2 * num_blocks  # once for the fetch, once for the order
+    assert lookups.of_step(worker) <= NUM_PROMPTS * (at_first + MOST * NUM_PROMPTS)
+    worker.run()
+    worker.close()
