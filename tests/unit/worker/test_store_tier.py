@@ -21,7 +21,7 @@ from pdserve.engine.memory import slow_tier, staging
 from pdserve.engine.memory import store as store_module
 from pdserve.engine.memory.block_files import BlockFiles
 from pdserve.engine.memory.object_stores.files import FolderStore
-from pdserve.engine.memory.object_stores.interface import ROOM
+from pdserve.engine.memory.object_stores.interface import ROOT
 from pdserve.engine.memory.sealed_objects import Seal
 from pdserve.engine.memory.slow_tier import ReadSpeed
 from pdserve.engine.memory.store import StoreTier
@@ -176,7 +176,7 @@ async def test_damaged_and_strange_objects_are_misses(
     await fill(first, router, ask)
     await router.close()
     first.host.stop()
-    paths = sorted(path for path in (tmp_path / "kv" / ROOM).rglob("*") if path.is_file())
+    paths = sorted(path for path in (tmp_path / "kv" / ROOT).rglob("*") if path.is_file())
     assert len(paths) >= 8
     rng = random.Random(1)
     contents = [path.read_bytes() for path in paths]
