@@ -12,7 +12,7 @@ from typing import Any, Final, final
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp
 
 from pdserve.core.errors import InternalError, NotFound, PdserveError, ShuttingDown
@@ -167,8 +167,11 @@ async def _no_such_path(request: Any, error: Exception) -> Any:
 
 
 async def _wrong_method(request: Any, error: Any) -> Any:
+    """A path may have one route for each method, and the error names only those of the first."""
     path: str = request.scope["path"]
-    return _ErrorResponse(_in_form(path, errors.wrong_method(request.method, path, error.headers)))
+    routes = [one for one in request.app.routes if isinstance(one, Route)]
+    allowed = {name for one in routes if one.matches(request.scope)[0] is not Match.NONE for name in one.methods or ()}
+    return _ErrorResponse(_in_form(path, errors.wrong_method(request.method, path, sorted(allowed))))
 
 
 @final

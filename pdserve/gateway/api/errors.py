@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -127,10 +127,10 @@ def as_anthropic(found: ErrorReply) -> ErrorReply:
     return replace(found, body={"type": "error", "error": shown})
 
 
-def wrong_method(method: str, path: str, headers: Mapping[str, str] | None) -> ErrorReply:
+def wrong_method(method: str, path: str, allowed: Sequence[str]) -> ErrorReply:
     message = f"{shortened(method)} is not allowed on {shortened(path)}"
     found = body(message, "invalid_request_error", "method_not_allowed")
-    return ErrorReply(status=405, body=found, headers=tuple((headers or {}).items()))
+    return ErrorReply(status=405, body=found, headers=(("Allow", ", ".join(allowed)),))
 
 
 def body(message: str, kind: str, code: str, param: str | None = None) -> dict[str, Any]:

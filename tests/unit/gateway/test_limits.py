@@ -387,6 +387,16 @@ def test_other_paths_and_methods_have_openai_s_errors(
     assert code_of(answer) in ("not_found", "method_not_allowed")
 
 
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [("/v1/models", "GET, HEAD"), ("/v1/responses/r", "DELETE, GET, HEAD"), ("/v1/conversations", "POST")],
+)
+def test_a_wrong_method_gets_all_that_the_path_has(toy: Served, raw: Connect, path: str, allowed: str) -> None:
+    answer = exchange(raw(toy.address), f"PATCH {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+    assert status_of(answer) == 405
+    assert f"allow: {allowed}".lower().encode() in answer.lower().splitlines()
+
+
 def test_the_token_is_checked_before_the_body_is_read(raw: Connect) -> None:
     with serve(token="right") as served:
         for given in ("", "Bearer", "Bearer wrong"):
