@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +41,7 @@ from pdserve.core.errors import PdserveError
 from pdserve.core.kv.kv_shape import TransferKey
 from pdserve.core.kv.stamps import BlockStamps
 from pdserve.engine.interface import EngineSpec, KvPool
+from pdserve.loop_thread import LoopThread
 from pdserve.outage_log import LogLimit
 from pdserve.tls.certificates import ReloadingCertificates, certificates_of
 from pdserve.v1 import rank_pb2, rank_pb2_grpc
@@ -186,11 +186,10 @@ class RankServer:
         self._servers: list[Any] = []
         self._rejections = LogLimit()
         self._host = config.advertise or config.host
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="grpc-rank", daemon=True)
+        self._thread = LoopThread("grpc-rank")
         try:
             self._thread.start()
-            self.address = self._on_loop(self._serve(partial(_add_rank_service, self)))
+            self.address = self._thread.result_of(self._serve(partial(_add_rank_service, self)))
         except BaseException:
             self.close()
             raise
@@ -203,21 +202,11 @@ class RankServer:
     def close(self) -> None:
         """Idempotent."""
         try:
-            if self._thread.is_alive():
-                self._on_loop(self._stop())
+            if self._thread.is_running:
+                self._thread.result_of(self._stop())
         finally:
             self._orders.shutdown(wait=False)
-            if self._thread.is_alive():
-                self._loop.call_soon_threadsafe(self._loop.stop)
-                self._thread.join(_JOIN_S)
-            else:
-                self._loop.close()
-
-    def _run(self) -> None:
-        try:
-            self._loop.run_forever()
-        finally:
-            self._loop.close()
+            self._thread.close()
 
     async def follow(self, context: Any) -> None:
         """The leader's stream."""
@@ -242,7 +231,7 @@ class RankServer:
             self._pool, self._spec, self._stamps, self._config, incarnation, self._fault_injector, self._tls
         )
         reports: asyncio.Queue[rank_pb2.FollowResponse | None] = asyncio.Queue()
-        endpoint.report = lambda report: _put(self._loop, reports, report)
+        endpoint.report = lambda report: _put(self._thread.loop, reports, report)
         writer = asyncio.create_task(_write(context, reports))
         try:
             opened = await self._open(endpoint, is_sender=first.open.is_sender)
@@ -259,7 +248,7 @@ class RankServer:
         try:
             await self._in_order(endpoint.close)
         finally:
-            _put(self._loop, reports, None)
+            _put(self._thread.loop, reports, None)
             self._is_over.set()
 
     async def _open(self, endpoint: Endpoint, *, is_sender: bool) -> rank_pb2.EndpointOpened:
@@ -274,7 +263,7 @@ class RankServer:
 
     async def _in_order(self, call: Callable[..., None], *arguments: Any) -> None:
         """Runs the call on the thread for orders. The caller reads the next order when it is done."""
-        await self._loop.run_in_executor(self._orders, call, *arguments)
+        await self._thread.loop.run_in_executor(self._orders, call, *arguments)
 
     async def _serve(self, add: Callable[[Any], None]) -> str:
         """HOST:PORT of a server that requires a proof from every caller. Raises ConfigError."""
@@ -296,9 +285,6 @@ class RankServer:
     def _rejected(self, error: PdserveError) -> None:
         if count := self._rejections.due(time.monotonic()):
             log.warning("calls to a tensor-parallel rank were rejected", extra={"reason": error.reason, "calls": count})
-
-    def _on_loop(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
 
 class _Servicer(rank_pb2_grpc.RankServiceServicer):

@@ -35,6 +35,7 @@ from pdserve.core.installation import VERSION, release
 from pdserve.engine.model.collectives import LOOPBACK
 from pdserve.engine.ranks.rejected_joins import count_rejected_join
 from pdserve.listening import is_held
+from pdserve.loop_thread import LoopThread
 from pdserve.outage_log import LogLimit, PeerLog
 from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.tls.reasons import connection_failure
@@ -115,12 +116,11 @@ class Rendezvous:
         self._secret, self._store_port, self._flags = secret, store_port, flags
         self._tls = tls
         self._rejections = LogLimit()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
+        self._thread = LoopThread("rendezvous")
         self._server: Any = None
         try:
             self._thread.start()
-            self._on_loop(self._serve())
+            self._thread.result_of(self._serve())
         except BaseException:
             self.close()
             raise
@@ -128,20 +128,10 @@ class Rendezvous:
     def close(self) -> None:
         """Ends the streams of all ranks, which then exit. Idempotent."""
         try:
-            if self._server is not None and self._thread.is_alive():
-                self._on_loop(self._server.stop(None))
+            if self._server is not None and self._thread.is_running:
+                self._thread.result_of(self._server.stop(None))
         finally:
-            if self._thread.is_alive():
-                self._loop.call_soon_threadsafe(self._loop.stop)
-                self._thread.join(_JOIN_S)
-            else:
-                self._loop.close()
-
-    def _run(self) -> None:
-        try:
-            self._loop.run_forever()
-        finally:
-            self._loop.close()
+            self._thread.close()
 
     async def join(self, context: Any) -> None:
         try:
@@ -201,9 +191,6 @@ class Rendezvous:
         count_rejected_join(reason)
         if count := self._rejections.due(time.monotonic()):
             log.warning("calls to the ranks' rendezvous were rejected", extra={"reason": reason, "calls": count})
-
-    def _on_loop(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
 
 class _RendezvousServicer(rank_pb2_grpc.RendezvousServiceServicer):
